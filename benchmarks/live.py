@@ -29,14 +29,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks import live_stragglers as stragglers
 from benchmarks.harness import Figures, main, settings_of, show, summarise_pairs
-from benchmarks.live_stragglers import (
-    predictor_cases,
-    print_stragglers,
-    straggler_cases,
-    summarise_cases,
-    summarise_predictors,
-)
 from benchmarks.tables import Columns, figure_table, interval, named_rows, quantity
 from trimtab.array_type import Array
 from trimtab.calibration.alternating_rounds import alternate
@@ -169,7 +163,8 @@ def run(options: argparse.Namespace) -> None:
     settings = LiveBenchmark(**given(options, LiveBenchmark))
     if settings.tokens % settings.sequence_length:
         raise InputError(f"--tokens is {settings.tokens}; it should be a multiple of {settings.sequence_length}")
-    launch(run_benchmark, (settings, straggler_cases(settings), predictor_cases(settings)), ranks=2)
+    cases, predictors = stragglers.straggler_cases(settings), stragglers.predictor_cases(settings)
+    launch(run_benchmark, (settings, cases, predictors), ranks=2)
 
 
 def run_benchmark(settings: LiveBenchmark, cases: list[Figures], predictors: list[Figures]) -> None:
@@ -188,8 +183,8 @@ def run_benchmark(settings: LiveBenchmark, cases: list[Figures], predictors: lis
         "step_ranks": dist.get_world_size(),
         "gpu": "not measured",
         "cases": cases,
-        "summary": summarise_cases(cases),
-        "predictors": summarise_predictors(predictors),
+        "summary": stragglers.summarise_cases(cases),
+        "predictors": stragglers.summarise_predictors(predictors),
         **steps,
     }
     show(figures, print_figures, settings.json)
@@ -381,7 +376,7 @@ def _choose(
 
 def print_figures(figures: Figures, console: Console) -> None:
     """Print stragglers with what they cost, where they differ from FEPLB's, step times, and what they mean."""
-    print_stragglers(figures, console)
+    stragglers.print_stragglers(figures, console)
     title = f"Step time on {figures['step_ranks']} CPU ranks, {figures['settings']['pairs']} rounds"
     console.print(figure_table(title, STEPS, named_rows(figures["variants"])))
     console.print(figure_table("Live policies compared with live routing", GAINS, named_rows(figures["policies"])))

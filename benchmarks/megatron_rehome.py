@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, starmap
 from typing import Any
 
 import megatron.core
@@ -24,15 +25,16 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from rich.console import Console
-from rich.progress import track
 
 from benchmarks.harness import Figures, settings_of, show
 from benchmarks.megatron_model import MegatronBenchmark, MegatronModel, Routing, replayed, start_megatron
 from benchmarks.tables import Columns, figure_table, named_rows, quantity
 from trimtab.array_type import Array
+from trimtab.calibration.alternating_rounds import alternate
 from trimtab.integrations.megatron import balance
 from trimtab.planner import Placement
 from trimtab.planner.placement.packing import rebalance
+from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.number_text import bytes_text, seconds
 
 WARM_UP = 2
@@ -61,25 +63,23 @@ def run_rehome_benchmark(settings: MegatronBenchmark) -> None:
     start_megatron()
     routings = [settings.drifting(ranks, step) for step in range(WARM_UP + 1 + settings.pairs)]
     loads = [_loads(step, settings.experts) for step in routings]
-    mine = [step[rank] for step in routings]
-    variants = {name: _Variant(name, settings) for name in ("plain", "eplb", "rehome", "plan")}
-    steps: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
-    for number in track(range(1, len(routings)), "bench megatron --rehome", disable=bool(rank), transient=True):
-        names = list(variants)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            figures_of_step = variants[name].step(mine[number], loads[number - 1])
-            if number > WARM_UP:
-                steps[name].append(figures_of_step)
-    prices = variants["plan"].prices()
+    # The routing of a step, and the loads of the step before.
+    inputs = [(step[rank], past_LE) for step, past_LE in zip(routings[1:], loads[:-1], strict=True)]
+    models = {name: _Variant(name, settings) for name in ("plain", "eplb", "rehome", "plan")}
+    variants = {name: partial(next, starmap(model.step, inputs)) for name, model in models.items()}
+    progress = "" if rank else "bench megatron --rehome"
+    steps = alternate(variants, settings.pairs, warm_up=WARM_UP, progress=progress)
+    prices = models["plan"].prices()
     if rank:
         return
+    loads_SLR = np.stack(loads).reshape(len(loads), settings.layers, ranks, -1).sum(axis=3)
     figures: Figures = {
         "schema": "trimtab-bench-megatron-rehome-1",
         "megatron_version": megatron.core.__version__,
         "settings": settings_of(settings),
         "ranks": ranks,
         "threads_per_rank": torch.get_num_threads(),
-        "max_over_mean_at_start": float(np.mean([_max_over_mean(load_LE, ranks) for load_LE in loads[WARM_UP + 1 :]])),
+        "max_over_mean_at_start": float(max_over_mean(loads_SLR[WARM_UP + 1 :]).mean()),
         "drift": float(np.mean([_change(*pair) for pair in pairwise(loads)])),
         "variants": {name: _summary(mine, steps["plain"]) for name, mine in steps.items()},
         "prices": prices,
@@ -177,11 +177,6 @@ def _loads(routing_R: list[Routing], experts: int) -> Array:
     """`[L, E]` rows of each expert in a step of all ranks."""
     ids_NLK = np.concatenate([ids for routing in routing_R for ids in routing])
     return np.stack([np.bincount(ids_NLK[:, layer].ravel(), minlength=experts) for layer in range(ids_NLK.shape[1])])
-
-
-def _max_over_mean(load_LE: Array, ranks: int) -> float:
-    load_LR = load_LE.reshape(len(load_LE), ranks, -1).sum(axis=2)
-    return float((load_LR.max(axis=1) / load_LR.mean(axis=1)).mean())
 
 
 def _change(before_LE: Array, after_LE: Array) -> float:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -36,24 +36,6 @@ RANKS = 16
 SAMPLE = 0.05
 # Another thread's memory and progress are looked at so often.
 INTERVAL_S = 0.002
-
-
-class _Run(NamedTuple):
-    """One step.
-
-    Attributes:
-        record_s: of the call on the training thread.
-        read_s: until its figures are there.
-        held_bytes: most resident memory while it was read, above that before the call.
-        training: work of the training thread done a second while it was read, divided by that without an observer.
-        observed: part of the samples that were read.
-    """
-
-    record_s: float
-    read_s: float
-    held_bytes: int
-    training: float
-    observed: float
 
 
 def add_to(parser: Parser) -> None:
@@ -78,7 +60,7 @@ def run_benchmark(tokens: int, rounds: int, seed: int = 0) -> Figures:
         "list, freed at once": ("slime", _samples, True),
     }
     _load_arrow(trace.part(0, min(16, trace.num_sequences)))
-    runs: dict[str, list[_Run]] = {name: [] for name in kinds}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
     with tempfile.TemporaryDirectory() as folder:
         for name in track(kinds, "bench observe", transient=True):
             framework, make, frees = kinds[name]
@@ -95,18 +77,26 @@ def run_benchmark(tokens: int, rounds: int, seed: int = 0) -> Figures:
         "schema": "trimtab-bench-observe-1",
         **sizes_of(trace),
         "sample_written": SAMPLE,
-        "kinds": {
-            name: {
-                "record_ms": 1e3 * statistics.median(run.record_s for run in found[1:]),
-                "record_us_per_1000_pairs": 1e9 * statistics.median(run.record_s for run in found[1:]) / pairs,
-                "read_s": statistics.median(run.read_s for run in found[1:]),
-                "held_bytes": max(run.held_bytes for run in found[1:]),
-                "held_bytes_first": found[0].held_bytes,
-                "training_speed": statistics.median(run.training for run in found[1:]),
-                "observed_share": statistics.median(run.observed for run in found[1:]),
-            }
-            for name, found in runs.items()
-        },
+        "kinds": {name: _summary(found, pairs) for name, found in runs.items()},
+    }
+
+
+def _summary(runs: list[dict[str, float]], pairs: int) -> Figures:
+    """Figures of one kind from its steps; the first is not counted.
+
+    `record_ms` is of the call on the training thread; `read_s` until its figures are there; `held_bytes` the most
+    resident memory while it was read, above that before the call; `training_speed` the work of the training thread
+    meanwhile, divided by that without an observer; `observed_share` the part of the samples that were read.
+    """
+    median = {name: statistics.median(run[name] for run in runs[1:]) for name in runs[0]}
+    return {
+        "record_ms": 1e3 * median["record_s"],
+        "record_us_per_1000_pairs": 1e9 * median["record_s"] / pairs,
+        "read_s": median["read_s"],
+        "held_bytes": max(run["held_bytes"] for run in runs[1:]),
+        "held_bytes_first": runs[0]["held_bytes"],
+        "training_speed": median["training_speed"],
+        "observed_share": median["observed_share"],
     }
 
 
@@ -129,7 +119,7 @@ def _batch(sequences: list[Array]) -> dict[str, Array]:
     return {"routed_experts": routes_BTLK, "attention_mask": mask_BT}
 
 
-def _step(observer: Observer, content: list[Any], step: int, *, frees: bool) -> _Run:
+def _step(observer: Observer, content: list[Any], step: int, *, frees: bool) -> dict[str, float]:
     alone = _work_rate(0.2)
     before = _resident()
     start = time.perf_counter()
@@ -147,13 +137,13 @@ def _step(observer: Observer, content: list[Any], step: int, *, frees: bool) -> 
         _return_free_memory()
         before = _resident()
     share = next(value for name, value in done.items() if name.endswith("observed_share"))
-    return _Run(
-        record_s,
-        time.perf_counter() - start,
-        max(peak) - before,
-        statistics.mean(beside) / alone if beside else 1.0,
-        share,
-    )
+    return {
+        "record_s": record_s,
+        "read_s": time.perf_counter() - start,
+        "held_bytes": max(peak) - before,
+        "training_speed": statistics.mean(beside) / alone if beside else 1.0,
+        "observed_share": share,
+    }
 
 
 def _work_rate(duration: float) -> float:

@@ -13,12 +13,11 @@ import argparse
 import json
 import signal
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from multiprocessing import active_children, get_context
-from multiprocessing.sharedctypes import Synchronized
 from typing import NamedTuple
 
 import numpy as np
@@ -56,8 +55,6 @@ PAIRS = (
     ("deepseek-v3", 64),
     ("deepseek-v3", 128),
 )
-# Seconds between two looks at how many cases are done.
-REFRESH_S = 0.5
 
 
 class TraceKey(NamedTuple):
@@ -196,21 +193,21 @@ def _simulate(cases: Sequence[PapersCase], seeds: Sequence[int], settings: Paper
     # The longest first, so that all processes end at about the same time.
     todo = sorted(by_trace, key=lambda key: -key.tokens * (1 + len(by_trace[key])))
     processes = max(1, min(settings.processes, usable_cores(), len(todo)))
-    context = get_context("spawn")
-    done = context.Value("q", 0)
     rows: list[Figures] = []
     with (
         Progress(transient=True) as progress,
-        ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(done,)) as pool,
+        # An interrupt stops this process, which ends its workers.
+        ProcessPoolExecutor(
+            processes, get_context("spawn"), initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
+        ) as pool,
     ):
         task = progress.add_task("bench papers", total=len(cases) * len(seeds))
-        pending = {pool.submit(_run_trace, key, by_trace[key], settings.sizes, settings.cluster) for key in todo}
         try:
-            while pending:
-                ready, pending = wait(pending, timeout=REFRESH_S, return_when=FIRST_COMPLETED)
-                for future in ready:
-                    rows += future.result()
-                progress.update(task, completed=done.value)
+            for future in as_completed(
+                [pool.submit(_run_trace, key, by_trace[key], settings.sizes, settings.cluster) for key in todo]
+            ):
+                rows += future.result()
+                progress.update(task, completed=len(rows))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in active_children():
@@ -219,27 +216,10 @@ def _simulate(cases: Sequence[PapersCase], seeds: Sequence[int], settings: Paper
     return rows
 
 
-_done: Synchronized[int] | None = None
-"""Cases done in all worker processes; set in each of them when it starts."""
-
-
-def _start_worker(done: Synchronized[int]) -> None:
-    # An interrupt stops the parent, which ends its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    global _done
-    _done = done
-
-
 def _run_trace(key: TraceKey, cases: Sequence[PapersCase], sizes: TraceSizes, cluster: str) -> list[Figures]:
     """Figures of all cases of a trace."""
     steps = draw(key, sizes)
-    rows = []
-    for case in cases:
-        rows.append(case_figures(case, key.seed, comparison_case(case, steps, sizes, cluster)))
-        if _done is not None:
-            with _done.get_lock():
-                _done.value += 1
-    return rows
+    return [case_figures(case, key.seed, comparison_case(case, steps, sizes, cluster)) for case in cases]
 
 
 def case_figures(case: PapersCase, seed: int, compared: ComparisonCase) -> Figures:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from rich.console import Console
-from rich.progress import track
 
 from benchmarks.harness import Figures, main
 from benchmarks.routing import EXPERTS, LAYERS, long_responses, sizes_of, sizes_text
 from benchmarks.tables import Columns, figure_table, named_rows, quantity
 from trimtab.array_type import Array
+from trimtab.calibration.alternating_rounds import alternate
 from trimtab.cli.options import add_options, positive
 from trimtab.cli.parser import Parser
 from trimtab.report.number_text import bytes_text, seconds
@@ -71,19 +72,9 @@ def run_benchmark(tokens: int, rounds: int, seed: int = 0) -> Figures:
     # As a rollout returns it: in int32, in the router's order.
     rng = np.random.default_rng(seed)
     sequences = [rng.permuted(trace.sequence(index).astype(np.int32), axis=-1) for index in range(trace.num_sequences)]
-    sizes: dict[str, int] = {}
-    packing: dict[str, list[float]] = {name: [] for name in FORMS}
-    unpacking: dict[str, list[float]] = {name: [] for name in FORMS}
-    for _ in track(range(rounds + 1), "bench payload", transient=True):
-        for name, (write, read) in FORMS.items():
-            start = time.perf_counter()
-            payloads = [write(ids_TLK) for ids_TLK in sequences]
-            middle = time.perf_counter()
-            for payload in payloads:
-                read(payload)
-            packing[name].append(middle - start)
-            unpacking[name].append(time.perf_counter() - middle)
-            sizes[name] = sum(map(len, payloads))
+    variants = {name: partial(_pack_and_unpack, form, sequences) for name, form in FORMS.items()}
+    results = alternate(variants, rounds, warm_up=1, progress="bench payload")
+    sizes = {name: runs[0][0] for name, runs in results.items()}
     rows = trace.num_tokens * LAYERS
     return {
         "schema": "trimtab-bench-payload-1",
@@ -93,12 +84,23 @@ def run_benchmark(tokens: int, rounds: int, seed: int = 0) -> Figures:
                 "bytes": sizes[name],
                 "bytes_per_row": sizes[name] / rows,
                 "over_int32": sizes[name] / sizes["int32"],
-                "pack_s": statistics.median(packing[name][1:]),
-                "unpack_s": statistics.median(unpacking[name][1:]),
+                "pack_s": statistics.median(pack_s for _, pack_s, _ in runs),
+                "unpack_s": statistics.median(unpack_s for _, _, unpack_s in runs),
             }
-            for name in FORMS
+            for name, runs in results.items()
         },
     }
+
+
+def _pack_and_unpack(form: Form, sequences: list[Array]) -> tuple[int, float, float]:
+    """Bytes of all sequences in a form, and seconds of bringing them into it and back."""
+    write, read = form
+    start = time.perf_counter()
+    payloads = [write(ids_TLK) for ids_TLK in sequences]
+    middle = time.perf_counter()
+    for payload in payloads:
+        read(payload)
+    return sum(map(len, payloads)), middle - start, time.perf_counter() - middle
 
 
 def print_figures(figures: Figures, console: Console) -> None:

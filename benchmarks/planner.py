@@ -21,17 +21,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks import planner_bounds as bounds
 from benchmarks.harness import Figures, main, show
-from benchmarks.planner_bounds import (
-    COMPARED_BALANCE,
-    RIVALS,
-    SMALLEST_SHARE,
-    compare_curves,
-    draw_frontier,
-    frontier_points,
-    milp_figures,
-    schedule_figures,
-)
 from benchmarks.tables import Cell, Columns, figure_table, quantity
 from trimtab.array_type import Array
 from trimtab.cli.options import add_options, given, positive
@@ -73,9 +64,9 @@ SLACK = 0.1
 TIMED_ROUNDS = 5
 # On equal terms all balancers have Trimtab's smallest share, and no threshold below which they don't balance.
 EQUAL_TERMS: dict[str, Policy] = {
-    "ultraep": UltraEp(smallest_quota=SMALLEST_SHARE),
-    "taot": Taot(smallest_share=SMALLEST_SHARE),
-    "llep": Llep(max_tokens_factor=1.0, min_tokens_per_gemm=SMALLEST_SHARE, gate=1.0),
+    "ultraep": UltraEp(smallest_quota=bounds.SMALLEST_SHARE),
+    "taot": Taot(smallest_share=bounds.SMALLEST_SHARE),
+    "llep": Llep(max_tokens_factor=1.0, min_tokens_per_gemm=bounds.SMALLEST_SHARE, gate=1.0),
 }
 CASE = "{ranks}/{experts} {trace}"
 BALANCERS: Columns = {
@@ -109,8 +100,8 @@ def _bytes(curve: str) -> Cell:
 
 FRONTIER: Columns = {
     "case": CASE,
-    **{name: _bytes(name) for name in ("trimtab", *RIVALS)},
-    **{f"above {name}": f"{{trimtab_above[{name}]:+.4f}}" for name in RIVALS},
+    **{name: _bytes(name) for name in ("trimtab", *bounds.RIVALS)},
+    **{f"above {name}": f"{{trimtab_above[{name}]:+.4f}}" for name in bounds.RIVALS},
 }
 
 
@@ -169,7 +160,7 @@ def run(options: argparse.Namespace) -> None:
         Placement.contiguous(1, experts, ranks)
     figures = run_benchmark(settings, frontier=options.frontier is not None)
     if options.frontier:
-        draw_frontier(figures["frontier"], options.frontier)
+        bounds.draw_frontier(figures["frontier"], options.frontier)
     show(figures, print_figures, options.json)
 
 
@@ -188,13 +179,14 @@ def run_benchmark(settings: PlannerBenchmark, *, frontier: bool) -> Figures:
         task = progress.add_task("bench planner", total=len(cases) * len(settings.slots) * len(settings.policies) * 2)
         for ranks, experts, preset in cases:
             case = build_case(ranks, experts, preset, layers=settings.layers, seed=settings.seed)
-            figures["schedule"] += schedule_figures(case)
+            figures["schedule"] += bounds.schedule_figures(case)
             if (ranks, experts) == settings.sizes[0] and settings.sampled_milp:
-                figures["milp"] += [milp_figures(case, homes, settings.sampled_milp) for homes in ("contiguous", "own")]
+                for homes in ("contiguous", "own"):
+                    figures["milp"].append(bounds.milp_figures(case, homes, settings.sampled_milp))
             if frontier:
-                points = frontier_points(case)
+                points = bounds.frontier_points(case)
                 figures["frontier"] += points
-                figures["frontier_compared"].append(case.key | compare_curves(points))
+                figures["frontier_compared"].append(case.key | bounds.compare_curves(points))
             for slots in settings.slots:
                 for equal_terms in (False, True):
                     for name in settings.policies:
@@ -379,7 +371,7 @@ def print_figures(figures: Figures, console: Console) -> None:
     title = "Sequences grouped by routing against packed by length, at the same homes"
     console.print(figure_table(title, SCHEDULES, figures["schedule"]))
     if figures["frontier_compared"]:
-        title = f"Replica weights for max/mean {COMPARED_BALANCE}, per instance; two slots per rank"
+        title = f"Replica weights for max/mean {bounds.COMPARED_BALANCE}, per instance; two slots per rank"
         caption = "above: the largest excess of trimtab's max/mean over the rival's at the same bytes"
         console.print(figure_table(title, FRONTIER, figures["frontier_compared"], caption=caption))
     for milp in figures["milp"]:

@@ -12,16 +12,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 
 from benchmarks.harness import Figures, main
 from benchmarks.routing import EXPERTS, long_responses, sizes_of
 from benchmarks.tables import Columns, figure_table, named_rows, quantity
 from trimtab.array_type import Array
+from trimtab.calibration.alternating_rounds import alternate
 from trimtab.cli.options import add_options, positive
 from trimtab.cli.parser import Parser
 from trimtab.report.number_text import bytes_text, seconds
@@ -53,10 +54,8 @@ def run_benchmark(tokens: int, rounds: int, seed: int = 0) -> Figures:
             "import": ["trace", "import", str(dump), "-o", str(imported), "--num-experts", str(EXPERTS)],
             "analyze": ["analyze", str(imported), "--ranks", "16", "--html", str(Path(folder) / "analysis.html")],
         }
-        runs: dict[str, list[tuple[float, int]]] = {name: [] for name in commands}
-        for _ in track(range(rounds + 1), "bench traces", transient=True):
-            for name, command in commands.items():
-                runs[name].append(_run(command))
+        variants = {name: partial(_run, command) for name, command in commands.items()}
+        runs = alternate(variants, rounds + 1, warm_up=0, progress="bench traces")
         return {
             "schema": "trimtab-bench-traces-1",
             **sizes_of(trace),
