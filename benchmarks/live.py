@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import live_stragglers as stragglers
-from benchmarks.harness import Figures, main, settings_of, show, summarise_pairs
+from benchmarks.harness import Figures, main, settings_of, show
+from benchmarks.pairs import summarise_pairs
 from benchmarks.tables import Columns, figure_table, interval, named_rows, quantity
 from trimtab.array_type import Array
 from trimtab.calibration.alternating_rounds import alternate

@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from benchmarks.harness import Figures, main, settings_of, show, summarise_pairs
+from benchmarks.harness import Figures, main, settings_of, show
 from benchmarks.megatron_model import MegatronBenchmark, MegatronModel, Routing, replayed, start_megatron
 from benchmarks.megatron_rehome import run_rehome_benchmark
+from benchmarks.pairs import summarise_pairs
 from benchmarks.tables import Columns, figure_table, interval, named_rows, quantity
 from trimtab.calibration.alternating_rounds import alternate
 from trimtab.cli.options import add_options, given, positive

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from benchmarks.harness import Figures, main, percentiles, settings_of, show
+from benchmarks.harness import Figures, main, settings_of, show
+from benchmarks.pairs import percentiles
 from benchmarks.runtime_variants import Variant, build_variants, time_blocks
 from benchmarks.tables import Columns, figure_table, interval, named_rows, quantity, with_interval
 from trimtab.array_type import Array

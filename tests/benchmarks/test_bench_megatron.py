@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.harness import summarise_pairs
 from benchmarks.megatron import RATIOS, print_figures, run_benchmark
 from benchmarks.megatron_model import MegatronBenchmark
+from benchmarks.pairs import summarise_pairs
 from trimtab.launch import launch
 
 
