@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from trimtab.array_type import Array
-from trimtab.launch.shared_files import free_shared_memory
 from trimtab.runtime.ranks.first_rank import on_first_rank
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.flat_memory import Like, carve, packed_bytes
@@ -21,6 +20,7 @@ from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.message_rounds import Message, post_round, rounds_of_rank
 from trimtab.runtime.transfer.shared_memory import share_memory
+from trimtab.shared_files import free_shared_memory
 
 
 class NodeMirror:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from trimtab.errors import InputError
-from trimtab.launch.shared_files import free_shared_memory, new_shared_file
 from trimtab.runtime.ranks.first_rank import on_first_rank
 from trimtab.runtime.ranks.topology import Topology
+from trimtab.shared_files import free_shared_memory, new_shared_file
 
 
 def share_memory(nbytes: int, topology: Topology) -> torch.Tensor:
