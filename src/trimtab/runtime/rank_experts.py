@@ -17,10 +17,10 @@ from trimtab.runtime.ranks.lockstep import STEP, Lockstep
 from trimtab.runtime.ranks.recorder import REFRESHING
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.settings import Settings
-from trimtab.runtime.state.expert_state import ExpertState, OptimizerState
 from trimtab.runtime.state.home_experts import HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.state.move_price import MovePrice
 from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
+from trimtab.runtime.state.optimizer_rows import ExpertState, OptimizerState
 from trimtab.runtime.state.optimizer_watch import OptimizerWatch
 from trimtab.runtime.state.parameter_checks import check_compute_dtype, check_new_parameters
 from trimtab.runtime.transfer.counters import Counters

@@ -16,9 +16,8 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.option_tables import IMMOVABLE, immovable
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.state.expert_state import RowParts, StateRows, name_of_tensor
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
-from trimtab.runtime.state.optimizer_rows import describe_state, state_by_row
+from trimtab.runtime.state.optimizer_rows import RowParts, StateRows, describe_state, name_of_tensor, state_by_row
 
 SUPPORTED = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 
