@@ -15,8 +15,7 @@ from trimtab.cluster import ClusterSpec
 from trimtab.planner import PlanSettings
 from trimtab.runtime.live.balancer import LiveBalancer
 from trimtab.runtime.live.choices import choose_moves, choose_quotas, split_over
-from trimtab.runtime.live.policies import LivePolicy
-from trimtab.runtime.live.trials import AGAIN_AFTER, TRIED, Trials
+from trimtab.runtime.live.policies import AGAIN_AFTER, TRIED, LivePolicy, Trials
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 
 

@@ -21,8 +21,8 @@ from trimtab.runtime.state.home_experts import HomeExperts, ReadParameters, read
 from trimtab.runtime.state.move_price import MovePrice
 from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
 from trimtab.runtime.state.optimizer_rows import ExpertState, OptimizerState
-from trimtab.runtime.state.optimizer_watch import OptimizerWatch
 from trimtab.runtime.state.parameter_checks import check_compute_dtype, check_new_parameters
+from trimtab.runtime.state.weight_watch import OptimizerWatch
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
 
