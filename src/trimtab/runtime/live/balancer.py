@@ -245,8 +245,7 @@ class LiveBalancer:
     def _dynamic(self, layer: int, homes: HomeExperts) -> Array:
         """`[E]` bool: on every rank as many experts as it has slots, those with most rows before, or its first ones."""
         past_RE = self._past.get((layer, ANY))
-        # By rank: every rank is home to as many experts.
-        experts_RH = np.lexsort((homes.rows_E, homes.home_E)).reshape(int(homes.home_E.max()) + 1, -1)
+        experts_RH = homes.places.experts_RH
         if past_RE is not None:
             hottest_RH = np.argsort(-past_RE.sum(axis=0)[experts_RH], axis=1, kind="stable")
             experts_RH = np.take_along_axis(experts_RH, hottest_RH, axis=1)
