@@ -51,6 +51,9 @@ def test_experts_that_arrive_keep_their_row_if_it_is_free() -> None:
     assert places.rows_after(home_E).tolist() == [0, 1, 1, 0, 2, 2]
     # Experts 1 and 2 change places with 3 and 5: row 2 is free for 5, and row 1 is left for 3.
     assert places.rows_after(np.array([0, 1, 1, 0, 1, 0], np.int16)).tolist() == [0, 0, 2, 1, 1, 2]
+    # None of the rows is free: the free ones are taken in ascending order.
+    four = ExpertPlaces.first(np.array([0] * 4 + [1] * 4, np.int16))
+    assert four.rows_after(np.array([1, 1, 0, 0, 1, 1, 0, 0], np.int16)).tolist() == [2, 3, 2, 3, 0, 1, 0, 1]
 
 
 def test_other_numbers_of_ranks() -> None:

@@ -34,6 +34,9 @@ ROUND_BYTES = 16 << 20
 # The same for parts of rows, about.
 PARTS_ROUND_BYTES = 64 << 20
 
+_Rows = tuple[list[int], torch.Tensor]
+"""Rows of this rank that go to another rank, or come from it: their numbers, and the same on the device."""
+
 
 class Moved(NamedTuple):
     """Bytes of rows that this rank sent, and that the busiest rank sent."""
@@ -118,18 +121,6 @@ def _bytes_of_row(rows: StateRows) -> int:
     return rows.nbytes // len(rows) if isinstance(rows, torch.Tensor) else rows[0].nbytes
 
 
-class _Rows(NamedTuple):
-    """Rows of this rank that go to another rank, or come from it.
-
-    Attributes:
-        numbers: of the rows.
-        indices: the same on the device.
-    """
-
-    numbers: list[int]
-    indices: torch.Tensor
-
-
 @dataclass(frozen=True, eq=False)
 class _Move:
     """The move of one layer's experts.
@@ -174,7 +165,7 @@ class _Move:
         rows_R = [here.rows_E[experts[there.home_E[experts] == other]].tolist() for other in range(self.num_ranks)]
         # One copy to the device.
         indices = torch.tensor([row for rows in rows_R for row in rows], dtype=torch.int64, device=self.device)
-        return [_Rows(*rows) for rows in zip(rows_R, indices.split([*map(len, rows_R)]), strict=True)]
+        return [*zip(rows_R, indices.split([*map(len, rows_R)]), strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +219,7 @@ def _exchange_slices(slices: Sequence[_Slice], topology: Topology) -> None:
 
     def pieces(rows_SR: Sequence[Sequence[_Rows]]) -> list[list[_Piece]]:
         return [
-            [_Piece(part.tensor, *rows) for part, rows in zip(slices, rows_S, strict=True) if rows.numbers]
+            [_Piece(part.tensor, *rows) for part, rows in zip(slices, rows_S, strict=True) if rows[0]]
             for rows_S in zip(*rows_SR, strict=True)
         ]
 
