@@ -17,7 +17,7 @@ from trimtab.errors import InputError
 from trimtab.integrations.megatron.option_tables import IMMOVABLE, immovable
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
-from trimtab.runtime.state.optimizer_rows import RowParts, StateRows, describe_state, name_of_tensor, state_by_row
+from trimtab.runtime.state.optimizer_rows import OptimizerState, RowParts, StateRows, name_of_tensor
 
 SUPPORTED = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 
@@ -78,7 +78,8 @@ class MegatronState:
     """
 
     def __init__(self, optimizers: list[Any], topology: Topology, gradients_wait: Callable[[], bool]) -> None:
-        self._whole = [one for one in optimizers if not isinstance(one, DistributedOptimizer)]
+        whole = [one.optimizer for one in optimizers if not isinstance(one, DistributedOptimizer)]
+        self._whole = OptimizerState(whole, _main_parameters)
         self._distributed = [one for one in optimizers if isinstance(one, DistributedOptimizer)]
         self._topology, self._gradients_wait = topology, gradients_wait
 
@@ -93,20 +94,16 @@ class MegatronState:
 
     def form(self, layer: HomeExperts, t: int) -> object:
         """See `ExpertState`."""
-        main = _main_parameters(layer, t)[0]
-        whole = [describe_state(one.optimizer, main, is_stack=False) for one in self._whole]
-        return [*whole, *(type(one).__name__ for one in self._distributed)]
+        return [self._whole.form(layer, t), *(type(one).__name__ for one in self._distributed)]
 
     def rows(self, layer: HomeExperts) -> list[StateRows]:
         """See `ExpertState`. Main parameters are state, too."""
-        rows: list[StateRows] = []
-        for t in range(len(layer.likes)):
-            main = _main_parameters(layer, t)
-            if self._whole and main[0] is not parameters_of(layer.tensors[t])[0]:
-                rows.append([parameter.detach() for parameter in main])
-            for one in self._whole:
-                rows += state_by_row(one.optimizer, main, name_of_tensor(layer, t), layer.home_experts)
-        return rows
+        main: list[StateRows] = []
+        for t, tensor in enumerate(layer.tensors):
+            parameters = _main_parameters(layer, t)
+            if self._whole.optimizers and parameters[0] is not parameters_of(tensor)[0]:
+                main.append([parameter.detach() for parameter in parameters])
+        return main + self._whole.rows(layer)
 
     def part_bytes(self, layer: HomeExperts) -> int:
         """See `ExpertState`."""

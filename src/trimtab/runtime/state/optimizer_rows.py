@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,9 +68,14 @@ class ExpertState(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class OptimizerState:
-    """State of torch optimizers that hold the experts' Parameters."""
+    """State of torch optimizers.
+
+    Attributes:
+        held: what the optimizers hold of a layer's tensor number t: the experts' Parameters, or copies of them.
+    """
 
     optimizers: Sequence[torch.optim.Optimizer]
+    held: Callable[[HomeExperts, int], ExpertTensor] = lambda layer, t: layer.tensors[t]
 
     @property
     def may_move(self) -> bool:
@@ -83,7 +88,7 @@ class OptimizerState:
 
     def form(self, layer: HomeExperts, t: int) -> object:
         """See `ExpertState`."""
-        tensor = layer.tensors[t]
+        tensor = self.held(layer, t)
         is_stack = isinstance(tensor, torch.Tensor)
         return [describe_state(optimizer, parameters_of(tensor)[0], is_stack=is_stack) for optimizer in self.optimizers]
 
@@ -91,7 +96,8 @@ class OptimizerState:
         """See `ExpertState`."""
         return [
             rows
-            for t, tensor in enumerate(layer.tensors)
+            for t in range(len(layer.likes))
+            for tensor in [self.held(layer, t)]
             for optimizer in self.optimizers
             for rows in state_by_row(optimizer, tensor, name_of_tensor(layer, t), layer.home_experts)
         ]
