@@ -1,18 +1,18 @@
 """Routing traces: routing of whole sequences, as recorded by a rollout, and their Parquet files.
 
 Start with `routing.py` (`RoutingTrace`), then `store.py` (files) and `formats/importing.py` (dumps of frameworks).
-Files and synthetic routing are imported when they are first used.
+Files, packed and synthetic routing are imported when they are first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trimtab.trace.packed_routes import pack, unpack
 from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
 from trimtab.trace.sequence_facts import SequenceFacts
 
 if TYPE_CHECKING:
     from trimtab.trace.formats.records import ImportOptions
+    from trimtab.trace.packed_routes import pack, unpack
     from trimtab.trace.presets import PRESETS, SkewPreset, synthesize_preset
     from trimtab.trace.store import TraceReader, read_trace, write_trace
     from trimtab.trace.synth import synthesize
@@ -39,6 +39,7 @@ __all__ = [
 
 _MODULES = {
     "formats.records": ("ImportOptions",),
+    "packed_routes": ("pack", "unpack"),
     "presets": ("PRESETS", "SkewPreset", "synthesize_preset"),
     "store": ("TraceReader", "read_trace", "write_trace"),
     "synth": ("synthesize",),

@@ -6,7 +6,6 @@ Replica transfers, moves, checkpoints and planning use it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,14 +20,6 @@ ExpertTensor = torch.nn.Parameter | Sequence[torch.nn.Parameter]
 ReadParameters = Callable[[], Sequence[ExpertTensor]]
 
 
-class Rows(Protocol):
-    """A tensor of all home experts, indexed by row: a stack, or a list of tensors `[...]`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int, /) -> torch.Tensor: ...
-
-
 class _DetachedRows:
     """The values of a list of Parameters, detached."""
 
@@ -40,6 +31,10 @@ class _DetachedRows:
 
     def __getitem__(self, row: int, /) -> torch.Tensor:
         return self._parameters[row].detach()
+
+
+Rows = torch.Tensor | _DetachedRows
+"""A tensor of all home experts, indexed by row: a stack, or a list of tensors `[...]`."""
 
 
 class HomeExperts:
