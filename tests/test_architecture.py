@@ -72,6 +72,11 @@ def test_no_folder_imports_a_higher_one() -> None:
             assert inside or order.index(its) <= order.index(mine), f"{name} imports {other}"
 
 
+def test_rivals_are_read_from_the_registry() -> None:
+    importers = {name for name, imported in IMPORTS.items() if any("policies.rivals" in other for other in imported)}
+    assert {folder_of(name) for name in importers} == {"policies/rivals"}
+
+
 def test_there_is_no_circle_of_modules() -> None:
     tuple(TopologicalSorter(IMPORTS).static_order())  # raises CycleError, which names the circle
 

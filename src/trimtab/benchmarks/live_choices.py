@@ -20,8 +20,8 @@ from trimtab.array_type import Array
 from trimtab.benchmarks.live_settings import LiveBenchmark
 from trimtab.benchmarks.planner_cases import PlannerCase
 from trimtab.planner import PlanSettings, StepPlan
+from trimtab.policies import FasterMoe
 from trimtab.policies.policy import Policy
-from trimtab.policies.rivals.fastermoe import FasterMoe
 from trimtab.policies.trimtab import Trimtab
 from trimtab.runtime.live.balancer import LiveBalancer
 from trimtab.runtime.live.policies import LivePolicy

@@ -30,8 +30,7 @@ from trimtab.integrations.transformers import moe_blocks, share_experts
 from trimtab.integrations.transformers.families import reroute
 from trimtab.runtime import Session
 from trimtab.runtime.live.balancer import CANDIDATES
-from trimtab.runtime.live.policies import LivePolicy
-from trimtab.runtime.live.trials import TRIED
+from trimtab.runtime.live.policies import TRIED, LivePolicy
 from trimtab.runtime.planning import LOCAL_CPU
 from trimtab.runtime.settings import Mode
 

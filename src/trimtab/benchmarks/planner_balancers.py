@@ -17,10 +17,7 @@ from trimtab.planner.plan.prediction import cross_node_rows, dense_times, plan_p
 from trimtab.planner.plan.rank_work import even_work
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.replicas.layer_plan import plan_layer
-from trimtab.policies import POLICIES, Policy
-from trimtab.policies.rivals.llep import Llep
-from trimtab.policies.rivals.taot import Taot
-from trimtab.policies.rivals.ultraep import UltraEp
+from trimtab.policies import POLICIES, Llep, Policy, Taot, UltraEp
 from trimtab.policies.trimtab import Trimtab
 
 TIMED_ROUNDS = 5

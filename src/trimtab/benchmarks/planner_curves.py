@@ -13,9 +13,7 @@ from trimtab.benchmarks.planner_cases import SMALLEST_SHARE, PlannerCase
 from trimtab.cluster import QWEN3_30B
 from trimtab.planner import PlanSettings
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.policies import Policy
-from trimtab.policies.rivals.llep import Llep
-from trimtab.policies.rivals.ultraep import UltraEp
+from trimtab.policies import Llep, Policy, UltraEp
 from trimtab.policies.trimtab import Trimtab
 
 RIVALS = ("ultraep", "llep")

@@ -17,8 +17,8 @@ from trimtab.calibration.random_experts import add_random_layer, random_experts,
 from trimtab.calibration.timing import Clock
 from trimtab.cluster import ModelSpec
 from trimtab.runtime import RowGroups, Session
-from trimtab.runtime.transfer.copy_engine import BackgroundCopies
 from trimtab.runtime.transfer.peer_memory import OVERLAPPING, PeerMemory
+from trimtab.runtime.transfer.streams import BackgroundCopies
 
 PEER_EXPERTS = 2
 
