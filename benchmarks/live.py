@@ -45,8 +45,7 @@ from trimtab.launch import launch
 from trimtab.report.number_text import bytes_text, seconds
 from trimtab.runtime import Session
 from trimtab.runtime.live.balancer import CANDIDATES
-from trimtab.runtime.live.policies import LivePolicy
-from trimtab.runtime.live.trials import TRIED
+from trimtab.runtime.live.policies import TRIED, LivePolicy
 from trimtab.runtime.planning import LOCAL_CPU
 from trimtab.runtime.settings import Mode
 from trimtab.trace import synthesize

@@ -34,8 +34,8 @@ from trimtab.array_type import Array
 from trimtab.calibration.random_experts import random_experts, run_experts
 from trimtab.cluster import QWEN3_30B, ModelSpec
 from trimtab.planner import PlanSettings, StepPlan
+from trimtab.policies import FasterMoe
 from trimtab.policies.policy import Policy
-from trimtab.policies.rivals.fastermoe import FasterMoe
 from trimtab.policies.trimtab import Trimtab
 from trimtab.report.number_text import bytes_text
 from trimtab.runtime import RowGroups

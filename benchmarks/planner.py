@@ -43,10 +43,7 @@ from trimtab.planner.plan.prediction import cross_node_rows, dense_times, plan_p
 from trimtab.planner.plan.rank_work import even_work
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.replicas.layer_plan import plan_layer
-from trimtab.policies import POLICIES, Policy, View, make_view
-from trimtab.policies.rivals.llep import Llep
-from trimtab.policies.rivals.taot import Taot
-from trimtab.policies.rivals.ultraep import UltraEp
+from trimtab.policies import POLICIES, Llep, Policy, Taot, UltraEp, View, make_view
 from trimtab.policies.trimtab import Trimtab
 from trimtab.report.number_text import bytes_text, seconds
 from trimtab.simulator.yardstick import yardstick

@@ -23,9 +23,7 @@ from trimtab.planner.placement.home_swaps import place_experts
 from trimtab.planner.plan.bounds import evenly_spread, fewest_replicas
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.schedule.grouping import group_by_routing
-from trimtab.policies import Policy
-from trimtab.policies.rivals.llep import Llep
-from trimtab.policies.rivals.ultraep import UltraEp
+from trimtab.policies import Llep, Policy, UltraEp
 from trimtab.policies.trimtab import Trimtab
 
 if TYPE_CHECKING:

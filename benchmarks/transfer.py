@@ -36,8 +36,8 @@ from trimtab.cluster import QWEN3_30B, ModelSpec
 from trimtab.errors import RankFailedError
 from trimtab.report.number_text import flops, rate, seconds
 from trimtab.runtime import RowGroups, Session
-from trimtab.runtime.transfer.copy_engine import BackgroundCopies
 from trimtab.runtime.transfer.peer_memory import OVERLAPPING, PeerMemory
+from trimtab.runtime.transfer.streams import BackgroundCopies
 
 SEED = 0
 PEER_EXPERTS = 2

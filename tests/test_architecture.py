@@ -77,6 +77,11 @@ def test_the_package_imports_nothing_beside_it() -> None:
     assert [name for name, path in MODULES.items() if beside.search(path.read_text())] == []
 
 
+def test_rivals_are_read_from_the_registry() -> None:
+    importers = {name for name, imported in IMPORTS.items() if any("policies.rivals" in other for other in imported)}
+    assert {folder_of(name) for name in importers} == {"policies/rivals"}
+
+
 def test_there_is_no_circle_of_modules() -> None:
     tuple(TopologicalSorter(IMPORTS).static_order())  # raises CycleError, which names the circle
 

@@ -109,6 +109,23 @@ def test_links_stay_and_their_targets_are_replaced(tmp_path: Path) -> None:
     assert names_in(tmp_path / "run") == ["target"]
 
 
+def test_a_link_in_the_place_of_the_unfinished_file_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where its name was foreseen, which has 64 random bits."""
+    names = []
+    for _ in range(2):
+        with atomic_file(tmp_path / "file"):
+            names += [name for name in names_in(tmp_path) if name != "file"]
+    assert len(set(names)) == 2
+    monkeypatch.setattr("trimtab.files.secrets.token_hex", lambda size: "foreseen")
+    (tmp_path / "target").write_text("old")
+    (tmp_path / ".file.foreseen.partial").symlink_to("target")
+    with pytest.raises(FileExistsError):
+        write_atomically(tmp_path / "file", "new")
+    assert (tmp_path / "target").read_text() == "old"
+
+
 def test_a_pipe_gets_the_content_and_stays(tmp_path: Path, trace: RoutingTrace) -> None:
     pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)

@@ -136,7 +136,7 @@ def read_checkpoint(out: Path) -> list[list[int]]:
         for name, parameter in trainer.model.named_parameters():
             if ".experts." in name:
                 layer = session.homes[int(name.split(".")[2])]
-                assert parameter.equal(stored[name][layer.experts_of(trainer.rank)]), name
+                assert parameter.equal(stored[name][layer.places.experts_RH[trainer.rank]]), name
     trainer.save(2)
     trainer.close()
     return homes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import shutil
 import stat
 import sys
@@ -86,9 +87,11 @@ def _descriptor(path: Path) -> int | None:
 def _replacement_of(path: Path) -> Iterator[BinaryIO]:
     target = Path(os.path.realpath(path)) if path.is_symlink() else path
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    # A name that nobody can foresee, and never a link that somebody has made.
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+    opened = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        with partial.open("wb") as file:
+        with os.fdopen(opened, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -177,7 +177,7 @@ def test_dir_and_help_list_the_functions() -> None:
         ("plan", {"slots": -1}, "slots: -1 should be a whole number of at least 0"),
         ("plan", {"token_budget": 2**31}, "token_budget: 2147483648 is too large; it should be at most 2147483647"),
         ("plan", {"ranks": 3, "ranks_per_node": 3}, "3 ranks don't divide 16 experts; use one of 1, 2, 4, 8, 16"),
-        ("plan", {"ranks_per_node": 3}, "4 ranks with 3 a node don't make whole nodes"),
+        ("plan", {"ranks_per_node": 3}, "don't make whole nodes; ranks per node should divide the ranks"),
         ("plan", {"token_budget": 8}, "a sequence of 32 tokens doesn't fit"),
         ("plan", {"step": 9}, "no step 9; it has steps 0 to 1"),
         ("plan", {"policy": "magic"}, "policy: invalid choice: 'magic' (choose from balanced, "),
@@ -228,7 +228,7 @@ def test_wrong_traces_give_one_line(name: str, folder: Path) -> None:
     twice.expert_ids[5, 1] = 3
     wrong: list[tuple[Any, str]] = [
         (folder / "absent.parquet", "absent.parquet: no such file"),
-        (folder / "config.json", "config.json: not a Parquet file"),
+        (folder / "config.json", "not a Parquet file; what a framework recorded is converted by: trimtab trace import"),
         (folder / "empty.parquet", "empty.parquet: the trace is empty"),
         (made().part(0, 0), "trace in memory: the trace is empty"),
         ([folder / "trace.parquet", folder / "one.parquet"], "traces of different models"),

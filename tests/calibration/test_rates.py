@@ -26,7 +26,7 @@ from trimtab.calibration.measurement_context import MeasurementContext
 from trimtab.calibration.memory_rates import measure_memory
 from trimtab.calibration.small_model import small_config
 from trimtab.cluster import ModelSpec
-from trimtab.runtime.transfer.copy_engine import BackgroundCopies
+from trimtab.runtime.transfer.streams import BackgroundCopies
 from trimtab.trace import RoutingTrace
 
 HIDDEN, WIDTH = 32, 16

@@ -137,6 +137,8 @@ def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
         (["doctor", "--gpu", "--ranks", "1"], "--ranks is 1; without a GPU, experts are shared by 2 or more"),
         (["calibrate", "-o", "{folder}/new", "--json", "{folder}"], "a folder; name the file to write"),
         (["calibrate", "-o", "{folder}/new", "--model", "kimi-k2"], "'kimi_k2' can't be run; use one of qwen3_moe"),
+        (["calibrate", "-o", "{folder}/new", "--model", "absent"], "absent: neither a model"),
+        (["calibrate", "-o", "{folder}/new", "--rounds", "0"], "'0' should be a whole number of at least 1"),
         (["calibrate"], "the following arguments are required: -o/--out"),
         (["waltz"], "unknown command waltz; use one of train,"),
     ],

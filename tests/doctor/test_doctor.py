@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from helpers.rank_tests import runs_on_ranks
-from trimtab import ModelSpec
+from trimtab import ModelSpec, shared_files
 from trimtab.cli.main import main
 from trimtab.doctor import examination, self_check
 from trimtab.doctor.finding import Finding
@@ -24,7 +24,6 @@ from trimtab.doctor.model_check import check_model
 from trimtab.doctor.replica_check import check_replicas
 from trimtab.doctor.self_check import PathCheck
 from trimtab.errors import RankFailedError
-from trimtab.launch import shared_files
 from trimtab.launch.launcher import ALLOCATOR
 from trimtab.runtime.transfer.mirror import NodeMirror
 from trimtab.runtime.transfer.returns import GradientReturns

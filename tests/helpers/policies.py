@@ -18,8 +18,8 @@ from helpers.planner_steps import per_nodes
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.planner import SequenceCounts, pack_by_length
+from trimtab.planner.replicas.whole_experts import InstanceLoad
 from trimtab.policies import Policy, View, make_view
-from trimtab.policies.rivals.instance_load import InstanceLoad
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import numpy as np
 from helpers.examples import examples
 from helpers.processor_time import ProcessorLimit
 from trimtab.launch.launcher import ALLOCATOR
-from trimtab.launch.shared_files import remove_shared_files
+from trimtab.shared_files import remove_shared_files
 
 # Processor seconds of a rank, of one call and of one test.
 LIMIT_S = examples(short=90, long=600)

@@ -11,9 +11,9 @@ import torch
 
 from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas, PlanReplicas
-from trimtab.runtime.transfer.copy_engine import Wait
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.ring import ReplicaRing
+from trimtab.runtime.transfer.streams import Wait
 
 
 class LateCopies:

@@ -145,7 +145,7 @@ def compare_gradients(trainer: Trainer, model: Any, sequences: list[Sequence], p
         whole = expected[name].grad
         if ".experts." in name:
             layer = homes[name][int(name.split(".layers.")[1].split(".")[0])]
-            whole = whole[layer.experts_of(trainer.rank)]
+            whole = whole[layer.places.experts_RH[trainer.rank]]
         assert whole.abs().max() > 0
         assert parameter.grad is not None
         assert relative_error(parameter.grad, whole) < 1e-4, name

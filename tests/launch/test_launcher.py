@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from trimtab import shared_files
 from trimtab.errors import InputError, RankFailedError
-from trimtab.launch import launch, launcher, shared_files
+from trimtab.launch import launch, launcher
 from trimtab.launch.launcher import Failure, raise_cause
 from trimtab.launch.suspension import Suspensions, is_suspended
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -86,8 +87,10 @@ def test_verl_s_sampler_is_observed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
     recipe = importlib.import_module("observe_verl")
-    observer = recipe.Observer("verl", model=MODEL, ranks=4, folder=tmp_path)
-    monkeypatch.setattr(recipe, "Observer", lambda framework, **options: observer)
+    options = {"model": MODEL, "ranks": 4, "folder": tmp_path}
+    observer = recipe.Observer("verl", **options)
+    make = mock.Mock(return_value=observer)
+    monkeypatch.setattr(recipe, "Observer", make)
     sequences = random_sequences(np.random.default_rng(4), 10)
     for number, ids in enumerate(sequences):
         output = AgentLoopOutput(
@@ -101,8 +104,9 @@ def test_verl_s_sampler_is_observed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(base, "sample", lambda self, global_steps, partition_id, batch_size: (meta, {"kept": 1}))
     buffer = recipe.ObservedReplayBuffer(
         trainer_mode="sync", trainer_config={}, max_off_policy_threshold=None, max_off_policy_strategy="drop",
-        sampler_kwargs={"observe": {"model": MODEL, "ranks": 4, "folder": tmp_path}}, refill_fn=None,
+        sampler_kwargs={"observe": options}, refill_fn=None,
     )  # fmt: skip
+    make.assert_called_once_with("verl", **options)
     assert buffer.sample(global_steps=1, partition_id="train", batch_size=10) == (meta, {"kept": 1})
     assert observer.flush(60)
     _, metrics = buffer.sample(global_steps=2, partition_id="train", batch_size=10)

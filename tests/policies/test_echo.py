@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.policies import loads_after, random_loads, skewed_load
+from trimtab.planner.replicas.whole_experts import InstanceLoad
 from trimtab.policies.rivals.echo import clone_hot_experts, split_in_proportion
-from trimtab.policies.rivals.instance_load import InstanceLoad
 
 
 def plain_copies(counts: list[int], home: list[int], ranks: int, slots: int) -> list[tuple[int, int, int]]:

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from helpers.policies import Step, check_policy, instances, random_loads, random_step, random_steps
 from trimtab.array_type import Array
-from trimtab.policies.rivals.feplb import Feplb, move_experts
-from trimtab.policies.rivals.instance_load import InstanceLoad
+from trimtab.planner.replicas.whole_experts import InstanceLoad, choose_whole_experts
+from trimtab.policies.rivals.feplb import Feplb
 
 
 def moves(load: InstanceLoad, may_move_E: Array) -> list[list[int]]:
     moves_P2 = np.zeros((len(load.loads_R) * load.slots, 2), np.int64)
     # The kernel changes the arrays that it is given.
-    count = move_experts(load._replace(loads_R=load.loads_R.copy()), may_move_E.copy(), moves_P2)
+    count = choose_whole_experts(load._replace(loads_R=load.loads_R.copy()), may_move_E.copy(), moves_P2)
     listed: list[list[int]] = moves_P2[:count].tolist()
     return listed
 

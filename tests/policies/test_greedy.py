@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from helpers.policies import loads_after, random_loads
 from trimtab import ClusterSpec
+from trimtab.planner.replicas.whole_experts import InstanceLoad
 from trimtab.policies.rivals.greedy import add_replicas, replicate
-from trimtab.policies.rivals.instance_load import InstanceLoad
 
 SIZES = [(1, 1), (3, 3), (4, 2), (8, 2), (8, 4)]
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from helpers.policies import Step, check_policy, random_loads, random_step, random_steps
 from trimtab.array_type import Array
-from trimtab.policies.rivals.instance_load import InstanceLoad
+from trimtab.planner.replicas.whole_experts import InstanceLoad
 from trimtab.policies.rivals.moonep import MoonEp, fill_exactly
 
 

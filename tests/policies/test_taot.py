@@ -8,7 +8,7 @@ import pytest
 from helpers.policies import loads_after, skewed_load
 from trimtab import ClusterSpec
 from trimtab.array_type import Array
-from trimtab.policies.rivals.instance_load import InstanceLoad
+from trimtab.planner.replicas.whole_experts import InstanceLoad
 from trimtab.policies.rivals.taot import Transport, match_replicas, transport_flow
 
 

@@ -12,7 +12,7 @@ from helpers.ultraep_reference import solve_domains
 from trimtab import ClusterSpec
 from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.policies.rivals.instance_load import InstanceLoad
+from trimtab.planner.replicas.whole_experts import InstanceLoad
 from trimtab.policies.rivals.ultraep import Search, UltraEp, heaviest_first, solve_quotas
 
 PUBLISHED = Search(1.0, 1024, 0.01, 3)

@@ -12,7 +12,7 @@ from helpers import any_loop
 from helpers.any_loop import Loop, start, update
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
-from trimtab.runtime.state.optimizer_watch import OptimizerWatch
+from trimtab.runtime.state.weight_watch import OptimizerWatch
 
 SUMMED = "summed over ranks already"
 

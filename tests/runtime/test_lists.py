@@ -18,7 +18,7 @@ from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.planner import Placement
 from trimtab.runtime import ExpertWeight, RowGroups, Session, gated_experts, grouped_bias, grouped_linear
-from trimtab.runtime.state.numbered_names import find_number
+from trimtab.runtime.state.logical_state import find_number
 
 SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=16, width=8, lists=ALL_LISTS)
 HOME = SHAPE.experts // 2

@@ -9,8 +9,7 @@ from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import PlanSettings
 from trimtab.runtime.live.balancer import LiveBalancer
-from trimtab.runtime.live.policies import LivePolicy
-from trimtab.runtime.live.trials import TRIED
+from trimtab.runtime.live.policies import TRIED, LivePolicy
 from trimtab.runtime.state.home_experts import HomeExperts
 
 HOME_E = np.array([0, 0, 1, 1], np.int16)

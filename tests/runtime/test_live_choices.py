@@ -15,9 +15,9 @@ from trimtab.cluster import ClusterSpec
 from trimtab.planner import PlanSettings
 from trimtab.runtime.live.balancer import LiveBalancer
 from trimtab.runtime.live.choices import choose_moves, choose_quotas, split_over
-from trimtab.runtime.live.policies import LivePolicy
-from trimtab.runtime.live.trials import AGAIN_AFTER, TRIED, Trials
+from trimtab.runtime.live.policies import AGAIN_AFTER, TRIED, LivePolicy, Trials
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.state.expert_places import ExpertPlaces
 
 
 class Load:
@@ -122,7 +122,8 @@ def test_any_replicas_get_a_split_that_does_not_make_it_worse(load: Load, seed: 
 
 def balancer_of(policy: Any, predictor: Any = "last", layers: int = 1) -> tuple[LiveBalancer, Load]:
     load = Load(0, 4, 4, 1, 2)
-    homes: Any = SimpleNamespace(home_E=load.home_E, rows_E=load.rows_E)
+    places = ExpertPlaces(load.home_E, load.rows_E)
+    homes: Any = SimpleNamespace(home_E=load.home_E, rows_E=load.rows_E, places=places)
     return LiveBalancer(policy, predictor, [homes] * layers, load.limits), load
 
 

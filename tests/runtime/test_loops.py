@@ -238,7 +238,6 @@ def test_a_wait_may_be_interrupted() -> None:
     gate.set()
     lockstep.wait(end_later)
     assert done == [True]
-    update(loop)
 
 
 @runs_on_ranks()

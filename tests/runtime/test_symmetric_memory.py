@@ -22,8 +22,8 @@ from trimtab.runtime.ranks.gpu_variables import wrong_variables
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import peer_memory
+from trimtab.runtime.transfer.mirror import share_memory
 from trimtab.runtime.transfer.peer_memory import NO_MULTICAST, OVERLAPPING, PeerMemory, Place
-from trimtab.runtime.transfer.shared_memory import share_memory
 
 
 @dataclass

@@ -18,10 +18,10 @@ from helpers.rank_tests import runs_on_ranks
 from trimtab.array_type import Array
 from trimtab.cluster import load_cluster
 from trimtab.errors import InputError, RanksDisagreeError
-from trimtab.launch.shared_files import SHARED_MEMORY
 from trimtab.planner import Placement, Schedule
 from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.runtime.planning import LOCAL_CPU
+from trimtab.shared_files import SHARED_MEMORY
 from trimtab.trace import RoutingTrace
 
 LISTED = replace(SHAPE, lists=ALL_LISTS)

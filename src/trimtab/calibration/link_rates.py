@@ -15,9 +15,9 @@ from trimtab.calibration.random_experts import add_random_layer
 from trimtab.runtime import Session
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts, Rows
-from trimtab.runtime.transfer.copy_engine import BackgroundCopies
 from trimtab.runtime.transfer.mirror import NodeMirror
 from trimtab.runtime.transfer.peer_memory import PeerMemory
+from trimtab.runtime.transfer.streams import BackgroundCopies
 
 # Experts that are transferred in one measurement, as many as a layer has replicas on a rank.
 EXPERTS = 2

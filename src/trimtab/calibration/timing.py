@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from trimtab.calibration.alternating_rounds import alternate
-from trimtab.runtime.transfer.copy_engine import Wait
+from trimtab.runtime.transfer.streams import Wait
 
 Mark = float | torch.cuda.Event | Future[float]
 

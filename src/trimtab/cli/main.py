@@ -16,7 +16,7 @@ from trimtab import __version__
 from trimtab.cli.parser import Parser
 from trimtab.errors import InputError, RankFailedError
 from trimtab.files import write_problem
-from trimtab.messages import show_messages
+from trimtab.messages import show_messages, visible
 
 log = logging.getLogger("trimtab")
 
@@ -86,7 +86,7 @@ def run(name: str, parse: Callable[[], argparse.Namespace]) -> int:
 
 
 def _failed(name: str, reason: object, status: int) -> int:
-    print(f"{name}: {reason}", file=sys.stderr)
+    print(visible(f"{name}: {reason}"), file=sys.stderr)
     return status
 
 

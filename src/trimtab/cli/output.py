@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from trimtab.console import console
 from trimtab.errors import InputError
 from trimtab.files import STDOUT, is_stream, write_json
 
@@ -48,4 +49,4 @@ def write_figures(options: argparse.Namespace, figures: dict[str, Any]) -> Conso
     """Write the figures to `--json`, if given. Returns the console for tables, silent if they went to stdout."""
     if options.json is not None:
         write_json(options.json, figures)
-    return Console(highlight=False, quiet=options.json == STDOUT)
+    return console(quiet=options.json == STDOUT)

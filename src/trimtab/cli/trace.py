@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from trimtab.cli import trace_export, trace_import
 from trimtab.cli.options import add_options, add_output, add_trace, given, positive
 from trimtab.cli.output import write_figures
+from trimtab.console import console
 from trimtab.errors import InputError
 from trimtab.files import is_stream
 from trimtab.report.number_text import bytes_text
@@ -96,4 +96,4 @@ def run_synth(options: argparse.Namespace) -> None:
         )
     write_trace(synthesize_preset(**given(options, synthesize_preset)), options.output)
     if not is_stream(options.output):
-        Console(highlight=False).print(trace_facts(TraceReader(options.output)))
+        console().print(trace_facts(TraceReader(options.output)))

@@ -7,10 +7,10 @@ import json
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from trimtab.array_type import Array
 from trimtab.cli.options import add_options, add_output, add_trace, whole
+from trimtab.console import console
 from trimtab.errors import InputError
 from trimtab.files import is_stream, write_atomically
 from trimtab.planner.placement.serving_placement import count_parts, fill_slots, slot_loads
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
         shown = _place(options, trace)
     if not is_stream(options.output):
         shown = [*shown, ("size", bytes_text(options.output.stat().st_size))]
-    Console(highlight=False).print(facts([("form", options.to), *shown], str(options.output)))
+    console().print(facts([("form", options.to), *shown], str(options.output)))
 
 
 def _place(options: argparse.Namespace, trace: TraceReader) -> list[tuple[str, str]]:

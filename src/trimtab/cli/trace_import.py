@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
 
 from trimtab.cli.options import add_model, add_options, add_output, given, positive
 from trimtab.cluster import load_model
+from trimtab.console import console
 from trimtab.errors import InputError
 from trimtab.files import is_stream
 from trimtab.report.tables import facts, trace_facts
@@ -51,7 +51,7 @@ def add(actions: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     files = named_files(options.source, "*")
     summary = Summary()
-    console = Console(highlight=False)
+    screen = console()
     start = time.perf_counter()
     with Progress(transient=True) as progress:
         task = progress.add_task("", total=None)
@@ -65,8 +65,8 @@ def run(options: argparse.Namespace) -> None:
         write_trace(watched(parts), options.output)
     seconds = time.perf_counter() - start
     if not is_stream(options.output):
-        console.print(trace_facts(TraceReader(options.output), summary.unknown_routes))
-    console.print(facts(_rows(summary, seconds), "Imported"))
+        screen.print(trace_facts(TraceReader(options.output), summary.unknown_routes))
+    screen.print(facts(_rows(summary, seconds), "Imported"))
 
 
 def _rows(summary: Summary, seconds: float) -> list[tuple[str, str]]:

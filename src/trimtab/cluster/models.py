@@ -8,14 +8,17 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.cluster.attention import AttentionLayers, LayerAttention, mean_attention
-from trimtab.cluster.model_config import ConfigReading, read_sizes
 from trimtab.cluster.model_names import hub_ids, preset_of
 from trimtab.cluster.presets import preset_names, read_preset
 from trimtab.errors import InputError
+
+if TYPE_CHECKING:
+    from trimtab.cluster.model_config import ConfigReading
 
 log = logging.getLogger("trimtab")
 
@@ -234,6 +237,8 @@ def read_model(
 
 
 def _preset(name: str, overrides: Mapping[str, Any]) -> tuple[ModelSpec, ConfigReading]:
+    from trimtab.cluster.model_config import read_sizes
+
     text = read_preset("model", name)
     assert text is not None
     sizes, reading = read_sizes(json.loads(text), name, overrides)
@@ -244,6 +249,8 @@ def read_checkpoint(
     path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None
 ) -> tuple[ModelSpec, ConfigReading]:
     """As `read_model`, of a `config.json` or a checkpoint directory alone."""
+    from trimtab.cluster.model_config import read_sizes
+
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
@@ -264,4 +271,7 @@ def _logged(model: ModelSpec, reading: ConfigReading) -> ModelSpec:
     return model
 
 
-QWEN3_30B = ModelSpec.named("qwen3-30b-a3b")
+@cache
+def default_model() -> ModelSpec:
+    """Returns Qwen3-30B-A3B, whose costs count where no model is known."""
+    return ModelSpec.named("qwen3-30b-a3b")

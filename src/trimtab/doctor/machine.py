@@ -87,7 +87,7 @@ def describe_gpu_variables(nccl: tuple[int, ...], variables: Mapping[str, str]) 
 
 def check_shared_memory() -> Finding:
     """Check that processes see each other's writes to shared memory, and that it has room."""
-    from trimtab.launch.shared_files import SHARED_MEMORY, free_shared_memory
+    from trimtab.shared_files import SHARED_MEMORY, free_shared_memory
 
     name = "shared memory"
     if not SHARED_MEMORY.is_dir():

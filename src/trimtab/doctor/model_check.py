@@ -41,7 +41,7 @@ def check_model(model: ModelSpec, num_layers: int | None, *, ranks: int, slots: 
     mirror = num_layers * model.num_experts * model.expert_bytes
     text += f"; mirror at most {bytes_text(mirror)} per node, if every expert uses the host path"
     if trains:
-        from trimtab.launch.shared_files import free_shared_memory
+        from trimtab.shared_files import free_shared_memory
 
         if (free := free_shared_memory()) < mirror:
             text += f", and shared memory has {bytes_text(free)} free: set mirror_bytes below that, or enlarge it"

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from trimtab.runtime.transfer import streams
-from trimtab.runtime.transfer.copy_engine import BackgroundCopies, Wait
 from trimtab.runtime.transfer.ring import ReplicaRing
+from trimtab.runtime.transfer.streams import BackgroundCopies, Wait
 
 # Longest pause. A layer of the checked sizes takes about as long.
 LONGEST_S = 3e-3

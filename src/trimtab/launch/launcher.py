@@ -27,10 +27,10 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from trimtab.cores import usable_cores
 from trimtab.errors import InputError, RankFailedError
-from trimtab.launch.shared_files import remove_shared_files
 from trimtab.launch.suspension import Suspensions, continue_with_launcher, is_suspended
 from trimtab.messages import show_messages
 from trimtab.rank_variables import rank_variable, torchrun_ranks
+from trimtab.shared_files import remove_shared_files
 
 log = logging.getLogger("trimtab")
 # Timeout of the default process group, and of a rank that is suspended.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.cluster import QWEN3_30B, ClusterSpec, StepCosts
+from trimtab.cluster import ClusterSpec, StepCosts, default_model
 from trimtab.errors import InputError
 from trimtab.planner.placement.placement import Placement
 from trimtab.planner.plan.instances import map_layers
@@ -90,7 +90,7 @@ class Planner:
         self.placement = placement
         self.groups = groups
         self.settings = settings or PlanSettings()
-        self.costs = costs or StepCosts.of(cluster, QWEN3_30B)
+        self.costs = costs or StepCosts.of(cluster, default_model())
         self.threads = threads
         self.schedule: Schedule | None = None
         # Of the last steps, tokens by layer and expert.
@@ -187,7 +187,7 @@ def plan_sequences(
     placement.check(sequences.num_layers, sequences.num_experts, cluster.ranks)
     if groups < 1:
         raise InputError(f"there are {groups} expert-parallel groups; there should be 1 or more")
-    chosen, costs = settings or PlanSettings(), costs or StepCosts.of(cluster, QWEN3_30B)
+    chosen, costs = settings or PlanSettings(), costs or StepCosts.of(cluster, default_model())
     packed = pack_by_length(
         sequences.lengths, num_ranks=cluster.ranks * groups, token_budget=token_budget, mini_batch=mini_batch
     )
@@ -237,7 +237,7 @@ def plan_schedule(
         lengths: `[S]` tokens of each sequence of the schedule; without them the time of dense parts is not predicted.
         may_move: whether homes may change.
     """
-    chosen, costs = settings or PlanSettings(), costs or StepCosts.of(cluster, QWEN3_30B)
+    chosen, costs = settings or PlanSettings(), costs or StepCosts.of(cluster, default_model())
     parts = [schedule.of_group(group, cluster.ranks) for group in range(len(workloads))]
     lengths_G = None if lengths is None else [lengths[mine] for mine, _ in parts]
     loads = StepLoads.of_workloads(workloads, [part for _, part in parts], lengths_G)

@@ -1,43 +1,83 @@
-"""All balancers with one protocol: a `View` of the permitted data in, a `StepPlan` out."""
+"""All balancers with one protocol: a `View` of the permitted data in, a `StepPlan` out.
 
-from trimtab.policies.balanced import Balanced
+A balancer's module is imported when the balancer is first read, since some need a solver.
+"""
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from importlib import import_module
+from typing import Any
+
 from trimtab.policies.policy import Policy, Traits, View, make_view
-from trimtab.policies.rivals.echo import Echo
-from trimtab.policies.rivals.eplb import Eplb, EplbOracle
-from trimtab.policies.rivals.fastermoe import FasterMoe
-from trimtab.policies.rivals.feplb import Feplb
-from trimtab.policies.rivals.foremoe import ForeMoe
-from trimtab.policies.rivals.laer import Laer
-from trimtab.policies.rivals.llep import Llep
-from trimtab.policies.rivals.lplb import Lplb
-from trimtab.policies.rivals.moonep import MoonEp
-from trimtab.policies.rivals.openinstruct import OpenInstruct
-from trimtab.policies.rivals.relibra import ReLibra
-from trimtab.policies.rivals.routepack import RoutePack
-from trimtab.policies.rivals.taot import Taot
-from trimtab.policies.rivals.ultraep import UltraEp
-from trimtab.policies.static import Static
-from trimtab.policies.trimtab import Trimtab
 
-POLICIES: dict[str, Policy] = {
-    "static": Static(),
-    "eplb": Eplb(),
-    "eplb_oracle": EplbOracle(),
-    "lplb": Lplb(),
-    "fastermoe": FasterMoe(),
-    "llep": Llep(),
-    "laer": Laer(),
-    "ultraep": UltraEp(),
-    "moonep": MoonEp(),
-    "echo": Echo(),
-    "taot": Taot(),
-    "feplb": Feplb(),
-    "relibra": ReLibra(),
-    "foremoe": ForeMoe(),
-    "routepack": RoutePack(),
-    "openinstruct": OpenInstruct(),
-    "trimtab": Trimtab(),
-    "balanced": Balanced(),
+# Module and class of each balancer.
+_CLASSES = {
+    "static": ("static", "Static"),
+    "eplb": ("rivals.eplb", "Eplb"),
+    "eplb_oracle": ("rivals.eplb", "EplbOracle"),
+    "lplb": ("rivals.lplb", "Lplb"),
+    "fastermoe": ("rivals.fastermoe", "FasterMoe"),
+    "llep": ("rivals.llep", "Llep"),
+    "laer": ("rivals.laer", "Laer"),
+    "ultraep": ("rivals.ultraep", "UltraEp"),
+    "moonep": ("rivals.moonep", "MoonEp"),
+    "echo": ("rivals.echo", "Echo"),
+    "taot": ("rivals.taot", "Taot"),
+    "feplb": ("rivals.feplb", "Feplb"),
+    "relibra": ("rivals.relibra", "ReLibra"),
+    "foremoe": ("rivals.foremoe", "ForeMoe"),
+    "routepack": ("rivals.routepack", "RoutePack"),
+    "openinstruct": ("rivals.openinstruct", "OpenInstruct"),
+    "trimtab": ("trimtab", "Trimtab"),
+    "balanced": ("balanced", "Balanced"),
 }
+
+
+class Registry(MutableMapping[str, Policy]):
+    """Balancers by name, with their default parameters, each created when it is first read.
+
+    Args:
+        classes: module and class of each balancer.
+    """
+
+    def __init__(self, classes: Mapping[str, tuple[str, str]]) -> None:
+        self._entries: dict[str, Policy | tuple[str, str]] = {**classes}
+
+    def __getitem__(self, name: str) -> Policy:
+        entry = self._entries[name]
+        if not isinstance(entry, tuple):
+            return entry
+        policy: Policy = _load(*entry)()
+        self._entries[name] = policy
+        return policy
+
+    def __setitem__(self, name: str, policy: Policy) -> None:
+        self._entries[name] = policy
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _load(module: str, class_name: str) -> Any:
+    return getattr(import_module(f"{__name__}.{module}"), class_name)
+
+
+def __getattr__(name: str) -> Any:
+    """The classes of the balancers."""
+    for module, class_name in _CLASSES.values():
+        if class_name == name:
+            return _load(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+POLICIES = Registry(_CLASSES)
 
 __all__ = ["POLICIES", "Policy", "Traits", "View", "make_view"]

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.utils.tensorboard.writer import SummaryWriter
 
+from trimtab.console import console
 from trimtab.errors import InputError
 from trimtab.files import write_atomically
 
@@ -41,7 +41,7 @@ class RunLog:
     """
 
     def __init__(self, out: Path, *, first_step: int, is_writer: bool) -> None:
-        self.console = Console(quiet=not is_writer, highlight=False)
+        self.console = console(quiet=not is_writer)
         self._file = self._events = None
         if is_writer:
             remove_later_steps(out, first_step)

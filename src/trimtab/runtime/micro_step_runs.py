@@ -21,7 +21,7 @@ from trimtab.runtime.ranks.call_thread import CallThread
 from trimtab.runtime.ranks.lockstep import LIVE_MICRO_STEP, MICRO_STEP
 from trimtab.runtime.settings import Settings
 from trimtab.runtime.transfer import streams
-from trimtab.runtime.transfer.copy_engine import BackgroundCopies
+from trimtab.runtime.transfer.streams import BackgroundCopies
 
 # Most seconds that a new plan waits for the round of slices that the planner's thread is in.
 PATIENCE_S = 1.0

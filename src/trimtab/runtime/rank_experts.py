@@ -17,12 +17,12 @@ from trimtab.runtime.ranks.lockstep import STEP, Lockstep
 from trimtab.runtime.ranks.recorder import REFRESHING
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.settings import Settings
-from trimtab.runtime.state.expert_state import ExpertState, OptimizerState
 from trimtab.runtime.state.home_experts import HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.state.move_price import MovePrice
 from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
-from trimtab.runtime.state.optimizer_watch import OptimizerWatch
+from trimtab.runtime.state.optimizer_rows import ExpertState, OptimizerState
 from trimtab.runtime.state.parameter_checks import check_compute_dtype, check_new_parameters
+from trimtab.runtime.state.weight_watch import OptimizerWatch
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
 
@@ -177,7 +177,7 @@ class RankExperts:
 
     def drain(self) -> None:
         """Wait for all replica transfers and drop all replicas."""
-        self._if_made(lambda transfers: transfers.ring.drain())
+        self._with_transfers(lambda transfers: transfers.ring.drain())
 
     def take_cpu_s(self) -> float:
         """Seconds of CPU time of the copying threads since the last call."""
@@ -190,14 +190,14 @@ class RankExperts:
 
     def close(self) -> None:
         """Release threads and shared memory."""
-        self._if_made(lambda transfers: transfers.ring.close())
+        self._with_transfers(lambda transfers: transfers.ring.close())
 
-    def _if_made(self, call: Callable[[Transfers], None]) -> None:
+    def _with_transfers(self, call: Callable[[Transfers], None]) -> None:
         if self._transfers is not None:
             call(self._transfers)
 
     def _before_step(self, holds_experts: bool) -> None:
-        self._if_made(lambda transfers: transfers.ring.complete())
+        self._with_transfers(lambda transfers: transfers.ring.complete())
         if not holds_experts:
             return
         if self._topology.expert_dp_group is not None and self.accumulation.is_open:
@@ -216,10 +216,10 @@ class RankExperts:
     def _complete_gradients(self) -> None:
         """At the end of a backward: add the replica gradients that are in transfer."""
         with self._lockstep.comparing_on_error():
-            self._if_made(lambda transfers: transfers.returns.finish())
+            self._with_transfers(lambda transfers: transfers.returns.finish())
         self.at_backward_end()
 
     def _drop_gradients(self) -> None:
         """After a failed backward: drop the replica gradients that are in transfer."""
         self._counters.abandoned_backwards += 1
-        self._if_made(lambda transfers: transfers.returns.abandon())
+        self._with_transfers(lambda transfers: transfers.returns.abandon())

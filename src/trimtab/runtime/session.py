@@ -34,9 +34,9 @@ from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.expert_compute import ApplyExperts
 from trimtab.runtime.rows.step_slices import COMPARED
 from trimtab.runtime.settings import Mode, Paths, Settings
-from trimtab.runtime.state.expert_state import ExpertState
 from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.state.logical_state import LogicalState
+from trimtab.runtime.state.optimizer_rows import ExpertState
 from trimtab.runtime.steps import Steps
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers

@@ -1,11 +1,13 @@
 """Row groups of a trace's file: one row per sequence, its expert ids encoded as bytes, the model's shape as metadata.
 
-Files are untrusted: sizes are checked against each other before memory is allocated, and all ids are checked.
+Files are untrusted: sizes are checked against each other and against the file's before memory is allocated, and all
+values are checked.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +19,8 @@ import pyarrow.parquet as pq
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.coding import decode, encode
-from trimtab.trace.message_text import at_place
-from trimtab.trace.routing import RoutingTrace, id_dtype, no_route
+from trimtab.trace.message_text import at_place, short
+from trimtab.trace.routing import RoutingTrace, no_route
 from trimtab.trace.sequence_facts import SequenceFacts, Windows, check_windows, windows_array
 
 FORMAT = "trimtab-routing-2"
@@ -28,6 +30,13 @@ WINDOWS = "windows"
 MOST_WINDOWS = 4096
 # Beside the ids of a row group, uncompressed: the other columns, and what Parquet adds.
 BYTES_A_ROW = 1024
+# Of names of domains and models, and of layers; the index of a layer is below the second number.
+MOST_LETTERS = 256
+MOST_LAYERS, LAYER_INDICES = 4096, 1 << 20
+# What a file may claim to hold in memory, beside so many times its size. Our own files hold 2 to 10 times their size.
+CLAIMED_BYTES, CLAIMED_TIMES = 512 << 20, 64
+# Memory of the facts of a sequence, with a short name.
+FACTS_BYTES = 128
 
 _WINDOW = pa.struct([pa.field("version", pa.int32(), nullable=False), pa.field("rows", pa.int32(), nullable=False)])
 _SCHEMA = pa.schema(
@@ -41,11 +50,16 @@ _SCHEMA = pa.schema(
         pa.field(IDS, pa.large_binary(), nullable=False),
     ]
 )
+_DOMAIN_CODES = pa.dictionary(pa.int32(), pa.string())
 _FACTS = [field.name for field in _SCHEMA if field.name not in (IDS, WINDOWS)]
 
 
 def schema_of(trace: RoutingTrace) -> pa.Schema:
-    """The columns, with the model's shape as metadata."""
+    """The columns, with the model's shape as metadata.
+
+    Raises:
+        InputError: if the model's name is too long, or the layers are none that a file may have.
+    """
     header = {
         "format": FORMAT,
         "num_experts": trace.num_experts,
@@ -53,11 +67,17 @@ def schema_of(trace: RoutingTrace) -> pa.Schema:
         "layer_indices": trace.layer_indices.tolist(),
         "model": trace.model,
     }
+    _check_header(header)
     return _SCHEMA.with_metadata({"trimtab": json.dumps(header)})
 
 
 def table_of(trace: RoutingTrace, schema: pa.Schema) -> pa.Table:
-    """The rows of a trace, ids coded."""
+    """The rows of a trace, ids coded.
+
+    Raises:
+        InputError: if the name of a domain is too long.
+    """
+    _check_letters(int(np.char.str_len(trace.domains).max(initial=0)))
     coded = np.empty_like(trace.expert_ids)
     encode(trace.expert_ids.reshape(-1, trace.top_k), coded.reshape(-1, trace.top_k))
     coded = np.ascontiguousarray(coded, coded.dtype.newbyteorder("<"))
@@ -81,13 +101,18 @@ def table_of(trace: RoutingTrace, schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays([*facts, ids], schema=schema)
 
 
-def read_facts(parquet: pq.ParquetFile) -> tuple[RoutingTrace, SequenceFacts]:
+def read_facts(parquet: pq.ParquetFile, size: int) -> tuple[RoutingTrace, SequenceFacts]:
     """A file's trace without sequences, and the facts of its sequences.
 
+    Args:
+        parquet: opened by `open_parquet`.
+        size: of the file, in bytes.
+
     Raises:
-        InputError: if it isn't a trace.
+        InputError: if it isn't a trace, or claims more than a file of its size can hold.
     """
     header = _header(parquet.schema_arrow.metadata or {})
+    allowed = CLAIMED_BYTES + CLAIMED_TIMES * size
     missing = [name for name in (*_FACTS, IDS) if name not in parquet.schema_arrow.names]
     if missing:
         raise InputError(f"a routing trace should have the column {missing[0]!r}")
@@ -99,7 +124,25 @@ def read_facts(parquet: pq.ParquetFile) -> tuple[RoutingTrace, SequenceFacts]:
         layer_indices=layers,
         model=header["model"],
     )
-    return empty, _facts(parquet, range(parquet.num_row_groups))
+    rows = parquet.metadata.num_rows
+    _check_claim(rows * FACTS_BYTES, allowed, f"{rows} sequences")
+    for group in range(parquet.num_row_groups):
+        columns = _chunks(parquet, group)
+        claimed = sum(chunk.total_uncompressed_size for chunk in columns if not chunk.path_in_schema.startswith(IDS))
+        most = BYTES_A_ROW * (parquet.metadata.row_group(group).num_rows + 64)
+        _check_claim(claimed, most, f"row group {group}: {claimed} bytes beside the expert ids")
+    facts = _facts(parquet, range(parquet.num_row_groups))
+    tokens = int(facts.lengths.sum())
+    _check_claim(tokens * empty.num_layers * empty.top_k * empty.expert_ids.itemsize, allowed, f"{tokens} tokens")
+    return empty, facts
+
+
+def open_parquet(path: str | os.PathLike[str]) -> pq.ParquetFile:
+    """A trace's file for reading. Domains are read as codes and names."""
+    try:
+        return pq.ParquetFile(path, read_dictionary=["domain"])
+    except KeyError:  # not a trace
+        return pq.ParquetFile(path)
 
 
 def _facts(parquet: pq.ParquetFile, groups: Sequence[int]) -> SequenceFacts:
@@ -107,14 +150,32 @@ def _facts(parquet: pq.ParquetFile, groups: Sequence[int]) -> SequenceFacts:
     lengths = table["num_tokens"].to_numpy().astype(np.int64)
     if lengths.min(initial=0) < 0:
         raise InputError(f"sequence {int(lengths.argmin())} claims {lengths.min()} tokens")
+    for name, what in (("step", "step"), ("prompt_length", "prompt length")):
+        values = table[name].to_numpy()
+        if values.min(initial=0) < 0:
+            raise InputError(f"sequence {int(values.argmin())} has {what} {values.min()}; it should be at least 0")
     return SequenceFacts(
         lengths=lengths,
         prompt_lengths=table["prompt_length"].to_numpy(),
         steps=table["step"].to_numpy(),
         sequence_hashes=table["sequence_hash"].to_numpy(),
-        domains=np.array(table["domain"].to_pylist(), np.str_),
+        domains=_domains(table["domain"]),
         windows=windows_array(_windows(parquet, groups, lengths)),
     )
+
+
+def _domains(column: pa.ChunkedArray) -> Array:
+    """`[S]` names. Every row has the width of the longest one."""
+    codes = column.unify_dictionaries().combine_chunks()
+    if isinstance(codes, pa.ChunkedArray):
+        codes = pa.concat_arrays(codes.chunks)
+    _check_letters(pc.max(pc.utf8_length(codes.dictionary)).as_py() or 0)
+    return np.array(codes.dictionary.to_pylist(), np.str_)[codes.indices.to_numpy()]
+
+
+def _check_letters(longest: int) -> None:
+    if longest > MOST_LETTERS:
+        raise InputError(f"a domain has {longest} letters; names have at most {MOST_LETTERS}")
 
 
 def _windows(parquet: pq.ParquetFile, groups: Sequence[int], lengths: Array) -> list[Windows]:
@@ -131,7 +192,7 @@ def _windows(parquet: pq.ParquetFile, groups: Sequence[int], lengths: Array) -> 
     first = 0
     for group in groups:
         metadata = parquet.metadata.row_group(group)
-        columns = [metadata.column(index) for index in range(metadata.num_columns)]
+        columns = _chunks(parquet, group)
         claimed = max(column.num_values for column in columns if column.path_in_schema.startswith(f"{WINDOWS}."))
         # An empty list is one value.
         if claimed > metadata.num_rows * MOST_WINDOWS:
@@ -187,32 +248,55 @@ def read_group(parquet: pq.ParquetFile, group: int, empty: RoutingTrace) -> Rout
     return chunk
 
 
+def _chunks(parquet: pq.ParquetFile, group: int) -> list[pq.ColumnChunkMetaData]:
+    """The columns of a row group."""
+    metadata = parquet.metadata.row_group(group)
+    return [metadata.column(index) for index in range(metadata.num_columns)]
+
+
+def _check_claim(claimed: int, allowed: int, what: str) -> None:
+    if claimed > allowed:
+        raise InputError(f"the file claims to have {what}, which is more than a file of its size can hold")
+
+
 def _columns(table: pa.Table) -> pa.Table:
-    """The table in our types, every value checked."""
-    table = table.cast(pa.schema([_SCHEMA.field(name) for name in table.column_names]))
+    """The table in our types, every value checked. Domains have a dictionary."""
+    fields = [
+        _SCHEMA.field(name).with_type(_DOMAIN_CODES) if name == "domain" else _SCHEMA.field(name)
+        for name in table.column_names
+    ]
+    table = table.cast(pa.schema(fields))
     table.validate(full=True)
     return table
 
 
 def _header(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
     try:
-        header = json.loads(metadata[b"trimtab"])
+        header = dict(json.loads(metadata[b"trimtab"]))
         form = header["format"]
-        shape_ok = (
-            isinstance(header["num_experts"], int)
-            and isinstance(header["top_k"], int)
-            and header["top_k"] >= 1
-            and len(header["layer_indices"]) >= 1
-            and all(isinstance(layer, int) for layer in header["layer_indices"])
-            and isinstance(header["model"], str)
-        )
-        id_dtype(header["num_experts"])
-    except InputError:
-        raise
     except (KeyError, TypeError, ValueError, RecursionError):
         raise InputError("a Parquet file, but not a routing trace written by Trimtab") from None
     if form != FORMAT:
-        raise InputError(f"written in format {form!r}; this version reads {FORMAT!r}")
-    if not shape_ok:
-        raise InputError("its header gives no valid num_experts, top_k, layer_indices and model")
-    return dict(header)
+        raise InputError(f"written in format {short(form)}; this version reads {FORMAT!r}")
+    _check_header(header)
+    return header
+
+
+def _check_header(header: Mapping[str, Any]) -> None:
+    """Raises InputError if a value of a header has another type than it should, or is out of range."""
+    layers = header.get("layer_indices")
+    if not (isinstance(layers, list) and 1 <= len(layers) <= MOST_LAYERS and len(set(map(str, layers))) == len(layers)):
+        raise InputError(f"its header should have 1 to {MOST_LAYERS} different layer_indices, not {short(layers)}")
+    for layer in layers:
+        _check_number("a layer index", layer, 0, LAYER_INDICES - 1)
+    experts = header.get("num_experts")
+    _check_number("num_experts", experts, 1, np.iinfo(np.uint16).max)
+    _check_number("top_k", header.get("top_k"), 1, experts)
+    model = header.get("model")
+    if not isinstance(model, str) or len(model) > MOST_LETTERS:
+        raise InputError(f"its header should have a model of at most {MOST_LETTERS} letters, not {short(model)}")
+
+
+def _check_number(name: str, value: Any, least: int, most: Any) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise InputError(f"its header should have {name} from {least} to {most}, not {short(value)}")

@@ -21,7 +21,7 @@ from trimtab.errors import InputError
 from trimtab.files import atomic_file
 from trimtab.trace.prefetch import prefetch
 from trimtab.trace.routing import RoutingTrace
-from trimtab.trace.row_groups import read_facts, read_group, schema_of, table_of
+from trimtab.trace.row_groups import open_parquet, read_facts, read_group, schema_of, table_of
 from trimtab.trace.sequence_facts import SequenceFacts
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -95,7 +95,7 @@ class TraceReader:
     def chunks(self) -> Iterator[RoutingTrace]:
         """Yields the trace in parts of about 16 MB of ids; every id is checked."""
         for file in self.files:
-            with _naming(file), pq.ParquetFile(file) as parquet:
+            with _naming(file), open_parquet(file) as parquet:
                 for group in range(parquet.num_row_groups):
                     yield read_group(parquet, group, self.empty)
 
@@ -172,5 +172,5 @@ def _open(file: Path) -> tuple[RoutingTrace, SequenceFacts]:
         with file.open("rb") as start:
             if start.read(4) != b"PAR1":
                 raise InputError("not a Parquet file; what a framework recorded is converted by: trimtab trace import")
-        with pq.ParquetFile(file) as parquet:
-            return read_facts(parquet)
+        with open_parquet(file) as parquet:
+            return read_facts(parquet, file.stat().st_size)

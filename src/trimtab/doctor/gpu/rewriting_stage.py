@@ -12,8 +12,8 @@ from trimtab.calibration.random_experts import add_random_layer, this_device
 from trimtab.cluster import ModelSpec
 from trimtab.doctor.finding import Finding
 from trimtab.runtime import Session
-from trimtab.runtime.transfer.copy_engine import BackgroundCopies
 from trimtab.runtime.transfer.peer_memory import PeerMemory
+from trimtab.runtime.transfer.streams import BackgroundCopies
 
 RENDEZVOUS = 3
 REWRITES = 20

@@ -31,9 +31,9 @@ from trimtab.errors import InputError, RankFailedError
 from trimtab.files import write_atomically
 from trimtab.launch import launch
 from trimtab.launch.launcher import exit_with_parent
-from trimtab.launch.shared_files import remove_shared_files
 from trimtab.launch.suspension import has_ended
 from trimtab.messages import show_messages
+from trimtab.shared_files import remove_shared_files
 
 PACKAGE = str(Path(trimtab.__file__).parent)
 # Ranks write their stacks so many seconds before the stage is killed.

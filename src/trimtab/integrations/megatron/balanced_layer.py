@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.experts import Experts, experts_of
 from trimtab.integrations.megatron.logical_order import ADVICE, logical_shards
@@ -23,6 +22,7 @@ from trimtab.integrations.megatron.physical_dispatch import (
 from trimtab.integrations.megatron.replay import SessionReplay
 from trimtab.runtime import Session
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
+from trimtab.runtime.state.expert_places import ExpertPlaces
 
 
 class BalancedLayer:
@@ -66,9 +66,9 @@ class BalancedLayer:
         ]
 
     @property
-    def experts_by_position(self) -> Array | None:
-        """The expert `[E]` at each position of Megatron's expert-parallel group; None if it is the position itself."""
-        return self._dispatcher.experts_by_position
+    def places(self) -> ExpertPlaces:
+        """The places of experts, with ranks in the order of Megatron's group. Another value after a move."""
+        return self._dispatcher.places
 
     def remove(self) -> None:
         """Undo all replacements."""
@@ -84,18 +84,17 @@ class BalancedLayer:
     ) -> dict[str, Any]:
         """Replaces the `sharded_state_dict` of the experts' module: experts have their logical place."""
         shards: dict[str, Any] = self._sharded_state_dict(prefix, sharded_offsets, metadata)
-        experts_E = self.experts_by_position
-        if experts_E is not None:
+        if not self.places.are_first:
             if (metadata or {}).get("singleton_local_shards"):
                 raise InputError(f"singleton_local_shards names experts by position, and they have moved; {ADVICE}")
             rows = [[prefix + name for name in names] for names in self._experts.names()]
-            first = self._moe_layer.ep_group.rank() * len(rows)
-            positions = np.arange(first, first + len(rows))
-            logical_shards(shards, rows, len(sharded_offsets), experts_E[positions] - positions)
+            rank = self._moe_layer.ep_group.rank()
+            shifts = self.places.experts_RH[rank] - (rank * len(rows) + np.arange(len(rows)))
+            logical_shards(shards, rows, len(sharded_offsets), shifts)
         return shards
 
     def _refuse_state_dict(self, *_: Any) -> None:
-        if self.experts_by_position is not None and not self.is_exported():
+        if not self.places.are_first and not self.is_exported():
             raise InputError(
                 f"a state_dict of layer {self.decoder_layer} has experts by position, and they have moved; use "
                 f"sharded_state_dict(), or {ADVICE}"

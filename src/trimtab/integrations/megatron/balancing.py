@@ -162,7 +162,7 @@ class MegatronSession:
     @property
     def have_moved(self) -> bool:
         """Whether experts of this rank's layers are elsewhere than Megatron has them."""
-        return any(layer.experts_by_position is not None for layer in self._layers)
+        return not all(layer.places.are_first for layer in self._layers)
 
     def logical_names(self, pairs: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Yields exported weights with the logical numbers of their experts, for any exporter of Megatron models.

@@ -7,13 +7,11 @@ group holds the positions i * E / R up to (i + 1) * E / R. Where experts have mo
 from __future__ import annotations
 
 import inspect
-import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -21,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.runtime.state.expert_places import ExpertPlaces
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -33,32 +32,32 @@ ADVICE = "call return_home() of the MegatronSession first, on all ranks"
 POSITIONAL = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 
 
-def rename_experts(pairs: Iterable[NamedTensor], experts_of_layer: Mapping[int, Array]) -> Iterator[NamedTensor]:
+def rename_experts(pairs: Iterable[NamedTensor], places_of_layer: Mapping[int, ExpertPlaces]) -> Iterator[NamedTensor]:
     """Yields exported tensors with the logical numbers of experts in their names.
 
     Args:
         pairs: names as Megatron's or Hugging Face's, with the number of the decoder layer in the whole model, and for
             an expert its position in all ranks; and tensors. One tensor of all experts `[E, ...]` is put in order.
-        experts_of_layer: by decoder layer the expert `[E]` at each position, where experts have moved.
+        places_of_layer: by decoder layer the places of experts, where they have moved.
 
     Raises:
         InputError: if a name has no number from 0 to E - 1 of an expert, and the tensor is not one of all experts.
     """
     for name, tensor in pairs:
         layer = _LAYER.search(name)
-        experts_E = experts_of_layer.get(int(layer[1])) if layer and _OF_EXPERTS in name else None
-        if experts_E is None:
+        places = places_of_layer.get(int(layer[1])) if layer and _OF_EXPERTS in name else None
+        if places is None:
             yield name, tensor
             continue
-        position = _EXPERT.search(name)
-        if position and int(position[0]) < len(experts_E):
-            yield f"{name[: position.start()]}{experts_E[int(position[0])]}{name[position.end() :]}", tensor
-        elif not position and tensor.ndim and len(tensor) == len(experts_E):
-            yield name, tensor.index_select(0, torch.from_numpy(np.argsort(experts_E)).to(tensor.device))
+        position, num_experts = _EXPERT.search(name), len(places.home_E)
+        if position and int(position[0]) < num_experts:
+            yield f"{name[: position.start()]}{places.by_position[int(position[0])]}{name[position.end() :]}", tensor
+        elif not position and tensor.ndim and len(tensor) == num_experts:
+            yield name, tensor.index_select(0, torch.from_numpy(places.positions_E).to(tensor.device))
         else:
             raise InputError(
                 f"{name} has shape {list(tensor.shape)}; the name should have the number of an expert below "
-                f"{len(experts_E)}, or the tensor should be of all {len(experts_E)} experts"
+                f"{num_experts}, or the tensor should be of all {num_experts} experts"
             )
 
 
@@ -67,13 +66,13 @@ class LayerOfExperts(Protocol):
 
     Attributes:
         decoder_layer: its number among all layers of the model, from 0.
-        experts_by_position: the expert `[E]` at each position; None if it is the position. Another array after a move.
+        places: the places of its experts. Another value after a move.
     """
 
     decoder_layer: int
 
     @property
-    def experts_by_position(self) -> Array | None: ...
+    def places(self) -> ExpertPlaces: ...
 
 
 class WeightExport:
@@ -91,27 +90,22 @@ class WeightExport:
         self.is_running = False
 
     def begin(self) -> Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]:
-        """Gather the homes of all pipeline stages. Collective over the ranks of the pipeline.
+        """Gather the places of experts of all pipeline stages. Collective over the ranks of the pipeline.
 
         Returns:
             `rename_experts` of this export, which is not a collective. It raises RuntimeError if experts move.
         """
-        orders = self._orders
-        mine = {
-            layer.decoder_layer: experts_E
-            for layer, experts_E in zip(self._layers, orders, strict=True)
-            if experts_E is not None
-        }
+        mine = self._moved
         pipeline = parallel_state.get_pipeline_model_parallel_group()
-        found = [mine]
+        stages = [mine]
         if pipeline.size() > 1:
-            found = [{}] * pipeline.size()
-            dist.all_gather_object(found, mine, group=pipeline)
-        experts_of_layer = {number: experts for part in found for number, experts in part.items()}
+            stages = [{}] * pipeline.size()
+            dist.all_gather_object(stages, mine, group=pipeline)
+        places_of_layer = {number: places for stage in stages for number, places in stage.items()}
 
         def renamed(pairs: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-            for pair in rename_experts(self._run(pairs), experts_of_layer):
-                if any(map(operator.is_not, self._orders, orders)):
+            for pair in rename_experts(self._run(pairs), places_of_layer):
+                if self._moved != mine:
                     raise RuntimeError("experts have moved since this weight sync began; begin it again")
                 yield pair
 
@@ -131,8 +125,9 @@ class WeightExport:
             yield pair
 
     @property
-    def _orders(self) -> list[Array | None]:
-        return [layer.experts_by_position for layer in self._layers]
+    def _moved(self) -> dict[int, ExpertPlaces]:
+        """The places of experts by decoder layer, where they have moved."""
+        return {layer.decoder_layer: layer.places for layer in self._layers if not layer.places.are_first}
 
 
 def logical_shards(shards: dict[str, Any], names_of_rows: Sequence[Sequence[str]], axis: int, shifts: Array) -> None:
@@ -160,9 +155,9 @@ def _shifted(shard: Any, axis: int, shift: int) -> Any:
         build = shard.build_fn
         return replace(shard, build_fn=lambda *args: _shifted(build(*args), axis, shift))
     if isinstance(shard, list):
-        return [_shifted(each, axis, shift) for each in shard]
+        return [_shifted(part, axis, shift) for part in shard]
     if isinstance(shard, dict):
-        return {key: _shifted(each, axis, shift) for key, each in shard.items()}
+        return {key: _shifted(part, axis, shift) for key, part in shard.items()}
     raise InputError(f"experts that have moved can't be saved in a {type(shard).__name__}; {ADVICE}")
 
 
@@ -197,9 +192,9 @@ class PositionalGuard:
         signature = inspect.signature(plain)
 
         def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
-            given = kwargs | signature.bind(*args, **kwargs).arguments
-            metadata = given.get("metadata") or {}
-            kind = given.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
+            arguments = kwargs | signature.bind(*args, **kwargs).arguments
+            metadata = arguments.get("metadata") or {}
+            kind = arguments.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
             if kind in POSITIONAL and self._have_moved():
                 raise InputError(
                     f"the optimizer's format {kind} stores experts by position, and they have moved; {ADVICE}"

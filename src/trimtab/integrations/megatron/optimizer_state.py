@@ -16,9 +16,8 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.option_tables import IMMOVABLE, immovable
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.state.expert_state import RowParts, StateRows, name_of_tensor
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
-from trimtab.runtime.state.optimizer_rows import describe_state, state_by_row
+from trimtab.runtime.state.optimizer_rows import OptimizerState, RowParts, StateRows, name_of_tensor
 
 SUPPORTED = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 
@@ -30,12 +29,12 @@ def optimizers_in(optimizer: Any) -> list[Any]:
         InputError: if experts can't move with the state of one of them, with its name and the reason.
     """
     chained = optimizer.chained_optimizers if type(optimizer) is ChainedOptimizer else [optimizer]
-    found = [each for each in chained if not getattr(each, "is_stub_optimizer", False)]
-    for each in found:
-        problem = _problem(each)
+    optimizers = [one for one in chained if not getattr(one, "is_stub_optimizer", False)]
+    for one in optimizers:
+        problem = _problem(one)
         if problem:
-            raise InputError(f"experts can't move with the state of {type(each).__name__}: {problem}")
-    return found
+            raise InputError(f"experts can't move with the state of {type(one).__name__}: {problem}")
+    return optimizers
 
 
 def _problem(optimizer: Any) -> str:
@@ -79,8 +78,9 @@ class MegatronState:
     """
 
     def __init__(self, optimizers: list[Any], topology: Topology, gradients_wait: Callable[[], bool]) -> None:
-        self._whole = [each for each in optimizers if not isinstance(each, DistributedOptimizer)]
-        self._distributed = [each for each in optimizers if isinstance(each, DistributedOptimizer)]
+        whole = [one.optimizer for one in optimizers if not isinstance(one, DistributedOptimizer)]
+        self._whole = OptimizerState(whole, _main_parameters)
+        self._distributed = [one for one in optimizers if isinstance(one, DistributedOptimizer)]
         self._topology, self._gradients_wait = topology, gradients_wait
 
     @property
@@ -94,20 +94,16 @@ class MegatronState:
 
     def form(self, layer: HomeExperts, t: int) -> object:
         """See `ExpertState`."""
-        main = _main_parameters(layer, t)[0]
-        whole = [describe_state(each.optimizer, main, is_stack=False) for each in self._whole]
-        return [*whole, *(type(each).__name__ for each in self._distributed)]
+        return [self._whole.form(layer, t), *(type(one).__name__ for one in self._distributed)]
 
     def rows(self, layer: HomeExperts) -> list[StateRows]:
         """See `ExpertState`. Main parameters are state, too."""
-        found: list[StateRows] = []
-        for t in range(len(layer.likes)):
-            main = _main_parameters(layer, t)
-            if self._whole and main[0] is not parameters_of(layer.tensors[t])[0]:
-                found.append([parameter.detach() for parameter in main])
-            for each in self._whole:
-                found += state_by_row(each.optimizer, main, name_of_tensor(layer, t), layer.home_experts)
-        return found
+        main: list[StateRows] = []
+        for t, tensor in enumerate(layer.tensors):
+            parameters = _main_parameters(layer, t)
+            if self._whole.optimizers and parameters[0] is not parameters_of(tensor)[0]:
+                main.append([parameter.detach() for parameter in parameters])
+        return main + self._whole.rows(layer)
 
     def part_bytes(self, layer: HomeExperts) -> int:
         """See `ExpertState`."""
@@ -137,7 +133,7 @@ class MegatronState:
         ]
 
     def _parts_of_layer(self, layer: HomeExperts, held_TD: Sequence[Sequence[_Held]]) -> list[RowParts]:
-        found: list[RowParts] = []
+        parts: list[RowParts] = []
         for t, held_D in enumerate(held_TD):
             ranges_GRH2 = np.array([held.ranges for held in held_D], np.int64).reshape(
                 self._topology.groups, self._topology.num_ranks, -1, 2
@@ -153,8 +149,8 @@ class MegatronState:
             states = [self._part(layer, t, row)[1] for row in range(len(layer.home_experts))]
             for key in sorted(dtypes):
                 nothing = torch.empty(0, dtype=dtypes[key], device=layer.device)
-                found.append(RowParts([state.get(key, nothing) for state in states], ranges_GRH2[:, 0]))
-        return found
+                parts.append(RowParts([state.get(key, nothing) for state in states], ranges_GRH2[:, 0]))
+        return parts
 
     def _held(self, layer: HomeExperts, t: int) -> _Held:
         """What this rank holds of a tensor."""
@@ -173,11 +169,11 @@ class MegatronState:
         """Of one expert's tensor: the range that this rank's distributed optimizer holds, the state of it, and the
         number of steps."""
         parameter = parameters_of(layer.tensors[t])[row]
-        for each in self._distributed:
-            if parameter not in each.model_param_gbuf_map:
+        for one in self._distributed:
+            if parameter not in one.model_param_gbuf_map:
                 continue
-            held = each._get_model_param_range_map(parameter)["param"]
-            state = each._get_main_param_and_optimizer_states(parameter)
+            held = one._get_model_param_range_map(parameter)["param"]
+            state = one._get_main_param_and_optimizer_states(parameter)
             steps = {float(value) for value in state.values() if _is_number(value)}
             # In float32 the main parameter is part of the Parameter's memory, and moves with it.
             moving = {

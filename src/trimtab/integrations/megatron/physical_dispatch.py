@@ -16,10 +16,10 @@ from megatron.core.transformer.moe.token_dispatcher import (
     _DeepepManager,
 )
 
-from trimtab.array_type import Array
 from trimtab.runtime.layer.dispatch import Dispatched, RowDispatcher
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.layer.instance import Instance
+from trimtab.runtime.state.expert_places import ExpertPlaces
 
 
 class Rows(Protocol):
@@ -65,20 +65,16 @@ class PlannedDispatcher:
         self.plain = moe_layer.token_dispatcher
         self.rows: Rows | None = None
         self._layer, self._replay, self._make_rows, self._router = layer, replay, make_rows, moe_layer.router
-        self._rows_E: Array = np.empty(0)
-        self._experts_E: Array | None = None
-        self._order = torch.empty(0)
+        self._homes, self._places = layer.homes.places, layer.places()
+        self._order = torch.from_numpy(self._places.by_position)
 
     @property
-    def experts_by_position(self) -> Array | None:
-        """The expert `[E]` at each position: in the order of Megatron's group and of rows. None if it is 0, 1, ..."""
-        rows_E = self._layer.homes.rows_E
-        if self._rows_E is not rows_E:
-            experts_E = self._layer.experts_by_position()
-            have_moved = bool((experts_E != np.arange(len(experts_E))).any())
-            self._experts_E = experts_E if have_moved else None
-            self._rows_E, self._order = rows_E, torch.from_numpy(experts_E)
-        return self._experts_E
+    def places(self) -> ExpertPlaces:
+        """The places of experts, with ranks in the order of Megatron's group. Another value after a move."""
+        if self._homes is not self._layer.homes.places:
+            self._homes, self._places = self._layer.homes.places, self._layer.places()
+            self._order = torch.from_numpy(self._places.by_position)
+        return self._places
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
@@ -96,7 +92,7 @@ class PlannedDispatcher:
         begun = None if ids is None else self._layer.begin(hidden, ids)
         if begun is None:
             # Megatron's dispatcher numbers experts by rank and row.
-            if self.experts_by_position is not None:
+            if not self.places.are_first:
                 if self._order.device != routing_map.device:
                     self._order = self._order.to(routing_map.device)
                 routing_map, probs = (each.index_select(1, self._order) for each in (routing_map, probs))

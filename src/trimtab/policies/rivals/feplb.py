@@ -28,11 +28,10 @@ from typing import ClassVar
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
+from trimtab.planner.replicas.whole_experts import InstanceLoad, choose_whole_experts
 from trimtab.policies.planning_time import PlanningTime
 from trimtab.policies.policy import Traits, View
-from trimtab.policies.rivals.instance_load import InstanceLoad
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Feplb:
         def plan_one(layer: int, counts_RE: Array, home_E: Array) -> tuple[Array, Array]:
             load = InstanceLoad.of(counts_RE.sum(axis=0), home_E, cluster, within_node=True)
             may_move_E = dynamic_LE[layer] & (load.counts_E >= max(self.smallest_move, 1))
-            count = move_experts(load, may_move_E, moves_P2)
+            count = choose_whole_experts(load, may_move_E, moves_P2)
             return moves_P2[:count].copy(), counts_RE.T[moves_P2[:count, 0]].copy()
 
         return view.plan_instances(plan_one, placement=view.placement, slots=slots)
@@ -77,43 +76,3 @@ class Feplb:
                 hottest = mine[np.argsort(-past_LE[layer, mine], kind="stable")]
                 dynamic_LE[layer, hottest[: self.dynamic_experts]] = True
         return dynamic_LE
-
-
-@kernel
-def move_experts(load, may_move_E, moves_P2):  # type: ignore[no-untyped-def]
-    """Whole experts to move in one instance, node by node.
-
-    Args:
-        load: `InstanceLoad`; `loads_R` is updated.
-        may_move_E: `[E]` bool; cleared for experts that move.
-        moves_P2: `[R * slots, 2]` int64, filled with expert and new rank.
-
-    Returns:
-        The number of moves.
-    """
-    counts_E, loads_R = load.counts_E, load.loads_R
-    taken_R = np.zeros(len(loads_R), np.int64)
-    count = 0
-    for first in range(0, len(loads_R), load.ranks_per_node):
-        while True:
-            giver, taker = first, -1
-            for r in range(first, first + load.ranks_per_node):
-                if loads_R[r] > loads_R[giver]:
-                    giver = r
-                if taken_R[r] < load.slots and (taker < 0 or loads_R[r] < loads_R[taker]):
-                    taker = r
-            chosen = -1
-            if taker >= 0:
-                for e in range(len(counts_E)):
-                    helps = may_move_E[e] and load.home_E[e] == giver and loads_R[taker] + counts_E[e] < loads_R[giver]
-                    if helps and (chosen < 0 or counts_E[e] > counts_E[chosen]):
-                        chosen = e
-            if chosen < 0:
-                break
-            may_move_E[chosen] = False
-            loads_R[giver] -= counts_E[chosen]
-            loads_R[taker] += counts_E[chosen]
-            taken_R[taker] += 1
-            moves_P2[count, 0], moves_P2[count, 1] = chosen, taker
-            count += 1
-    return count

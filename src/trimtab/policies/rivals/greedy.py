@@ -14,8 +14,9 @@ from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.kernels import kernel
 from trimtab.planner import Placement, StepPlan
+from trimtab.planner.replicas.whole_experts import InstanceLoad
 from trimtab.policies.policy import View
-from trimtab.policies.rivals.instance_load import InstanceLoad, split_shares
+from trimtab.policies.rivals.replica_quotas import split_shares
 
 
 def plan_greedily(

@@ -27,7 +27,7 @@ from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
 from trimtab.policies.planning_time import ULTRAEP_SIZES, PlanningTime
 from trimtab.policies.policy import Traits, View
-from trimtab.policies.rivals.instance_load import split_ranges
+from trimtab.policies.rivals.replica_quotas import split_ranges
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,10 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
+from trimtab.planner.replicas.whole_experts import InstanceLoad
 from trimtab.policies.planning_time import ULTRAEP_SIZES, PlanningTime
 from trimtab.policies.policy import Traits, View
-from trimtab.policies.rivals.instance_load import InstanceLoad, split_shares
+from trimtab.policies.rivals.replica_quotas import split_shares
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from trimtab.runtime.rows.row_tables import LayerTables, RowTables, moved
 from trimtab.runtime.state.flat_memory import carve
-from trimtab.runtime.transfer.copy_engine import BackgroundCopies, Wait
+from trimtab.runtime.transfer.streams import BackgroundCopies, Wait
 
 
 @dataclass(eq=False)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from trimtab.array_type import Array
 from trimtab.runtime.layer.instance import Instance
 from trimtab.runtime.layer.layer import Leave, UseReplicas
 from trimtab.runtime.layer.routed_layer import RoutedLayer
 from trimtab.runtime.ranks.recorder import BACKWARD, DISPATCH, OTHER
+from trimtab.runtime.state.expert_places import ExpertPlaces
 
 
 class FrameworkLayer(RoutedLayer):
@@ -25,10 +24,9 @@ class FrameworkLayer(RoutedLayer):
     before autograd accumulates them and runs hooks on that.
     """
 
-    def experts_by_position(self) -> Array:
-        """Logical ids `[E]` of the home experts of all ranks, in the order of the framework's group and of rows."""
-        ranks = np.argsort(self._calls.topology.positions)
-        return np.concatenate([self.homes.experts_of(rank) for rank in ranks])
+    def places(self) -> ExpertPlaces:
+        """The places of experts now, with ranks in the order of the framework's group."""
+        return self.homes.places.with_ranks_at(self._calls.topology.positions)
 
     def recorded_ids(self, tokens: int, top_k: int) -> torch.Tensor | None:
         """The recorded ids `[T, K]` int64 of a call now; None if it needs `route` with the router's choice."""

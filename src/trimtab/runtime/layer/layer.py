@@ -11,8 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from trimtab.errors import InputError
-from trimtab.runtime.autograd.substituted_values import SubstitutedValues
-from trimtab.runtime.autograd.torch_engine import running_backward
+from trimtab.runtime.autograd.torch_engine import SubstitutedValues, running_backward
 from trimtab.runtime.layer.dispatch import Dispatcher
 from trimtab.runtime.layer.instance import Instance, LayerCalls
 from trimtab.runtime.layer.routed_layer import RoutedLayer, mark

@@ -23,7 +23,7 @@ from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
 from trimtab.runtime.rows.row_tables import LayerTables, RowTables
 from trimtab.runtime.rows.step_slices import StepSlices
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.transfer.copy_engine import BackgroundCopies
+from trimtab.runtime.transfer.streams import BackgroundCopies
 from trimtab.runtime.transfer.transfers import Transfers
 from trimtab.trace import RoutingTrace
 

@@ -14,8 +14,7 @@ from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.replicas.kernel_values import Limits
 from trimtab.runtime.live.choices import choose_moves, choose_quotas, split_over
-from trimtab.runtime.live.policies import LivePolicy, Predictor
-from trimtab.runtime.live.trials import Trials
+from trimtab.runtime.live.policies import LivePolicy, Predictor, Trials
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 
@@ -176,7 +175,7 @@ class LiveBalancer:
             replicas = split_over(predicted.experts, predicted.ranks, counts_RE, home_E, self._limits)
         else:
             replicas = InstanceReplicas.none(len(counts_RE))
-        self._ahead = {key: found for key, found in self._ahead.items() if key[0] < self.last}
+        self._ahead = {key: replicas for key, replicas in self._ahead.items() if key[0] < self.last}
         self._note(layer, counts_RE)
         if self._trials:
             self._trials[layer].use(policy)
@@ -206,23 +205,23 @@ class LiveBalancer:
         """Nanoseconds, with those of choosing, and rows of a layer's last forward on this rank, once; zeros if there is
         none."""
         seconds, rows = self._measured.pop(layer, (lambda: None, 0))
-        found = seconds()
-        return (0, 0) if found is None else (round((found + self._choosing_s.get(layer, 0.0)) * 1e9), rows)
+        forward_s = seconds()
+        return (0, 0) if forward_s is None else (round((forward_s + self._choosing_s.get(layer, 0.0)) * 1e9), rows)
 
     def count(self, micro_step: int, layer: int) -> int:
         """See `ReplicasOfStep`."""
-        found = self._found(micro_step, layer)
-        return 0 if found is None else found.count
+        replicas = self._replicas_of(micro_step, layer)
+        return 0 if replicas is None else replicas.count
 
     def of(self, micro_step: int, layer: int) -> InstanceReplicas:
         """See `ReplicasOfStep`. If it is before the call, transfers start now, and the replicas do not change again."""
-        found = self._found(micro_step, layer)
-        assert found is not None
+        replicas = self._replicas_of(micro_step, layer)
+        assert replicas is not None
         if micro_step < self.last:
-            self._ahead[micro_step, layer] = found
-        return found
+            self._ahead[micro_step, layer] = replicas
+        return replicas
 
-    def _found(self, number: int, layer: int) -> InstanceReplicas | None:
+    def _replicas_of(self, number: int, layer: int) -> InstanceReplicas | None:
         if number < self.last:
             ahead = self._ahead.get((number, layer))
             return self._predicted(layer) if ahead is None and self._policy_of(layer) == "predict" else ahead
@@ -246,8 +245,7 @@ class LiveBalancer:
     def _dynamic(self, layer: int, homes: HomeExperts) -> Array:
         """`[E]` bool: on every rank as many experts as it has slots, those with most rows before, or its first ones."""
         past_RE = self._past.get((layer, ANY))
-        # By rank: every rank is home to as many experts.
-        experts_RH = np.lexsort((homes.rows_E, homes.home_E)).reshape(int(homes.home_E.max()) + 1, -1)
+        experts_RH = homes.places.experts_RH
         if past_RE is not None:
             hottest_RH = np.argsort(-past_RE.sum(axis=0)[experts_RH], axis=1, kind="stable")
             experts_RH = np.take_along_axis(experts_RH, hottest_RH, axis=1)

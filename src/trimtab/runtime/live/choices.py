@@ -14,8 +14,7 @@ from trimtab.planner.replicas.kernel_values import Homes, Instance, Limits, Shar
 from trimtab.planner.replicas.layer_plan import plan_layer
 from trimtab.planner.replicas.leveling import level_shares
 from trimtab.planner.replicas.split import Quotas, split_tokens
-from trimtab.policies.rivals.feplb import move_experts
-from trimtab.policies.rivals.instance_load import InstanceLoad
+from trimtab.planner.replicas.whole_experts import InstanceLoad, choose_whole_experts
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 
 # Tries to level shares; each has four sweeps over the replicas.
@@ -57,7 +56,7 @@ def choose_moves(
     loads_R = np.bincount(homes, counts_E, num_ranks).astype(np.int64)
     load = InstanceLoad(counts_E, homes, loads_R, limits.ranks_per_node, limits.ranks_per_node, limits.slots)
     moves_P2 = np.empty((num_ranks * limits.slots, 2), np.int64)
-    count = move_experts(load, dynamic_E & (counts_E >= max(smallest_move, 1)), moves_P2)
+    count = choose_whole_experts(load, dynamic_E & (counts_E >= max(smallest_move, 1)), moves_P2)
     experts, ranks = moves_P2[:count].T
     in_order = np.lexsort((rows_E[experts], homes[experts], ranks))
     experts, ranks = experts[in_order], ranks[in_order]

@@ -6,26 +6,18 @@ Replica transfers, moves, checkpoints and planning use it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from trimtab.array_type import Array
+from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.flat_memory import Like
 
 ExpertTensor = torch.nn.Parameter | Sequence[torch.nn.Parameter]
 """One tensor of all home experts: a stack `[E / R, ...]`, or a list of E / R Parameters `[...]` in home order."""
 
 ReadParameters = Callable[[], Sequence[ExpertTensor]]
-
-
-class Rows(Protocol):
-    """A tensor of all home experts, indexed by row: a stack, or a list of tensors `[...]`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int, /) -> torch.Tensor: ...
 
 
 class _DetachedRows:
@@ -39,6 +31,10 @@ class _DetachedRows:
 
     def __getitem__(self, row: int, /) -> torch.Tensor:
         return self._parameters[row].detach()
+
+
+Rows = torch.Tensor | _DetachedRows
+"""A tensor of all home experts, indexed by row: a stack, or a list of tensors `[...]`."""
 
 
 class HomeExperts:
@@ -63,8 +59,7 @@ class HomeExperts:
         is_staged: whether any tensor has.
         joins_in_backward: whether replica gradients are added to those of the home experts before the layer's backward
             ends, because they don't accumulate in `parameters`; see `weights` of `Session.add_layer`.
-        home_E: `[E]` int16, the home rank of every expert.
-        rows_E: `[E]` int64, the row of each expert on its home rank.
+        places: rank and row of each expert.
     """
 
     def __init__(
@@ -86,10 +81,7 @@ class HomeExperts:
         self.are_staged = [dtype != self.dtype for _, dtype in self.likes]
         self.is_staged = any(self.are_staged)
         self._staging: list[torch.Tensor | None] = [None] * len(self.likes)
-        self.home_E = home_E
-        self.rows_E = np.empty(len(home_E), np.int64)
-        self.rows_E[np.argsort(home_E, kind="stable")] = np.arange(len(home_E)) % self.likes[0][0][0]
-        self._first_home_E, self._first_rows_E = home_E.copy(), self.rows_E.copy()
+        self.places = self._first_places = ExpertPlaces.first(home_E)
 
     @property
     def tensors(self) -> list[ExpertTensor]:
@@ -124,7 +116,18 @@ class HomeExperts:
     @property
     def home_experts(self) -> Array:
         """Logical ids `[E / R]` of this rank's home experts, in the order of rows in the tensors."""
-        return self.experts_of(self._rank)
+        experts_H: Array = self.places.experts_RH[self._rank]
+        return experts_H
+
+    @property
+    def home_E(self) -> Array:
+        """`[E]` int16, the home rank of every expert. Another array after a move."""
+        return self.places.home_E
+
+    @property
+    def rows_E(self) -> Array:
+        """`[E]` int64, the row of every expert on its home rank."""
+        return self.places.rows_E
 
     @property
     def expert_shapes(self) -> list[torch.Size]:
@@ -146,36 +149,16 @@ class HomeExperts:
         """Bytes of one expert in transfers."""
         return sum(shape.numel() for shape in self.expert_shapes) * self.dtype.itemsize
 
-    def experts_of(self, rank: int) -> Array:
-        """Logical ids `[E / R]` of a rank's home experts, in the order of rows in its tensors."""
-        experts = np.flatnonzero(self.home_E == rank)
-        return experts[np.argsort(self.rows_E[experts])]
-
     def rows_after(self, home_E: Array) -> Array:
-        """The rows `[E]` of all experts after a move to these homes `[E]`, which have as many experts on each rank.
+        """The rows `[E]` of all experts after a move to these homes `[E]`: those of the start with the homes of the
+        start, else as `ExpertPlaces.rows_after`."""
+        if np.array_equal(home_E, self._first_places.home_E):
+            return self._first_places.rows_E.copy()
+        return self.places.rows_after(home_E)
 
-        Experts that arrive at a rank take the rows of those that leave it: their present row if it is among these, the
-        others in ascending order of experts and of rows. With the homes of the start, rows are those of the start.
-        """
-        if np.array_equal(home_E, self._first_home_E):
-            return self._first_rows_E.copy()
-        rows_E = self.rows_E.copy()
-        moved_E = self.home_E != home_E
-        for rank in np.unique(home_E[moved_E]).tolist():
-            free = sorted(self.rows_E[moved_E & (self.home_E == rank)].tolist())
-            others = []
-            for expert in np.flatnonzero(moved_E & (home_E == rank)).tolist():
-                if rows_E[expert] in free:
-                    free.remove(rows_E[expert])
-                else:
-                    others.append(expert)
-            rows_E[others] = free
-        return rows_E
-
-    def set_homes(self, home_E: Array) -> None:
-        """Set the homes `[E]`, and rows as `rows_after`. The caller moves the rows."""
-        self.rows_E = self.rows_after(home_E)
-        self.home_E = home_E
+    def places_after(self, home_E: Array) -> ExpertPlaces:
+        """The places after a move to these homes `[E]`."""
+        return ExpertPlaces(home_E, self.rows_after(home_E))
 
     def stage_in(self, stacks: Sequence[torch.Tensor]) -> None:
         """Use the given tensors `[E / R, ...]` as staging memory, if the layer is staged."""

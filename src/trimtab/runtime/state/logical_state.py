@@ -7,48 +7,142 @@ expert id in place of the row in their names.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.state.numbered_names import NumberedName, find_number
 from trimtab.runtime.state.optimizer_rows import describe_state, expert_state
 
+Tensor = TypeVar("Tensor", bound=torch.Tensor)
 StateValue = torch.Tensor | int | float
 """One entry of an optimizer's state for one parameter."""
 
+# With this pattern `re.split` returns texts and numbers alternately.
+_NUMBER = re.compile(r"(\d+)")
+
 
 @dataclass(frozen=True)
-class _Place:
-    """The expert tensor that a name of the model's state refers to.
+class NumberedName:
+    """A name with a variable number.
 
     Attributes:
-        layer: its layer.
-        row: the expert's row among the layer's home experts; None for a stack.
-        name: the name with a variable expert id; None for a stack.
+        head, tail: the text before and after the number.
     """
 
-    layer: HomeExperts
+    head: str
+    tail: str
+
+    def with_number(self, number: int) -> str:
+        return f"{self.head}{number}{self.tail}"
+
+
+def find_number(names: Sequence[str], others: Iterable[str]) -> NumberedName:
+    """Find the number in which names differ, as in `experts.0.w1.weight`, `experts.1.w1.weight`.
+
+    A single name may have several zeros. Then a zero counts if it is one in all other names of the same form too, and
+    the last of these is taken.
+
+    Args:
+        names: of a rank's experts in home order; the number counts them from 0.
+        others: all names of the model.
+
+    Raises:
+        InputError: if the names do not have this form.
+    """
+    parts = [_NUMBER.split(name) for name in names]
+    first = parts[0]
+    forms = {tuple(part[::2]) for part in parts}
+    places = [
+        place
+        for place in range(1, len(first), 2)
+        if len(forms) == 1
+        and [part[place] for part in parts] == [str(row) for row in range(len(parts))]
+        and all(part[:place] == first[:place] and part[place + 1 :] == first[place + 1 :] for part in parts)
+    ]
+    if len(names) == 1:
+        same_form = [part for part in map(_NUMBER.split, others) if part[::2] == first[::2]]
+        places = [place for place in places if all(part[place] == "0" for part in same_form)]
+    if not places:
+        raise InputError(
+            f"the experts of one layer are named {', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''}; "
+            "names of a list of experts should differ in one number, which counts the rank's experts from 0"
+        )
+    return NumberedName("".join(first[: places[-1]]), "".join(first[places[-1] + 1 :]))
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An entry of the model's state.
+
+    Attributes:
+        name: its name in the model.
+        layer: the layer whose experts it has; None for other tensors.
+        row: the row of its expert on the rank; None for a stack, and for other tensors.
+        numbered: the name with a variable expert id; None for a stack, and for other tensors.
+    """
+
+    name: str
+    layer: HomeExperts | None = None
     row: int | None = None
-    name: NumberedName | None = None
+    numbered: NumberedName | None = None
 
     @property
-    def homes(self) -> list[Array]:
-        """Logical ids of the home experts of each rank now, in the order of its rows."""
-        return [self.layer.experts_of(rank) for rank in np.unique(self.layer.home_E).tolist()]
+    def is_stack(self) -> bool:
+        return self.layer is not None and self.row is None
 
-    def name_of(self, home: Array) -> str:
-        """The name in the logical state of the expert in this row of a rank's home experts."""
-        assert self.name is not None
-        assert self.row is not None
-        return self.name.with_number(int(home[self.row]))
+    @property
+    def whole_names(self) -> list[str]:
+        """The names in the logical state: of the experts in this row of each rank, else one."""
+        if self.layer is None or self.numbered is None:
+            return [self.name]
+        return [self.numbered.with_number(expert) for expert in self.layer.places.experts_RH[:, self.row].tolist()]
+
+    @property
+    def own_name(self) -> str:
+        """The name of this rank's tensor in the logical state."""
+        if self.layer is None or self.numbered is None:
+            return self.name
+        return self.numbered.with_number(int(self.layer.home_experts[self.row]))
+
+    def whole(self, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The rows of the logical state from those of all ranks, by name.
+
+        Args:
+            parts: the rows `[n, b]` of each rank: H of a stack, else one.
+        """
+        assert self.layer is not None
+        if not self.is_stack:
+            return dict(zip(self.whole_names, parts, strict=True))
+        experts_RH = self.layer.places.experts_RH
+        whole = parts[0].new_empty(experts_RH.size, parts[0].shape[1])
+        for experts_H, part in zip(experts_RH, parts, strict=True):
+            whole[torch.from_numpy(experts_H).to(whole.device)] = part
+        return {self.name: whole}
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of the logical state: its rows `[H, ...]` of a stack, else all of it. Raises
+        InputError if a stack has another number of experts."""
+        if self.layer is None or not self.is_stack:
+            return whole
+        num_experts = len(self.layer.home_E)
+        if whole.ndim == 0 or len(whole) != num_experts:
+            raise InputError(
+                f"a tensor of {self.name!r} has shape {_shape(whole)}; this model has {num_experts} experts"
+            )
+        return whole[torch.from_numpy(self.layer.home_experts).to(whole.device)]
+
+    def own_value(self, value: StateValue) -> StateValue:
+        """A copy of this rank's part of a value of optimizer state; single numbers are shared by all experts."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        return (self.own(value) if value.ndim else value).clone()
 
 
 class LogicalState:
@@ -78,10 +172,9 @@ class LogicalState:
         Raises:
             InputError: if the names of a list's Parameters have no expert number; see `find_number`.
         """
-        places = self._places(model)
-        for name, value in model.state_dict().items():
-            for whole_name, whole in self._gather(places.get(name), name, value, everywhere=everywhere).items():
-                yield whole_name, whole if everywhere else whole.cpu()
+        for entry, value in self._entries(model, model.state_dict()):
+            for name, whole in self._gather(entry, value, everywhere=everywhere).items():
+                yield name, whole if everywhere else whole.cpu()
 
     def load_weights(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         """Load this rank's rows of whole tensors, under the present homes. Not a collective.
@@ -92,18 +185,18 @@ class LogicalState:
         Raises:
             InputError: naming a tensor that is missing, unknown, or of another shape; as `weights`.
         """
-        places = self._places(model)
-        targets = model.state_dict()
-        expected = {whole for name in targets for whole in _whole_names(places.get(name), name)}
+        entries = self._entries(model, model.state_dict())
+        expected = {name for entry, _ in entries for name in entry.whole_names}
         if missing := sorted(expected - state.keys()):
             raise InputError(f"tensor {missing[0]!r} is missing; this model needs it")
         if unknown := sorted(state.keys() - expected):
             raise InputError(f"there is a tensor {unknown[0]!r}; this model has none of that name")
-        for name, target in targets.items():
-            whole_name = _own_name(places.get(name), name)
-            value = self._own(places.get(name), whole_name, state[whole_name])
+        for entry, target in entries:
+            value = entry.own(state[entry.own_name])
             if value.shape != target.shape:
-                raise InputError(f"tensor {whole_name!r} has shape {_shape(value)}; this model has {_shape(target)}")
+                raise InputError(
+                    f"tensor {entry.own_name!r} has shape {_shape(value)}; this model has {_shape(target)}"
+                )
             target.copy_(value)
 
     def optimizer_state(
@@ -121,31 +214,28 @@ class LogicalState:
             InputError: as `expert_state` and `weights`; if the ranks' states differ in structure, or a parameter is not
                 in the model.
         """
-        places = self._places(model)
         parameters = dict(model.named_parameters())
-        named = set(parameters.values())
+        entries, named = self._entries(model, parameters), set(parameters.values())
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if parameter not in named:
                 raise InputError(
                     f"{type(optimizer).__name__} trains a tensor {_shape(parameter)} that is not in the model"
                 )
-        self._check_ranks_agree(optimizer, {name: parameters[name] for name in places if name in parameters}, places)
-        for name, parameter in parameters.items():
-            values, place = optimizer.state.get(parameter, {}), places.get(name)
+        self._check_ranks_agree(optimizer, [(entry, parameter) for entry, parameter in entries if entry.layer])
+        for entry, parameter in entries:
+            values = optimizer.state.get(parameter, {})
             if not values:
                 continue
-            whole: dict[str, dict[str, StateValue]] = {
-                whole_name: dict(values) for whole_name in _whole_names(place, name)
-            }
-            if place is not None:
-                rows = expert_state(optimizer, parameter, is_stack=place.row is None)
+            whole: dict[str, dict[str, StateValue]] = {name: dict(values) for name in entry.whole_names}
+            if entry.layer is not None:
+                rows = expert_state(optimizer, parameter, is_stack=entry.is_stack)
                 for key in sorted(rows):
-                    for whole_name, value in self._gather(place, name, rows[key]).items():
-                        whole[whole_name][key] = value
+                    for name, value in self._gather(entry, rows[key]).items():
+                        whole[name][key] = value
             if self._topology.rank == 0:
-                for whole_name, of_name in whole.items():
+                for name, of_name in whole.items():
                     yield (
-                        whole_name,
+                        name,
                         {k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in of_name.items()},
                     )
 
@@ -165,19 +255,16 @@ class LogicalState:
         Raises:
             InputError: naming a parameter that the model does not have, or state that does not fit it.
         """
-        places = self._places(model)
-        parameters = dict(model.named_parameters())
-        known = {whole for name in parameters for whole in _whole_names(places.get(name), name)}
+        entries = self._entries(model, dict(model.named_parameters()))
+        known = {name for entry, _ in entries for name in entry.whole_names}
         for name in state:
             if name not in known:
                 raise InputError(f"there is optimizer state of {name!r}; this model has no such parameter")
-        mine: dict[torch.nn.Parameter, dict[str, StateValue]] = {}
-        for name, parameter in parameters.items():
-            place, whole_name = places.get(name), _own_name(places.get(name), name)
-            if whole_name in state:
-                mine[parameter] = {
-                    key: self._own_value(place, whole_name, value) for key, value in state[whole_name].items()
-                }
+        mine = {
+            parameter: {key: entry.own_value(value) for key, value in state[entry.own_name].items()}
+            for entry, parameter in entries
+            if entry.own_name in state
+        }
         packed = optimizer.state_dict()
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         packed["state"] = {index: mine[parameter] for index, parameter in enumerate(trained) if parameter in mine}
@@ -189,17 +276,17 @@ class LogicalState:
                 if isinstance(value, torch.Tensor):
                     loaded[key] = value.to(loaded[key].device)
 
-    def _places(self, model: torch.nn.Module) -> dict[str, _Place]:
-        """The expert tensors, by name."""
+    def _entries(self, model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[_Entry, Tensor]]:
+        """Entries for tensors of the model by name, in the same order."""
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         every_name = [name for some in names.values() for name in some]
-        places: dict[str, _Place] = {}
+        entries: list[_Entry] = []
         for layer in self._layers:
             for tensor in layer.tensors:
                 if isinstance(tensor, torch.Tensor):
-                    places |= {name: _Place(layer) for name in names.get(id(tensor), [])}
+                    entries += [_Entry(name, layer) for name in names.get(id(tensor), [])]
                     continue
                 names_of_rows = [names.get(id(parameter), []) for parameter in tensor]
                 if len({len(some) for some in names_of_rows}) > 1:
@@ -209,29 +296,20 @@ class LogicalState:
                     )
                 for of_rows in zip(*names_of_rows, strict=True):
                     numbered = find_number(of_rows, every_name)
-                    places |= {name: _Place(layer, row, numbered) for row, name in enumerate(of_rows)}
-        return places
+                    entries += [_Entry(name, layer, row, numbered) for row, name in enumerate(of_rows)]
+        of_experts = {entry.name: entry for entry in entries}
+        return [(of_experts.get(name, _Entry(name)), tensor) for name, tensor in tensors.items()]
 
-    def _gather(
-        self, place: _Place | None, name: str, value: torch.Tensor, *, everywhere: bool = False
-    ) -> dict[str, torch.Tensor]:
-        """The tensors of all ranks in one place, by name; empty on ranks other than 0 unless `everywhere`."""
-        if place is None:
-            return {name: value} if everywhere or self._topology.rank == 0 else {}
-        rows = value if place.row is None else value[None]
+    def _gather(self, entry: _Entry, value: torch.Tensor, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
+        """The tensors of all ranks in one entry, by name; empty on ranks other than 0 unless `everywhere`."""
+        if entry.layer is None:
+            return {entry.name: value} if everywhere or self._topology.rank == 0 else {}
+        rows = value if entry.is_stack else value[None]
         parts = self._exchange(rows, everywhere=everywhere)
         if parts is None:
             return {}
-        if place.row is not None:
-            return {
-                place.name_of(home): part.view(value.dtype).reshape(value.shape)
-                for home, part in zip(place.homes, parts, strict=True)
-            }
-        num_experts = len(place.layer.home_E)
-        whole = parts[0].new_empty(num_experts, parts[0].shape[1])
-        for home, part in zip(place.homes, parts, strict=True):
-            whole[torch.from_numpy(home).to(whole.device)] = part
-        return {name: whole.view(value.dtype).reshape(num_experts, *value.shape[1:])}
+        shape = (len(entry.layer.home_E), *value.shape[1:]) if entry.is_stack else value.shape
+        return {name: whole.view(value.dtype).reshape(shape) for name, whole in entry.whole(parts).items()}
 
     def _exchange(self, rows: torch.Tensor, *, everywhere: bool) -> list[torch.Tensor] | None:
         """All ranks' `rows [n, ...]` as bytes `[n, b]`, everywhere or on rank 0."""
@@ -249,31 +327,12 @@ class LogicalState:
             dist.gather(data, parts, group=group, group_dst=0)
         return parts
 
-    def _own(self, place: _Place | None, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor: its rows `[H, ...]` of a stack, else all of it."""
-        if place is None or place.row is not None:
-            return whole
-        home_E = place.layer.home_E
-        if whole.ndim == 0 or len(whole) != len(home_E):
-            raise InputError(f"a tensor of {name!r} has shape {_shape(whole)}; this model has {len(home_E)} experts")
-        return whole[torch.from_numpy(place.layer.home_experts).to(whole.device)]
-
-    def _own_value(self, place: _Place | None, name: str, value: StateValue) -> StateValue:
-        """A copy of this rank's part of a value of optimizer state; single numbers are shared by all experts."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        return (self._own(place, name, value) if value.ndim else value).clone()
-
     def _check_ranks_agree(
-        self,
-        optimizer: torch.optim.Optimizer,
-        experts: Mapping[str, torch.nn.Parameter],
-        places: Mapping[str, _Place],
+        self, optimizer: torch.optim.Optimizer, experts: Sequence[tuple[_Entry, torch.nn.Parameter]]
     ) -> None:
         """Raise InputError on all ranks unless their states have the same keys, row shapes and numbers."""
         mine = {
-            name: describe_state(optimizer, parameter, is_stack=places[name].row is None)
-            for name, parameter in experts.items()
+            entry.name: describe_state(optimizer, parameter, is_stack=entry.is_stack) for entry, parameter in experts
         }
         described: list[dict[str, dict[str, object]]] = [{}] * self._topology.num_ranks
         dist.all_gather_object(described, mine, group=self._topology.experts)
@@ -284,16 +343,6 @@ class LogicalState:
                         f"{type(optimizer).__name__}: the state of {name!r} is {other[name]} on rank {rank} and "
                         f"{of_first} on rank 0; it should be equal"
                     )
-
-
-def _whole_names(place: _Place | None, name: str) -> list[str]:
-    """The names in the logical state of all ranks' experts in a place."""
-    return [name] if place is None or place.name is None else [place.name_of(home) for home in place.homes]
-
-
-def _own_name(place: _Place | None, name: str) -> str:
-    """The name in the logical state of this rank's expert in a place."""
-    return name if place is None or place.name is None else place.name_of(place.layer.home_experts)
 
 
 def _shape(tensor: torch.Tensor) -> list[int]:

@@ -1,8 +1,13 @@
 """`move_experts`: moves experts to new homes between steps, with their rows of weights and of optimizer state.
 
-Only rows of experts that change their rank are sent and written. All tensors of all layers share exchanges of bounded
-size: a round exchanges whole tensors, or slices of all moving rows of a large one. Rows that leave and rows that take
-their places are thus in the same round, and no row is overwritten before it was sent.
+Only rows of experts that change their place are sent and written. All whole rows of all layers share exchanges of
+bounded size: a round exchanges whole tensors, or slices of all moving rows of a large one. Rows that leave and rows
+that take their places are thus in the same round, and no row is overwritten before it was sent.
+
+Rows of which each rank holds a part, such as those of a distributed optimizer, are exchanged between all data ranks.
+Rank (g, r), rank r of expert-parallel group g, holds the part g of the rows of rank r's home experts. An expert that
+moves from rank a, row i, to rank b, row j goes from all (g, a) to all (g', b): the elements that are in both the part g
+of row i and the part g' of row j. If it keeps its row, these are whole parts and g = g'.
 """
 
 from __future__ import annotations
@@ -18,14 +23,19 @@ import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.state.expert_state import ExpertState, StateRows, name_of_tensor
+from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.flat_memory import Like, carve, packed_bytes
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.state.moving_parts import move_parts
+from trimtab.runtime.state.optimizer_rows import ExpertState, RowParts, StateRows, name_of_tensor
 
 # Most bytes that a rank sends in one exchange, except if one line of each moving row is more; it receives as many.
 # Larger buffers are slower on the host, since the allocator returns their memory to the system.
 ROUND_BYTES = 16 << 20
+# The same for parts of rows, about.
+PARTS_ROUND_BYTES = 64 << 20
+
+_Rows = tuple[list[int], torch.Tensor]
+"""Rows of this rank that go to another rank, or come from it: their numbers, and the same on the device."""
 
 
 class Moved(NamedTuple):
@@ -43,22 +53,23 @@ def move_experts(layers: Sequence[HomeExperts], home_LE: Array, state: ExpertSta
         state: what moves with the experts.
     """
     moved = _moved(layers, home_LE)
-    parts = [
+    moves = [_Move.of(layer, home_LE[layer.index], topology) for layer in moved]
+    slices = [
         part
-        for layer in moved
-        for route in [_Route.of(layer, home_LE[layer.index], topology)]
+        for layer, move in zip(moved, moves, strict=True)
         for rows in _rows_of(layer, state)
-        for part in _slices(route, rows)
+        for part in _slices(move, rows)
     ]
-    for exchanged in _rounds(parts):
-        _exchange(exchanged, topology)
-    sent_R = sum((part.sent_R for part in parts), np.zeros(topology.num_ranks, np.int64))
-    for layer, tensors in zip(moved, state.row_parts(moved), strict=True):
-        sent_R = sent_R + move_parts(layer, home_LE[layer.index], tensors, topology)
-    for layer in moved:
+    for together in _rounds(slices):
+        _exchange_slices(together, topology)
+    sent_R = sum((part.sent_R for part in slices), np.zeros(topology.num_ranks, np.int64))
+    for move, tensors in zip(moves, state.row_parts(moved), strict=True):
+        for parts in tensors:
+            sent_R = sent_R + _move_parts(move, parts, topology)
+    for layer, move in zip(moved, moves, strict=True):
         for parameter in layer.parameters:
             parameter.grad = None
-        layer.set_homes(home_LE[layer.index])
+        layer.places = move.after
     return Moved(int(sent_R[topology.rank]), int(sent_R.max()))
 
 
@@ -111,90 +122,73 @@ def _bytes_of_row(rows: StateRows) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Route:
-    """The rows of one layer that move.
+class _Move:
+    """The move of one layer's experts.
 
     Attributes:
-        leaving, arriving: rows of this rank that go to each rank, and that come from each rank, both in ascending order
-            of experts. This rank is one of them, if experts change their row on it.
-        sent_R: `[R]` number of experts that leave each rank; as many arrive there.
+        before, after: places of all experts.
+        moved: the experts whose places differ, ascending.
+        rank, num_ranks: this rank, and R.
         device: the device of the layer.
     """
 
-    leaving: list[list[int]]
-    arriving: list[list[int]]
-    sent_R: Array
+    before: ExpertPlaces
+    after: ExpertPlaces
+    moved: Array
+    rank: int
+    num_ranks: int
     device: torch.device
 
     @classmethod
-    def of(cls, layer: HomeExperts, new_E: Array, topology: Topology) -> _Route:
-        old_E, rows_E, new_rows_E = layer.home_E, layer.rows_E, layer.rows_after(new_E)
-        moved_E, ranks, rank = (old_E != new_E) | (rows_E != new_rows_E), range(topology.num_ranks), topology.rank
-        return cls(
-            [rows_E[moved_E & (old_E == rank) & (new_E == other)].tolist() for other in ranks],
-            [new_rows_E[moved_E & (new_E == rank) & (old_E == other)].tolist() for other in ranks],
-            np.bincount(old_E[moved_E], minlength=topology.num_ranks),
-            layer.device,
-        )
+    def of(cls, layer: HomeExperts, home_E: Array, topology: Topology) -> _Move:
+        before, after = layer.places, layer.places_after(home_E)
+        return cls(before, after, before.moved(after), topology.rank, topology.num_ranks, layer.device)
 
     @cached_property
-    def leaving_indices(self) -> list[torch.Tensor]:
-        """`leaving` on the device."""
-        return _indices(self.leaving, self.device)
+    def leaving(self) -> list[_Rows]:
+        """For each rank the rows of this rank that go there, ascending by expert. This rank is one of them, if experts
+        change their row on it."""
+        return self._rows(self.before, self.after)
 
     @cached_property
-    def arriving_indices(self) -> list[torch.Tensor]:
-        """`arriving` on the device."""
-        return _indices(self.arriving, self.device)
+    def arriving(self) -> list[_Rows]:
+        """For each rank the rows of this rank that are for what comes from there, ascending by expert."""
+        return self._rows(self.after, self.before)
 
+    @cached_property
+    def sent_R(self) -> Array:
+        """`[R]` number of experts that leave each rank; as many arrive there."""
+        return np.bincount(self.before.home_E[self.moved], minlength=self.num_ranks)
 
-def _indices(rows_R: list[list[int]], device: torch.device) -> list[torch.Tensor]:
-    flat = torch.tensor([row for rows in rows_R for row in rows], dtype=torch.int64, device=device)
-    return list(flat.split([len(rows) for rows in rows_R]))
+    def _rows(self, here: ExpertPlaces, there: ExpertPlaces) -> list[_Rows]:
+        experts = self.moved[here.home_E[self.moved] == self.rank]
+        rows_R = [here.rows_E[experts[there.home_E[experts] == other]].tolist() for other in range(self.num_ranks)]
+        # One copy to the device.
+        indices = torch.tensor([row for rows in rows_R for row in rows], dtype=torch.int64, device=self.device)
+        return [*zip(rows_R, indices.split([*map(len, rows_R)]), strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _Slice:
     """The moving rows of one tensor, or a slice of each of them.
 
     Attributes:
-        rows: the tensor, or a view of the slice.
+        tensor: the tensor, or a view of the slice.
         sent_R: `[R]` bytes that each rank sends.
     """
 
-    route: _Route
-    rows: StateRows
+    move: _Move
+    tensor: StateRows
     sent_R: Array
 
-    def like(self, count: int) -> Like:
-        """Shape and dtype of rows in a buffer."""
-        first = self.rows[0]
-        return (count, *first.shape), first.dtype
 
-    def read(self, other: int, out: torch.Tensor) -> None:
-        """Copy the rows that go to a rank to `out [n, ...]`."""
-        if isinstance(self.rows, torch.Tensor):
-            torch.index_select(self.rows, 0, self.route.leaving_indices[other], out=out)
-        else:
-            for target, row in zip(out, self.route.leaving[other], strict=True):
-                target.copy_(self.rows[row])
-
-    def write(self, other: int, values: torch.Tensor) -> None:
-        """Write the rows `[n, ...]` that come from a rank."""
-        if isinstance(self.rows, torch.Tensor):
-            self.rows.index_copy_(0, self.route.arriving_indices[other], values)
-        else:
-            for value, row in zip(values, self.route.arriving[other], strict=True):
-                self.rows[row].copy_(value)
-
-
-def _slices(route: _Route, rows: StateRows) -> Iterator[_Part]:
+def _slices(move: _Move, rows: StateRows) -> Iterator[_Slice]:
     """The moving rows of a tensor in parts of at most `ROUND_BYTES`, each a slice of the rows' first dimension."""
     row_bytes, shape = _bytes_of_row(rows), rows[0].shape
     lines = shape[0] if shape else 1
-    step = max(1, lines * ROUND_BYTES // max(1, row_bytes * int(route.sent_R.max())))
+    step = max(1, lines * ROUND_BYTES // max(1, row_bytes * int(move.sent_R.max())))
     if step >= lines:
-        yield _Part(route, rows, route.sent_R * row_bytes)
+        yield _Slice(move, rows, move.sent_R * row_bytes)
         return
     for start in range(0, lines, step):
         count = min(step, lines - start)
@@ -203,14 +197,14 @@ def _slices(route: _Route, rows: StateRows) -> Iterator[_Part]:
             part = rows.narrow(1, start, count)
         else:
             part = [row.narrow(0, start, count) for row in rows]
-        yield _Part(route, part, route.sent_R * (row_bytes // lines * count))
+        yield _Slice(move, part, move.sent_R * (row_bytes // lines * count))
 
 
-def _rounds(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Parts that are exchanged together, the same on all ranks."""
-    together: list[_Part] = []
+def _rounds(slices: Sequence[_Slice]) -> Iterator[list[_Slice]]:
+    """Slices that are exchanged together, the same on all ranks."""
+    together: list[_Slice] = []
     sent_R: Array = np.zeros(1, np.int64)
-    for part in parts:
+    for part in slices:
         if together and (sent_R + part.sent_R).max() > ROUND_BYTES:
             yield together
             together, sent_R = [], np.zeros(1, np.int64)
@@ -220,22 +214,114 @@ def _rounds(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
         yield together
 
 
-def _exchange(parts: Sequence[_Part], topology: Topology) -> None:
-    """Exchange the moving rows of all parts between all ranks, in one collective."""
-    ranks = range(topology.num_ranks)
-    leaving = [(other, part) for other in ranks for part in parts if part.route.leaving[other]]
-    arriving = [(other, part) for other in ranks for part in parts if part.route.arriving[other]]
-    like_sent = [part.like(len(part.route.leaving[other])) for other, part in leaving]
-    like_received = [part.like(len(part.route.arriving[other])) for other, part in arriving]
-    device = parts[0].route.device
-    sent = torch.empty(packed_bytes(like_sent), dtype=torch.uint8, device=device)
-    received = torch.empty(packed_bytes(like_received), dtype=torch.uint8, device=device)
-    for (other, part), out in zip(leaving, carve(sent, like_sent), strict=True):
-        part.read(other, out)
-    send_splits, receive_splits = [0 for _ in ranks], [0 for _ in ranks]
-    for splits, places, likes in (send_splits, leaving, like_sent), (receive_splits, arriving, like_received):
-        for (other, _), like in zip(places, likes, strict=True):
-            splits[other] += packed_bytes([like])
-    dist.all_to_all_single(received, sent, receive_splits, send_splits, group=topology.experts)
-    for (other, part), values in zip(arriving, carve(received, like_received), strict=True):
-        part.write(other, values)
+def _exchange_slices(slices: Sequence[_Slice], topology: Topology) -> None:
+    """Exchange the moving rows of all slices between the ranks of an expert-parallel group."""
+
+    def pieces(rows_SR: Sequence[Sequence[_Rows]]) -> list[list[_Piece]]:
+        return [
+            [_Piece(part.tensor, *rows) for part, rows in zip(slices, rows_S, strict=True) if rows[0]]
+            for rows_S in zip(*rows_SR, strict=True)
+        ]
+
+    leaving, arriving = [part.move.leaving for part in slices], [part.move.arriving for part in slices]
+    _exchange(pieces(leaving), pieces(arriving), slices[0].move.device, topology.experts)
+
+
+def _move_parts(move: _Move, tensor: RowParts, topology: Topology) -> Array:
+    """Move the parts of one tensor's moving rows. Collective over all data ranks.
+
+    Returns:
+        `[R]` bytes that each rank of an expert-parallel group sends, the mean over groups; the same on all ranks.
+    """
+    like = tensor.parts[0]
+    elements = int(tensor.ranges_GH2[:, :, 1].max(initial=0))
+    row_bytes = elements * like.dtype.itemsize
+    rounds = max(1, -(-int(move.sent_R.max()) * row_bytes // PARTS_ROUND_BYTES))
+    step = max(1, -(-elements // rounds))
+    for first in range(0, elements, step):
+        leaving: list[list[_Piece]] = [[] for _ in range(topology.num_data_ranks)]
+        arriving: list[list[_Piece]] = [[] for _ in range(topology.num_data_ranks)]
+        for leaves, other, part in _shared_elements(move, tensor, first, min(first + step, elements), topology):
+            (leaving if leaves else arriving)[other].append(_Piece([part], [0]))
+        _exchange(leaving, arriving, like.device, topology.data)
+    return move.sent_R * row_bytes // topology.groups
+
+
+def _shared_elements(
+    move: _Move, tensor: RowParts, first: int, end: int, topology: Topology
+) -> Iterator[tuple[bool, int, torch.Tensor]]:
+    """Yields for each piece of the moving rows' elements from `first` to `end` whether it leaves this rank, the data
+    rank that it goes to or comes from, and its elements here. Both ranks have the pieces between them in the same
+    order."""
+    ranges_GH2, mine = tensor.ranges_GH2, topology.group
+    for expert in move.moved.tolist():
+        for leaves, here, there in (True, move.before, move.after), (False, move.after, move.before):
+            if here.home_E[expert] != topology.rank:
+                continue
+            row, other_row = here.rows_E[expert], there.rows_E[expert]
+            start = ranges_GH2[mine, row, 0]
+            for other in range(topology.groups):
+                low = max(first, start, ranges_GH2[other, other_row, 0])
+                high = min(end, ranges_GH2[mine, row, 1], ranges_GH2[other, other_row, 1])
+                if low < high:
+                    elements = tensor.parts[row][low - start : high - start]
+                    yield leaves, other * topology.num_ranks + int(there.home_E[expert]), elements
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """What one rank sends to another of one tensor.
+
+    Attributes:
+        tensor: a stack, or a list of tensors of one shape.
+        numbers: of the rows that are sent, or written.
+        indices: the same on the device; only for a stack.
+    """
+
+    tensor: StateRows
+    numbers: Sequence[int]
+    indices: torch.Tensor | None = None
+
+    @property
+    def like(self) -> Like:
+        """Shape and dtype in a buffer."""
+        return (len(self.numbers), *self.tensor[0].shape), self.tensor[0].dtype
+
+    def read(self, out: torch.Tensor) -> None:
+        """Copy the rows to `out [n, ...]`."""
+        if isinstance(self.tensor, torch.Tensor):
+            assert self.indices is not None
+            torch.index_select(self.tensor, 0, self.indices, out=out)
+        else:
+            for target, row in zip(out, self.numbers, strict=True):
+                target.copy_(self.tensor[row])
+
+    def write(self, values: torch.Tensor) -> None:
+        """Write `values [n, ...]` to the rows."""
+        if isinstance(self.tensor, torch.Tensor):
+            assert self.indices is not None
+            self.tensor.index_copy_(0, self.indices, values)
+        else:
+            for value, row in zip(values, self.numbers, strict=True):
+                self.tensor[row].copy_(value)
+
+
+def _exchange(
+    leaving: Sequence[Sequence[_Piece]],
+    arriving: Sequence[Sequence[_Piece]],
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> None:
+    """Send pieces to all ranks of a group, and write those that arrive, in one collective. Both ranks have the pieces
+    between them in the same order."""
+    likes_sent, likes_received = ([[piece.like for piece in pieces] for pieces in side] for side in (leaving, arriving))
+    send_splits, receive_splits = ([packed_bytes(like) for like in likes] for likes in (likes_sent, likes_received))
+    sent = torch.empty(sum(send_splits), dtype=torch.uint8, device=device)
+    received = torch.empty(sum(receive_splits), dtype=torch.uint8, device=device)
+    for buffer, pieces, like in zip(sent.split(send_splits), leaving, likes_sent, strict=True):
+        for piece, out in zip(pieces, carve(buffer, like), strict=True):
+            piece.read(out)
+    dist.all_to_all_single(received, sent, receive_splits, send_splits, group=group)
+    for buffer, pieces, like in zip(received.split(receive_splits), arriving, likes_received, strict=True):
+        for piece, values in zip(pieces, carve(buffer, like), strict=True):
+            piece.write(values)

@@ -13,7 +13,7 @@ import torch
 from trimtab.runtime.ranks.lockstep import Lockstep
 from trimtab.runtime.ranks.recorder import WAITING, Recorder
 from trimtab.runtime.transfer import streams
-from trimtab.runtime.transfer.copy_engine import Wait
+from trimtab.runtime.transfer.streams import Wait
 
 
 @dataclass(eq=False)

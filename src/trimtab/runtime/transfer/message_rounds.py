@@ -54,7 +54,7 @@ def rounds_of_rank(messages: Sequence[Message], rank: int) -> list[list[Message]
         return [mine] if mine else []
     # The round that every rank is in, and its operations in that round.
     state: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    found: defaultdict[int, list[Message]] = defaultdict(list)
+    rounds: defaultdict[int, list[Message]] = defaultdict(list)
     for message in messages:
         ends = message[:2]
         number = max(state[end][0] for end in ends)
@@ -64,8 +64,8 @@ def rounds_of_rank(messages: Sequence[Message], rank: int) -> list[list[Message]
             at, operations = state[end]
             state[end] = number, operations + 1 if at == number else 1
         if rank in ends:
-            found[number].append(message)
-    return [found[number] for number in sorted(found)]
+            rounds[number].append(message)
+    return [rounds[number] for number in sorted(rounds)]
 
 
 def post_round(messages: Sequence[Message], rank: int, group: dist.ProcessGroup, *, tag: int = 0) -> list[Posted]:
@@ -82,11 +82,11 @@ def post_round(messages: Sequence[Message], rank: int, group: dist.ProcessGroup,
         operations.append(dist.P2POp(kind, tensor, group=group, group_peer=peer, tag=tag))
     works = dist.batch_isend_irecv(operations)
     if len(works) == len(operations):
-        return [Posted(*each) for each in zip(receives, works, strict=True)]
+        return list(map(Posted, receives, works))
     return [Posted(any(receives), work) for work in works]
 
 
 def post(messages: Sequence[Message], rank: int, group: dist.ProcessGroup, *, tag: int = 0) -> list[Posted]:
     """Start all messages of this rank, round by round; see `rounds_of_rank` and `post_round`."""
     rounds = rounds_of_rank(messages, rank)
-    return [posted for each in rounds for posted in post_round(each, rank, group, tag=tag)]
+    return [posted for batch in rounds for posted in post_round(batch, rank, group, tag=tag)]

@@ -23,7 +23,7 @@ from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.flat_memory import carve, packed_bytes
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
-from trimtab.runtime.transfer.shared_memory import share_memory
+from trimtab.runtime.transfer.mirror import share_memory
 
 # Environment variables of torch: no multicast object, which some GPUs and boxes without NVSwitch can't make; and
 # several processes with the same device index, each of which sees one GPU of its own.
@@ -172,9 +172,9 @@ def _on_all_ranks(call: Callable[[], T], topology: Topology) -> T:
         problem = str(error).strip().split("\n", 1)[0] or type(error).__name__
     problems: list[str] = [""] * topology.num_ranks
     dist.all_gather_object(problems, problem, group=topology.expert_control)
-    for rank, found in enumerate(problems):
-        if found:
-            raise _OutOfReachError(f"rank {rank}: {found}")
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise _OutOfReachError(f"rank {rank}: {problem}")
     return result
 
 

@@ -92,7 +92,7 @@ class GradientReturns:
         rank = self._topology.rank
         for replica in replicas.located(layer):
             ends = replica.rank, replica.home
-            own = [_given(gradients[t])[replica.slot] for t in trained] if replica.rank == rank else []
+            own = [_present(gradients[t])[replica.slot] for t in trained] if replica.rank == rank else []
             if replica.home == rank:
                 buffers = self._buffers(layer, trained)
                 pending.rows.append(replica.row)
@@ -209,7 +209,7 @@ class GradientReturns:
         self._spare += pending.buffers
 
 
-def _given(gradient: torch.Tensor | None) -> torch.Tensor:
+def _present(gradient: torch.Tensor | None) -> torch.Tensor:
     assert gradient is not None
     return gradient
 

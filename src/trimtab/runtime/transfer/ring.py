@@ -25,11 +25,11 @@ from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.instance_replicas import InstanceReplicas, ReplicasOfStep
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
-from trimtab.runtime.transfer.copy_engine import BackgroundCopies, Wait
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.message_rounds import Message, post
 from trimtab.runtime.transfer.mirror import NodeMirror
 from trimtab.runtime.transfer.peer_memory import PeerMemory
+from trimtab.runtime.transfer.streams import BackgroundCopies, Wait
 from trimtab.runtime.transfer.visits import Instance, Visits
 
 

@@ -1,12 +1,21 @@
-"""Streams of a device. Tests replace `has_streams` to run the CUDA branches of transfers on CPU tensors."""
+"""Streams of a device, and `BackgroundCopies`: copies during compute, on a side stream or on a thread.
+
+On CUDA streams keep the order: a copy starts after compute that was queued before it, which may still read the target,
+and users of the target wait for the copy's event. Tests without a GPU check this order on simulated streams
+(`tests/helpers/late_device.py`): they replace `has_streams` to run the CUDA branches of transfers on CPU tensors.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+
+Wait = Callable[[], object]
+"""Waits for a transfer: on the host, or on the current CUDA stream."""
 
 
 def has_streams(device: torch.device) -> bool:
@@ -55,3 +64,65 @@ def download(tensor: torch.Tensor) -> np.ndarray:
     done.record()
     done.synchronize()
     return target.numpy()
+
+
+class BackgroundCopies:
+    """Copies tensors in the order of the calls, without blocking the caller."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu_s = 0.0
+        self._stream = torch.cuda.Stream(device, priority=-1) if has_streams(device) else None
+        # One worker, so that copies keep their order.
+        self._pool = ThreadPoolExecutor(1, "trimtab-copies") if self._stream is None else None
+
+    def start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
+        """Copy (target, source) pairs of equal shape and dtype, after compute that was queued before this call.
+
+        Returns:
+            A function to call before the targets are used. On CUDA the current stream waits, not the host.
+        """
+        if self._stream is not None:
+            return self._on_stream(self._stream, pairs)
+        assert self._pool is not None
+        return self._pool.submit(self._copy, [(_bytes(target), _bytes(source)) for target, source in pairs]).result
+
+    def upload(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Wait]:
+        """Copy tensors to new memory of the device. Returns the copies, and a function to call before they are used."""
+        targets = [torch.empty_like(source, device=self._device) for source in sources]
+        for target in targets:
+            if target.is_cuda:
+                assert self._stream is not None
+                # Nothing may ever wait for the copy.
+                target.record_stream(self._stream)
+        return targets, self.start([*zip(targets, sources, strict=True)])
+
+    def take_cpu_s(self) -> float:
+        """Seconds of CPU time of the copying thread since the last call."""
+        spent, self._cpu_s = self._cpu_s, 0.0
+        return spent
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _copy(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        # numpy copies without the interpreter's lock, on this thread only.
+        start = time.thread_time()
+        for target, source in pairs:
+            np.copyto(target, source)
+        self._cpu_s += time.thread_time() - start
+
+    @staticmethod
+    def _on_stream(stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
+        # The targets may still be read by compute that was queued earlier.
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        done = stream.record_event()
+        return lambda: torch.cuda.current_stream(stream.device).wait_event(done)
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().view(-1).view(torch.uint8).numpy()

@@ -1,48 +1,13 @@
-"""Load of one instance, as kernels of rivals read it, and quotas of the replicas that they choose."""
+"""Quotas of the replicas that rivals choose: the tokens of each source rank that a replica computes."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.cluster import ClusterSpec
 from trimtab.planner.replicas.kernel_values import Shares
+from trimtab.planner.replicas.whole_experts import InstanceLoad
 from trimtab.policies.rivals.ordered_split import split_tokens
-
-
-class InstanceLoad(NamedTuple):
-    """Tokens of one instance, and the ranks that can help.
-
-    Attributes:
-        counts_E: `[E]` int64, tokens of every expert.
-        home_E: `[E]` int64, home ranks.
-        loads_R: `[R]` int64, tokens of every rank with all experts at home.
-        ranks_per_node: neighbouring ranks that share a node.
-        ranks_per_domain: neighbouring ranks among which replicas are placed.
-        slots: replicas that a rank can hold.
-    """
-
-    counts_E: Array
-    home_E: Array
-    loads_R: Array
-    ranks_per_node: int
-    ranks_per_domain: int
-    slots: int
-
-    @classmethod
-    def of(cls, counts_E: Array, home_E: Array, cluster: ClusterSpec, *, within_node: bool) -> InstanceLoad:
-        """Returns the load with all experts at home.
-
-        Args:
-            counts_E, home_E: `[E]` int64.
-            cluster: ranks, nodes and slots.
-            within_node: replicas stay in the node of their home; else they may be on any rank.
-        """
-        loads_R = np.bincount(home_E, counts_E, cluster.ranks).astype(np.int64)
-        domain = cluster.ranks_per_node if within_node else cluster.ranks
-        return cls(counts_E, home_E, loads_R, cluster.ranks_per_node, domain, cluster.slots_per_rank)
 
 
 def split_shares(counts_RE: Array, load: InstanceLoad, replicas_3P: Array) -> tuple[Array, Array]:
