@@ -57,20 +57,20 @@ lint: .venv/.ready  ## lint, format check and types
 	$(BIN)/mypy
 
 bench: .venv/.ready  ## reproduce the figures that README and docs quote (about two hours)
-	$(BIN)/trimtab bench runtime --json out/bench-runtime.json
-	$(BIN)/trimtab bench planning --json out/bench-planning.json
-	$(BIN)/trimtab bench live --json out/bench-live.json
-	$(BIN)/trimtab bench t-ppo --json out/bench-tppo.json --picture out/bench-tppo.svg
-	$(BIN)/trimtab bench bind --json out/bench-bind.json
-	$(BIN)/trimtab bench megatron --json out/bench-megatron.json
-	$(BIN)/trimtab bench megatron --rehome --pairs 16 --json out/bench-megatron-rehome.json
-	$(BIN)/trimtab bench planner --json out/bench-planner.json --frontier out/frontier.svg
-	$(BIN)/trimtab bench papers --json out/bench-step-time.json
-	$(BIN)/trimtab bench step --json out/bench-step.json
-	$(BIN)/trimtab bench traces --json out/bench-traces.json
-	$(BIN)/trimtab bench payload --json out/bench-payload.json
-	$(BIN)/trimtab bench observe --json out/bench-observe.json
-	$(BIN)/trimtab bench capture --json out/bench-capture.json
+	$(BIN)/python -m benchmarks.runtime --json out/bench-runtime.json
+	$(BIN)/python -m benchmarks.planning --json out/bench-planning.json
+	$(BIN)/python -m benchmarks.live --json out/bench-live.json
+	$(BIN)/python -m benchmarks.t_ppo --json out/bench-tppo.json --picture out/bench-tppo.svg
+	$(BIN)/python -m benchmarks.bind --json out/bench-bind.json
+	$(BIN)/python -m benchmarks.megatron --json out/bench-megatron.json
+	$(BIN)/python -m benchmarks.megatron --rehome --pairs 16 --json out/bench-megatron-rehome.json
+	$(BIN)/python -m benchmarks.planner --json out/bench-planner.json --frontier out/frontier.svg
+	$(BIN)/python -m benchmarks.papers --json out/bench-step-time.json
+	$(BIN)/python -m benchmarks.step --json out/bench-step.json
+	$(BIN)/python -m benchmarks.traces --json out/bench-traces.json
+	$(BIN)/python -m benchmarks.payload --json out/bench-payload.json
+	$(BIN)/python -m benchmarks.observe --json out/bench-observe.json
+	$(BIN)/python -m benchmarks.capture --json out/bench-capture.json
 	$(BIN)/python -m experiments.simulator_validation --json out/bench-simulator.json
 	$(BIN)/python -m experiments.papers --json out/bench-papers.json
 	$(BIN)/python -m experiments.presets --json out/bench-presets.json

@@ -1,13 +1,15 @@
-"""Measure the planning times that balancers are charged: `python -m experiments.planning_times`."""
+"""`python -m experiments.planning_times`: the planning times that balancers are charged.
+
+Measure planning times of Trimtab and of our implementations of other balancers, all in one run. The simulator charges
+them.
+"""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import platform
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +19,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from benchmarks.harness import Figures, main
+from benchmarks.tables import Columns, Row, figure_table
 from trimtab.array_type import Array
-from trimtab.cli.main import run
-from trimtab.cli.options import add_options, given
-from trimtab.cli.output import write_figures
+from trimtab.cli.options import add_options
 from trimtab.cli.parser import Parser
 from trimtab.cluster import QWEN3_30B, ClusterSpec, StepCosts
 from trimtab.planner import Placement, Schedule, SequenceCounts, pack_by_length
@@ -47,7 +49,7 @@ from trimtab.policies.trimtab import Trimtab
 from trimtab.simulator.comparison import budget_for
 from trimtab.trace import PRESETS, synthesize_preset
 
-NAME = "python -m experiments.planning_times"
+EXAMPLES = ("--json src/trimtab/policies/planning_times.json",)
 SCHEMA = "trimtab-planning-times-2"
 PRESET, TOKENS_PER_RANK, MEAN_LENGTH, SLOTS, RANKS_PER_NODE = "qwen3-30b-math", 4096, 1024, 2, 8
 SIZES = ((8, 128), (16, 128), (32, 128), (64, 256), (128, 256))
@@ -260,7 +262,7 @@ def join_slices(slices: Sequence[ReplicaTable]) -> ReplicaTable:
     return ReplicaTable(replica_starts, experts, ranks, quota_starts, sources, tokens)
 
 
-def measure_times(rounds: int = 3, max_ranks: int = 128) -> dict[str, Any]:
+def run_benchmark(rounds: int = 3, max_ranks: int = 128) -> dict[str, Any]:
     """Planning times of all balancers whose time is measured, as `--json` writes them.
 
     The times of `TimeAtSize` follow from four steps, with few and many micro-steps and layers. Times of a step's parts
@@ -358,32 +360,24 @@ def _machine() -> str:
     return f"one core of {platform.machine()}, Python {platform.python_version()}"
 
 
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = Parser(
-        prog=NAME,
-        description="Measure planning times of Trimtab and of our implementations of other balancers, all in one "
-        "run. The simulator charges them.",
-        examples=[f"{NAME} --json src/trimtab/policies/planning_times.json"],
-    )
-    option = partial(add_options, parser, of=measure_times)
+def add_to(parser: Parser) -> None:
+    """Add the options."""
+    option = partial(add_options, parser, of=run_benchmark)
     option("--rounds")
     option("--max-ranks", type=int, help="largest number of ranks")
-    add_options(parser, "--json")
-    parser.set_defaults(run=_run)
-    return parser
 
 
-def _run(options: argparse.Namespace) -> None:
-    figures = measure_times(**given(options, measure_times))
-    console = write_figures(options, figures)
-    columns = TimeAtSize._fields
-    table = Table("balancer", *columns, title="Planning times, microseconds")
-    for name, sizes in figures["policies"].items():
-        for size in sizes:
-            table.add_row(name, *(f"{size.get(column, 0.0):,.4g}" for column in columns))
-    console.print(table)
+def print_figures(figures: Figures, console: Console) -> None:
+    """Print the times of each balancer at each size."""
+    fields = TimeAtSize._fields
+    columns: Columns = {"balancer": "{policy}", **{field: partial(_cell, field) for field in fields}}
+    rows = [{"policy": name, **size} for name, sizes in figures["policies"].items() for size in sizes]
+    console.print(figure_table("Planning times, microseconds", columns, rows))
+
+
+def _cell(field: str, row: Row) -> str:
+    return f"{row.get(field, 0.0):,.4g}"
 
 
 if __name__ == "__main__":
-    sys.exit(run(NAME, lambda: make_parser().parse_args()))
+    main("experiments.planning_times")

@@ -1,6 +1,6 @@
-"""Comparison of simulated with measured step times, for a step on this machine.
+"""`python -m experiments.simulator_validation`: simulated beside measured step times, for a step on this machine.
 
-The machine is calibrated. The variants `static`, `trimtab` and `balanced` of `trimtab bench runtime` are measured, and
+The machine is calibrated. The variants `static`, `trimtab` and `balanced` of `benchmarks.runtime` are measured, and
 simulated with the same routing, schedule and plans.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,12 +17,12 @@ from typing import Any
 
 from rich.console import Console
 
-from trimtab.benchmarks.bench_runtime import RuntimeBenchmark, run_benchmark
-from trimtab.benchmarks.figure_table import Columns, figure_table, named_rows, quantity
+from benchmarks.harness import main
+from benchmarks.runtime import RuntimeBenchmark, run_benchmark
+from benchmarks.tables import Columns, figure_table, named_rows, quantity
 from trimtab.calibration import CalibrationResult, CalibrationSettings, calibrate, settings_for
 from trimtab.calibration.alternating_rounds import median_with_interval
 from trimtab.calibration.calibration_table import calibration_table
-from trimtab.cli.main import run
 from trimtab.cli.options import add_options
 from trimtab.cli.output import write_figures
 from trimtab.cli.parser import Parser
@@ -37,7 +36,7 @@ from trimtab.report.number_text import seconds
 from trimtab.simulator.step import StepSettings, simulate_step
 from trimtab.trace import RoutingTrace
 
-NAME = "python -m experiments.simulator_validation"
+EXAMPLES = ("--json out/simulator.json",)
 VARIANTS = ("static", "trimtab", "balanced")
 # Largest relative error of a prediction.
 TOLERANCE = 0.1
@@ -162,26 +161,13 @@ def print_comparison(result: Mapping[str, Any], console: Console) -> None:
     console.print(f"{within} within {TOLERANCE:.0%}; the order of the variants is {order}")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status."""
-    return run(NAME, lambda: make_parser().parse_args(arguments))
-
-
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = Parser(
-        prog=NAME,
-        description="Calibrate this machine, run the static, trimtab and balanced variants of `trimtab bench runtime` "
-        "on it, and compare their step times with the simulator's predictions for the same routing and plans.",
-        examples=[f"{NAME} --json out/simulator.json"],
-    )
+def add_to(parser: Parser) -> None:
+    """Add the options."""
     add_options(parser, "--rounds", default=20)
-    add_options(parser, "--json")
-    parser.set_defaults(run=_run)
-    return parser
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Run the command with its options."""
     settings = settings_for(None, ranks=None, rounds=options.rounds, name="this machine")
     calibrated, result = run_validation(settings, RuntimeBenchmark(rounds=options.rounds, seeds=1))
     figures = {"schema": "trimtab-bench-simulator-1", **result, "calibrated": calibrated.to_json()}
@@ -191,4 +177,4 @@ def _run(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main("experiments.simulator_validation")

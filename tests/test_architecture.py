@@ -72,6 +72,11 @@ def test_no_folder_imports_a_higher_one() -> None:
             assert inside or order.index(its) <= order.index(mine), f"{name} imports {other}"
 
 
+def test_the_package_imports_nothing_beside_it() -> None:
+    beside = re.compile(r"^\s*(?:from|import) (?:benchmarks|experiments|tests|helpers)\b", re.MULTILINE)
+    assert [name for name, path in MODULES.items() if beside.search(path.read_text())] == []
+
+
 def test_rivals_are_read_from_the_registry() -> None:
     importers = {name for name, imported in IMPORTS.items() if any("policies.rivals" in other for other in imported)}
     assert {folder_of(name) for name in importers} == {"policies/rivals"}

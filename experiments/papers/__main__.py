@@ -1,51 +1,40 @@
-"""`python -m experiments.papers`: published figures of papers, and those of the simulator in similar set-ups."""
+"""`python -m experiments.papers`: published figures of papers, and those of the simulator in similar set-ups.
+
+Simulate the set-ups of several papers on synthetic routing, and print their figures and ours: the range over presets
+and seeds, and the median.
+"""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
 from pathlib import Path
 
+from benchmarks.harness import main, show
 from experiments.page_tables import read_page, replace_tables
 from experiments.papers.page import blocks, print_figures, read_figures
 from experiments.papers.published import ROWS
 from experiments.papers.reproduce import run_papers
-from trimtab.cli.main import run
 from trimtab.cli.options import add_options, given
-from trimtab.cli.output import write_figures
 from trimtab.cli.parser import Parser
 from trimtab.trace import PRESETS
 
-NAME = "python -m experiments.papers"
+EXAMPLES = ("--rows relibra --json out/relibra.json",)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status."""
-    return run(NAME, lambda: make_parser().parse_args(arguments))
-
-
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = Parser(
-        prog=NAME,
-        description="Simulate the set-ups of several papers on synthetic routing, and print their figures and ours: "
-        "the range over presets and seeds, and the median.",
-        examples=[f"{NAME} --rows relibra --json out/relibra.json"],
-    )
+def add_to(parser: Parser) -> None:
+    """Add the options."""
     figures = parser.add_mutually_exclusive_group()
     option = partial(add_options, parser, of=run_papers)
     add_options(figures, "--rows", nargs="+", choices=[row.name for row in ROWS], unset="all", help="papers")
     add_options(figures, "--read", type=Path, help="read figures written by --json from FILE; nothing is run")
     option("--preset", nargs="+", dest="presets", choices=tuple(PRESETS))
     option("--seed", nargs="+", dest="seeds")
-    add_options(parser, "--json")
     add_options(parser, "--page", type=Path, help="put the tables into FILE, a copy of docs/reproduction.md")
-    parser.set_defaults(run=_run)
-    return parser
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Run the command with its options."""
     if options.page:
         read_page(options.page)  # before minutes of work
     if options.read:
@@ -53,10 +42,10 @@ def _run(options: argparse.Namespace) -> None:
     else:
         options.rows = [row for row in ROWS if not options.rows or row.name in options.rows]
         figures = run_papers(**given(options, run_papers))
-    print_figures(figures, write_figures(options, figures))
+    show(figures, print_figures, options.json)
     if options.page:
         replace_tables(blocks(figures), options.page)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main("experiments.papers.__main__")

@@ -1,45 +1,32 @@
-"""`python -m experiments.presets`: skew of the synthetic presets next to published skew."""
+"""`python -m experiments.presets`: skew of the synthetic presets next to published skew.
+
+Measure the skew of every synthetic preset next to the published figures that it should match, and simulate one example
+with other values of the assumptions that no publication supports.
+"""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from benchmarks.harness import main
 from experiments.page_tables import markdown_table, read_page, replace_tables
 from experiments.presets.measure import COMPARED, measure_presets
 from experiments.presets.skew_measures import MEASURES
-from trimtab.cli.main import run
 from trimtab.cli.options import add_options, given
 from trimtab.cli.output import write_figures
 from trimtab.cli.parser import Parser
 
-NAME = "python -m experiments.presets"
+EXAMPLES = ("--json docs/benchmarks/presets.json --page docs/presets.md",)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status."""
-    return run(NAME, lambda: make_parser().parse_args(arguments))
-
-
-def make_parser() -> Parser:
-    """The command's options."""
-    parser = Parser(
-        prog=NAME,
-        description="Measure the skew of every synthetic preset next to the published figures that it should match, "
-        "and simulate one example with other values of the assumptions that no publication supports.",
-        examples=[f"{NAME} --json docs/benchmarks/presets.json --page docs/presets.md"],
-    )
-    option = partial(add_options, parser, of=measure_presets)
-    option("--seed", nargs="+", dest="seeds")
-    add_options(parser, "--json")
+def add_to(parser: Parser) -> None:
+    """Add the options."""
+    add_options(parser, "--seed", of=measure_presets, nargs="+", dest="seeds")
     add_options(parser, "--page", type=Path, help="put the tables into FILE, a copy of docs/presets.md")
-    parser.set_defaults(run=_run)
-    return parser
 
 
 def tables(figures: dict[str, Any]) -> dict[str, tuple[list[str], list[list[str]]]]:
@@ -81,7 +68,8 @@ def _assumptions(headlines: list[dict[str, Any]]) -> tuple[list[str], list[list[
     return header, body
 
 
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Run the command with its options."""
     if options.page:
         read_page(options.page)  # before minutes of work
     figures = measure_presets(**given(options, measure_presets))
@@ -96,4 +84,4 @@ def _run(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main("experiments.presets.__main__")

@@ -1,4 +1,4 @@
-"""Stragglers of chosen instances, ratios of live step times, and a small run of `trimtab bench live`."""
+"""Stragglers of chosen instances, ratios of live step times, and a small run of `python -m benchmarks.live`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from trimtab.benchmarks.live_choices import ChosenInstance
-from trimtab.benchmarks.live_predictors import figures_of, predictor_cases, summarise_predictors
-from trimtab.benchmarks.live_settings import LiveBenchmark
-from trimtab.benchmarks.live_steps import POLICIES, summarise_live
-from trimtab.benchmarks.live_stragglers import straggler, straggler_cases, summarise_cases
-from trimtab.benchmarks.live_tables import differences, print_figures
+from benchmarks.live import POLICIES, LiveBenchmark, print_figures, run_benchmark, summarise_live
+from benchmarks.live_stragglers import (
+    ChosenInstance,
+    differences,
+    figures_of,
+    predictor_cases,
+    straggler,
+    straggler_cases,
+    summarise_cases,
+    summarise_predictors,
+)
 from trimtab.cluster import ClusterSpec
 from trimtab.launch import launch
 from trimtab.runtime.live.policies import Predictor
@@ -125,8 +130,6 @@ def test_predictors_are_summed_up_by_median() -> None:
 
 @pytest.mark.slow
 def test_a_small_run_times_all_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from trimtab.benchmarks.bench_live import run_benchmark
-
     path = tmp_path / "live.json"
     settings = replace(TINY, json=path, ranks=(2,), pairs=1)
     launch(run_benchmark, (settings, straggler_cases(settings), predictor_cases(settings)), ranks=2)

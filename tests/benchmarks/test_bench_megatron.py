@@ -1,4 +1,4 @@
-"""Ratios of Megatron's step times, and a small run of `trimtab bench megatron`."""
+"""Ratios of Megatron's step times, and a small run of `python -m benchmarks.megatron`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from trimtab.benchmarks.megatron_settings import MegatronBenchmark
-from trimtab.benchmarks.megatron_summary import RATIOS, summarise_pairs
-from trimtab.benchmarks.megatron_tables import print_figures
+from benchmarks.megatron import RATIOS, print_figures, run_benchmark
+from benchmarks.megatron_model import MegatronBenchmark
+from benchmarks.pairs import summarise_pairs
 from trimtab.launch import launch
 
 
@@ -68,8 +68,6 @@ def test_rounds_that_are_off_widen_the_interval_but_hardly_move_the_figure() -> 
 def test_a_small_run_plans_every_seed_and_computes_the_same_gradients(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from trimtab.benchmarks.bench_megatron import run_benchmark
-
     path = tmp_path / "megatron.json"
     settings = MegatronBenchmark(
         pairs=2, seeds=2, json=path, sequences=1, sequence_length=256, layers=2, experts=8, top_k=2, hidden=128,

@@ -1,4 +1,4 @@
-"""`trimtab bench papers`: its cases, its figures from tiny traces, and what is computed and printed from them."""
+"""`python -m benchmarks.papers`: its cases, figures of tiny traces, and what is computed and printed from them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks import papers
+from benchmarks.harness import run_command
+from benchmarks.papers import (
+    SCHEMA,
+    PapersBenchmark,
+    TraceSizes,
+    case_figures,
+    comparison_case,
+    draw,
+    make_cases,
+    pipeline_stage,
+)
+from benchmarks.papers_summary import gap_by_part, medians, print_figures, ratio, summarise
 from trimtab import InputError
-from trimtab.benchmarks.bench_papers import SCHEMA, PapersBenchmark, case_figures, print_figures
-from trimtab.benchmarks.papers_cases import TraceSizes, comparison_case, draw, make_cases, pipeline_stage
-from trimtab.benchmarks.papers_summary import gap_by_part, medians, ratio, summarise
-from trimtab.cli import bench
-from trimtab.cli.main import main
 from trimtab.cluster import load_model
 from trimtab.planner.plan.pass_times import PARTS
 from trimtab.policies import POLICIES
@@ -77,10 +85,10 @@ def test_the_command_writes_figures_of_the_simulated_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = {name: getattr(TINY, name) for name in ("pairs", "tokens", "presets", "sizes")}
-    monkeypatch.setattr(bench, "PapersBenchmark", partial(PapersBenchmark, **tiny))
+    monkeypatch.setattr(papers, "PapersBenchmark", partial(PapersBenchmark, **tiny))
     monkeypatch.setenv("COLUMNS", "200")
     words = ["--seeds", "1", "0", "--only", "gpt-oss", "--processes", "1"]
-    assert main(["bench", "papers", *words, "--json", str(tmp_path / "figures.json")]) == 0
+    assert run_command("benchmarks.papers", [*words, "--json", str(tmp_path / "figures.json")]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
     (case,) = PapersBenchmark(only="gpt-oss", **tiny).cases()
     assert case.name in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Figures of `trimtab bench t-ppo` from runs, and a small run of it."""
+"""Figures of `python -m benchmarks.t_ppo` from runs, and a small run of it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
+from benchmarks.t_ppo import equal_accuracy_ratio, print_figures, run_benchmark, summarise_runs
+from benchmarks.t_ppo_runs import TppoBenchmark
 from helpers.rank_pool import on_ranks
-from trimtab.benchmarks.bench_tppo import run_benchmark
-from trimtab.benchmarks.tppo_settings import TppoBenchmark
-from trimtab.benchmarks.tppo_summary import equal_accuracy_ratio, summarise_runs
-from trimtab.benchmarks.tppo_tables import print_figures
 from trimtab.rl.task import Problem
 
 

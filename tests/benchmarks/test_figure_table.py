@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.benchmarks.figure_table import Columns, figure_table, named_rows, quantity, with_interval
+from benchmarks.tables import Columns, figure_table, named_rows, quantity, with_interval
 from trimtab.report.number_text import bytes_text, seconds
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.benchmarks.planner_curves import compare_curves
+from benchmarks.planner_bounds import compare_curves
 
 
 def points(curve: str, *pairs: tuple[float, float]) -> list[dict[str, Any]]:

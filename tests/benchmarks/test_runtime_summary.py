@@ -1,4 +1,4 @@
-"""Ratios of step times over seeds, and a small run of `trimtab bench runtime`."""
+"""Ratios of step times over seeds, and a small run of `python -m benchmarks.runtime`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.runtime import RuntimeBenchmark, print_figures, run_benchmark, summarise_steps
 from helpers.rank_pool import on_ranks
-from trimtab.benchmarks.bench_runtime import RuntimeBenchmark, run_benchmark
-from trimtab.benchmarks.runtime_summary import summarise_steps
-from trimtab.benchmarks.runtime_tables import print_figures
 
 RATIOS = ("gain_captured", "fraction_of_balanced", "overhead_when_balanced")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.benchmarks import bench_megatron, bench_runtime, moe_timer, transfer_rates
-from trimtab.benchmarks.moe_timer import time_blocks
+from benchmarks import megatron, runtime, runtime_variants, transfer
+from benchmarks.runtime_variants import time_blocks
 from trimtab.cluster import ModelSpec
 
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 def test_forward_and_backward_of_blocks_are_timed_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(moe_timer, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(runtime_variants, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     blocks = [Block(clock), Block(clock)]
     hidden = torch.ones(2, requires_grad=True)
     with time_blocks(blocks) as timer:  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def test_operations_of_grouped_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: Any = SimpleNamespace(tokens_per_expert=(2, 6), dtype=torch.float32)
     clock: Any = SimpleNamespace(medians=lambda works, rounds: dict.fromkeys(works, 0.5))
     model = ModelSpec("m", num_experts=4, top_k=1, hidden_size=8, expert_width=4)
-    found = transfer_rates.measure_grouped(sizes, model, clock, torch.device("cpu"), 1)
+    found = transfer.measure_grouped(sizes, model, clock, torch.device("cpu"), 1)
     assert found["experts"] == 4
     assert [(point["tokens"], point["ms"]) for point in found["tokens_per_expert"]] == [(2, 500), (6, 500)]
     rates = [point["tflops"] for point in found["tokens_per_expert"]]
@@ -74,7 +74,7 @@ def test_transfers_are_medians_over_rounds() -> None:
         [20.0, 4.0, 0.3, 9.0, 300.0, 40.0, 6.0],
         [40.0, 2.0, 0.2, 8.0, 200.0, 60.0, 7.0],
     ]
-    found = bench_runtime._summarise_transfers(rounds)
+    found = runtime._summarise_transfers(rounds)
     low, high = found.pop("exposed_fraction_interval")
     # 10%, 20% and 5% of MoE time.
     assert found == {
@@ -91,6 +91,6 @@ def test_seconds_of_each_rank_are_medians_over_rounds(monkeypatch: pytest.Monkey
         for rank, values in enumerate(ranks_RV):
             values.copy_(mine * 10**rank)
 
-    monkeypatch.setattr(bench_megatron, "dist", SimpleNamespace(get_world_size=lambda: 2, all_gather=gather))
+    monkeypatch.setattr(megatron, "dist", SimpleNamespace(get_world_size=lambda: 2, all_gather=gather))
     results = {"plain": [(9.0, 1.0), (9.0, 3.0), (9.0, 2.0)], "planned": [(9.0, 4.0)] * 2, "other": [(9.0, 8.0)]}
-    assert bench_megatron._median_cpu_s(results) == {"plain": [2, 20], "planned": [4, 40], "other": [8, 80]}
+    assert megatron._median_cpu_s(results) == {"plain": [2, 20], "planned": [4, 40], "other": [8, 80]}

@@ -9,13 +9,12 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from trimtab import StepPlan, Workload, read_trace
+from trimtab.cli.bench import BENCHMARKS
 from trimtab.cli.main import main, run
 from trimtab.errors import InputError, RankFailedError
 
@@ -23,6 +22,7 @@ from trimtab.errors import InputError, RankFailedError
 pytestmark = pytest.mark.slow
 
 Printed = Callable[..., str]
+BENCHMARK_FILES = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -76,61 +76,14 @@ def test_plan_keeps_to_row_limits(trace_file: Path, tmp_path: Path) -> None:
         assert (loads_MLR.max(axis=2) <= (even_ML if "--exact" in limits else 2060)).all()
 
 
-def test_bench_planner(tmp_path: Path, printed: Printed) -> None:
-    out = ["--json", str(tmp_path / "bench.json"), "--frontier", str(tmp_path / "frontier.svg")]
-    size = ["--sizes", "4/32", "--preset", "qwen3-30b-math", "--slots", "1", "--layers", "1"]
-    output = printed("bench", "planner", *size, "--policy", "static", "llep", "trimtab", "balanced", *out)
-    figures = json.loads((tmp_path / "bench.json").read_text())
-    assert "equal terms" in output
-    assert f"yardstick {figures['yardstick']}" in output
-    cases = {(case["policy"], case["terms"]): case for case in figures["cases"]}
-    assert len(cases) == 8
-    assert cases["static", "own"]["max_over_mean_mean"] > 1.05
-    assert cases["trimtab", "own"]["max_over_mean_mean"] < 1.02
-    assert 0 <= cases["trimtab", "own"]["gap_to_bound_mean"] < 0.02
-    assert cases["balanced", "own"]["max_over_mean_mean"] == 1.0
-    assert cases["balanced", "own"]["predicted_ms_per_instance"] < cases["static", "own"]["predicted_ms_per_instance"]
-    assert "<svg" in (tmp_path / "frontier.svg").read_text()
-
-
-def test_bench_capture(tmp_path: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trimtab.benchmarks import bench_capture as capture
-    from trimtab.integrations.transformers import RoutingRecord
-
-    smaller = partial(capture.CaptureBenchmark, layers=2, experts=8, hidden=64, length=32)
-    monkeypatch.setattr(capture, "CaptureBenchmark", smaller)
-    assert "1 alternating pairs" in printed("bench", "capture", "--rounds", "1", "--json", str(tmp_path / "bench.json"))
-    figures = json.loads((tmp_path / "bench.json").read_text())
-    assert figures["schema"] == "trimtab-bench-capture-1"
-    for name in ("forward", "generate"):
-        taken = figures[name]
-        assert taken["overhead"] == taken["recorded"]["s"][0] / taken["plain"]["s"][0] - 1
-        assert 0 < taken["work_fraction"] < 1
-    assert RoutingRecord.begin.__qualname__ == "RoutingRecord.begin"
-
-
-def test_bench_transfer(tmp_path: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trimtab.benchmarks.transfer_sizes import CPU
-
-    smaller = replace(CPU, models=CPU.models[:1], overlap_s=0.01)
-    monkeypatch.setattr("trimtab.benchmarks.bench_transfer.CPU", smaller)
-    output = printed("bench", "transfer", "--rounds", "1", "--json", str(tmp_path / "bench.json"))
-    for title in ("forward", "Host path", "Planned layer", "Slowest rank", "Peer path", "No GPU here"):
-        assert title in output
-    figures = json.loads((tmp_path / "bench.json").read_text())
-    assert figures["device"] == "cpu"
-    for part in ("grouped", "host_path", "planned_layer", "critical_path"):
-        assert [row["model"] for row in figures[part]] == ["qwen3-30b-a3b/64"]
-    assert all(point["ms"] > 0 for row in figures["grouped"] for point in row["tokens_per_expert"])
-    # Whatever the speed, the copies and the planned layer have to be right.
-    assert all(row["right"] is True for row in (*figures["host_path"], *figures["planned_layer"], figures["peer_path"]))
-    for row in figures["host_path"]:
-        assert {"gb_per_s", "gb_per_s_beside_compute", "compute_ms", "slowdown"} <= row.keys()
-    for row in figures["planned_layer"]:
-        assert (row["replicas"], row["waits_for_device"]) == (2, "not a GPU")
-    for row in figures["critical_path"]:
-        assert row["max_over_mean_planned"] < row["max_over_mean_static"]
-        assert row["speedup"] == row["static_ms"] / row["planned_ms"]
+def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
+    for name in BENCHMARKS:
+        command = f"python -m benchmarks.{name.replace('-', '_')} --json 'some file'"
+        assert error_of("bench", name, "--json", "some file") == (
+            f"trimtab bench {name}: run this in a clone of the repository instead: {command}\n"
+        )
+    files = {path.stem for path in BENCHMARK_FILES.glob("*.py") if "def add_to(" in path.read_text()}
+    assert files == {name.replace("-", "_") for name in BENCHMARKS}
 
 
 @pytest.mark.parametrize(
@@ -161,11 +114,6 @@ def test_bench_transfer(tmp_path: Path, printed: Printed, monkeypatch: pytest.Mo
         (["trace", "synth", "spike", "-o", "{folder}/new", "--mean-length", "99999999999"], "99999999999 is too large"),
         (["train", "--output", "{folder}/new", "--live", "magic"], "unknown --live magic; use one of auto,"),
         (["train", "--output", "{folder}/new", "--live", "--mode", "off"], "--mode: not allowed with argument --live"),
-        (["bench", "planner", "--sizes", "8"], "'8' should be ranks/experts, such as 8/128"),
-        (["bench", "planner", "--sizes", "3/128"], "3 ranks don't divide 128 experts"),
-        (["bench", "step", "--largest", "8"], "the smallest step has 32 ranks"),
-        (["bench", "runtime", "--nodes", "2", "--ranks", "3"], "--nodes is 2; it should divide the 3 ranks"),
-        (["bench", "runtime", "--link-mbit", "500"], "--nodes should be 2 or more"),
         (["nodes"], "the following arguments are required: WORD"),
         (["train"], "the following arguments are required: -o/--output"),
         (["analyze", "a" * 300, "--ranks", "8"], "File name too long"),
@@ -224,7 +172,9 @@ assert main({simulate!r}) == 0
 assert main(['trace', 'export', {str(trace_file)!r}, '--to', 'safetensors', '-o', {str(exported)!r}]) == 0
 assert main(['trace', 'import', {str(exported)!r}, '-o', {str(tmp_path / "again.parquet")!r}]) == 0
 assert main(['analyze', {str(tmp_path / "again.parquet")!r}, '--ranks', '4']) == 0
-assert main(['bench', 'planner', '--sizes', '2/16', '--layers', '1', '--slots', '1', '--policies', 'trimtab']) == 0
+from benchmarks.harness import run_command
+planner = ['--sizes', '2/16', '--layers', '1', '--slots', '1', '--policies', 'trimtab']
+assert run_command('benchmarks.planner', planner) == 0
 assert 'torch' not in sys.modules
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import simulator_validation
-from experiments.papers import __main__ as papers
+from benchmarks.harness import make_parser, run_command
+from benchmarks.runtime import RuntimeBenchmark
+from trimtab.cli.bench import BENCHMARKS, command_of
 from trimtab.cli.main import COMMANDS, main
 from trimtab.cli.options import SHARED
 from trimtab.cli.parser import ALIASES, Parser
@@ -27,6 +28,11 @@ pytestmark = pytest.mark.slow
 FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks" / "papers.json"
 # Options without a value when not given: files to write or read.
 FILES = {"--output", "--json", "--html", "--perfetto", "--frontier", "--page", "--picture", "--read"}
+
+EXPERIMENTS = (
+    "experiments.papers.__main__", "experiments.presets.__main__", "experiments.planning_times",
+    "experiments.simulator_validation",
+)  # fmt: skip
 
 Command = Callable[..., str]
 
@@ -47,7 +53,8 @@ def all_parsers() -> dict[str, argparse.ArgumentParser]:
                     walk(child)
 
     walk(top)
-    return found | {module.NAME: module.make_parser() for module in (papers, simulator_validation)}
+    beside = [*(command_of(name).split()[-1] for name in BENCHMARKS), *EXPERIMENTS]
+    return found | {parser.prog: parser for parser in map(make_parser, beside)}
 
 
 PARSERS = all_parsers()
@@ -62,7 +69,7 @@ def test_help_has_examples_and_defaults(name: str) -> None:
     parser = PARSERS[name]
     text = parser.format_help()
     example = text.split("\nexamples:\n")[1].splitlines()[0]
-    assert re.match(r"  (trimtab|python -m experiments\.)", example)
+    assert re.match(r"  (trimtab|python -m (benchmarks|experiments)\.)", example)
     for option, action in options_of(parser).items():
         if action.nargs == 0:
             continue
@@ -85,14 +92,9 @@ def test_shared_options_are_the_same_in_all_commands() -> None:
 
 
 def test_defaults_of_help_are_those_of_the_settings() -> None:
-    pytest.importorskip("torch")
-    from trimtab.benchmarks.bench_capture import CaptureBenchmark
-    from trimtab.benchmarks.bench_runtime import RuntimeBenchmark
-
-    runtime = options_of(PARSERS["trimtab bench runtime"])
+    runtime = options_of(PARSERS["python -m benchmarks.runtime"])
     for name in ("tokens", "rounds", "seeds"):
         assert runtime[f"--{name}"].default == getattr(RuntimeBenchmark, name)
-    assert options_of(PARSERS["trimtab bench capture"])["--rounds"].default == CaptureBenchmark.rounds
 
 
 @pytest.fixture
@@ -109,7 +111,6 @@ def trace(tmp_path: Path) -> str:
         "analyze {trace} --html {folder}/page.html",
         "plan {trace} --ranks 4",
         "simulate {trace} --ranks 4 --policy trimtab --micro-steps 1",
-        "bench planner --sizes 2/16 --layers 1 --slots 1 --policy static --preset spike",
     ],
 )
 def test_json_to_stdout_is_pure_json(words: str, trace: str, tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_json_to_stdout_is_pure_json(words: str, trace: str, tmp_path: Path) -> 
 
 
 def test_json_to_stdout_of_an_experiment(capsys: pytest.CaptureFixture[str]) -> None:
-    assert papers.main(["--read", str(FIGURES), "--json", "-"]) == 0
+    assert run_command("experiments.papers.__main__", ["--read", str(FIGURES), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(FIGURES.read_text())
 
 
@@ -134,7 +135,7 @@ def test_json_to_stdout_of_an_experiment(capsys: pytest.CaptureFixture[str]) -> 
         (["plan", "t", "--rank", "8"], "unknown option --rank; did you mean --ranks? (see trimtab plan --help)"),
         (["plan", "--step=3", "-rank=8"], "unknown option -rank; did you mean --ranks? (see trimtab plan --help)"),
         (["plan", "t", "--ranks", "8", "--policy", "trimtb"], "unknown --policy trimtb; did you mean trimtab?"),
-        (["bench", "planner", "--presets", "qwen3-30b-mxed"], "qwen3-30b-mxed; did you mean qwen3-30b-mixed?"),
+        (["bench", "plannr"], "trimtab bench: unknown benchmark plannr; did you mean planner?"),
         (["simulate", "t", "--cluster", "h100x9"], "unknown cluster h100x9; did you mean h100x8?"),
         (["analyze", "t", "--model", "kimi-k3"], "unknown model kimi-k3; did you mean kimi-k2?"),
         (["--jsn", "plan"], "trimtab: unknown option --jsn (see trimtab --help)"),

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.harness import run_command
 from experiments import planning_times
 from experiments.planning_times import AMOUNTS, PLANNERS, Parts, Step, fit_parts, join_slices
-from trimtab.cli.main import run
 from trimtab.policies import POLICIES
 from trimtab.policies.planning_time import MEASURED, TimeAtSize
 
@@ -66,8 +66,7 @@ def test_a_tiny_run_writes_times_of_every_size(monkeypatch: pytest.MonkeyPatch, 
     }.items():  # fmt: skip
         monkeypatch.setattr(planning_times, name, value)
     path = tmp_path / "times.json"
-    monkeypatch.setattr("sys.argv", ["planning_times", "--rounds", "1", "--json", str(path)])
-    assert run(planning_times.NAME, lambda: planning_times.make_parser().parse_args()) == 0
+    assert run_command("experiments.planning_times", ["--rounds", "1", "--json", str(path)]) == 0
     figures = json.loads(path.read_text())
     assert figures["schema"] == planning_times.SCHEMA
     assert figures["route_us"] > 0

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.harness import run_command
 from experiments.page_tables import markdown_table, tables_of_page
-from experiments.presets.__main__ import main, tables
+from experiments.presets.__main__ import tables
 from experiments.presets.measure import as_stated, measure
 from experiments.presets.published_skew import PUBLISHED, PublishedSkew
 from experiments.presets.skew_measures import Sample, busier_half, concentration, gini, persistence, rank_loads
@@ -104,5 +105,5 @@ def test_persistence_is_1_for_equal_micro_steps_and_0_for_opposite_ones(monkeypa
 
 
 def test_the_command_refuses_a_missing_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["--page", str(tmp_path / "none.md")]) == 2
+    assert run_command("experiments.presets.__main__", ["--page", str(tmp_path / "none.md")]) == 2
     assert "no such file" in capsys.readouterr().err

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.runtime import RuntimeBenchmark
 from experiments.simulator_validation import MeasuredStep, compare, measure_steps
-from trimtab.benchmarks.bench_runtime import RuntimeBenchmark
 from trimtab.planner import Workload
 
 TINY = RuntimeBenchmark(tokens=256, rounds=1, seeds=1, layers=2, hidden=16, width=32, experts=16, sequence_length=32)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import run_command
 from trimtab.cli.main import main
 from trimtab.errors import InputError, RankFailedError
 from trimtab.launch import namespaces, run_on_nodes
@@ -126,7 +127,7 @@ def test_a_rank_that_raises_ends_the_job() -> None:
 def test_the_runtime_bench_compares_with_node_blind_planning(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     sizes = ["--ranks", "4", "--tokens", "128", "--rounds", "1", "--seeds", "1"]
-    assert main(["bench", "runtime", "--nodes", "2", "--link-mbit", "1000", *sizes, "--json", str(file)]) == 0
+    assert run_command("benchmarks.runtime", ["--nodes", "2", "--link-mbit", "1000", *sizes, "--json", str(file)]) == 0
     figures = json.loads(file.read_text())
     assert figures["ranks"] == 4
     assert (figures["settings"]["ranks_per_node"], figures["settings"]["link_mbit"]) == (2, 1000)
@@ -157,10 +158,10 @@ def test_all_processes_end_with_the_launcher(number: signal.Signals, tmp_path: P
 
 
 def test_error_messages_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    bench = ["bench", "runtime", "--nodes", "2", "--link-mbit", "500"]
+    bench = partial(run_command, "benchmarks.runtime", ["--nodes", "2", "--link-mbit", "500"])
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    for arguments in (["nodes", "--", "true"], bench):
-        assert main(arguments) == 2
+    for command in (partial(main, ["nodes", "--", "true"]), bench):
+        assert command() == 2
         error = capsys.readouterr().err
         assert error.endswith("which only root can create; run this as root\n")
         assert error.count("\n") == 1

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trimtab.benchmarks.planned_layer import one_rank_plan
+from benchmarks.transfer_plans import one_rank_plan
 from trimtab.runtime import ExpertLayer, Session, gated_experts
 from trimtab.trace import RoutingTrace, synthesize
 

@@ -54,7 +54,7 @@ def settings_for(
     """Settings for this machine.
 
     Args:
-        model: a name, a hub id or a path, as for `load_model`; by default the model of `trimtab bench runtime` on
+        model: a name, a hub id or a path, as for `load_model`; by default the model of `benchmarks.runtime` on
             a CPU, and Qwen3-30B-A3B on GPUs.
         overrides: keys of the given model's config with other values.
         ranks: all GPUs by default, or 2 on a CPU.

@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
         examples=["trimtab calibrate -o local.toml"],
     )
     add_output(parser, "the cluster (.toml)")
-    add_model(parser, unset="that of bench runtime on a CPU, qwen3-30b-a3b on GPUs")
+    add_model(parser, unset="that of benchmarks.runtime on a CPU, qwen3-30b-a3b on GPUs")
     add_options(parser, "--ranks", unset="all GPUs, or 2 on a CPU")
     add_options(parser, "--rounds", default=15)
     add_options(parser, "--json")

@@ -28,7 +28,7 @@ COMMANDS = {
     "plan": "plan a step of a trace for a cluster",
     "simulate": "step time of every balancer on a cluster",
     "calibrate": "measure this machine and write a cluster file",
-    "bench": "reproduce the figures of README and docs",
+    "bench": "list the commands that reproduce the figures of README and docs",
     "nodes": "run a command on several nodes on this machine, joined by slow links",
     "doctor": "check an installation, a model and one micro-step before a long run",
 }

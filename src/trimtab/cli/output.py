@@ -13,7 +13,7 @@ from trimtab.console import console
 from trimtab.errors import InputError
 from trimtab.files import STDOUT, is_stream, write_json
 
-FILES = ("output", "json", "html", "perfetto", "frontier", "page")
+FILES = ("output", "json", "html", "perfetto", "frontier", "picture", "page")
 # Options that name files to read, with the pattern of files in a folder.
 SOURCES = {"trace": "*.parquet", "source": "*"}
 

@@ -1,0 +1,1 @@
+"""Benchmarks of Trimtab: `python -m benchmarks.NAME` in the root of the repository, in the environment of `make`."""

@@ -1,0 +1,200 @@
+"""The Megatron model of `python -m benchmarks.megatron`, on the CPU: a GPTModel in DDP, its sizes, routing and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trimtab.array_type import Array
+from trimtab.integrations.megatron import MegatronSession
+from trimtab.integrations.megatron.on_cpu import use_cpu
+from trimtab.trace import synthesize
+
+VOCABULARY = 256
+HEADS = 4
+# The ids `[n, L, K]` of each micro-batch of a rank.
+Routing = list[Array]
+
+
+@dataclass(frozen=True)
+class MegatronBenchmark:
+    """Sizes of the benchmark.
+
+    Attributes:
+        pairs: timed rounds of all variants.
+        seeds: skewed routings, of the seeds 0 to seeds - 1, at most one for each pair. Rounds use them in turn.
+        dispatcher: of planned Megatron; see `trimtab.integrations.megatron.balance`.
+        json: file for the figures; None for none.
+        micro_batches: micro-batches of a step.
+        sequences: sequences of a micro-batch on each rank.
+        sequence_length: tokens of a sequence.
+        layers, experts, top_k, hidden, width: sizes of the model; `width` is that of an expert.
+        slots: slots per rank.
+        zipf: exponent of the skewed routing. The load of two ranks differs less than that of many: an exponent of 2
+            gives max/mean of 1.1 to 1.5 here, where 1.2 gives 1.7 to 2.1 with 128 experts, top-8, on 8 ranks.
+        rehome: compare ways of moving experts over steps of drifting routing; see `benchmarks.megatron_rehome`.
+    """
+
+    pairs: int = 40
+    seeds: int = 8
+    dispatcher: Literal["megatron", "trimtab"] = "megatron"
+    json: Path | None = None
+    micro_batches: int = 2
+    sequences: int = 4
+    sequence_length: int = 512
+    layers: int = 4
+    experts: int = 16
+    top_k: int = 4
+    hidden: int = 256
+    width: int = 512
+    slots: int = 2
+    zipf: float = 2.0
+    rehome: bool = False
+
+    def routings(self, ranks: int, rank: int) -> list[Routing]:
+        """Routing of a rank: exactly even routing, then every skewed one."""
+        skewed = [self._draw(ranks, rank, self.zipf, seed) for seed in range(min(self.seeds, self.pairs))]
+        return [self._draw(ranks, rank, 0.0, 0), *skewed]
+
+    def drifting(self, ranks: int, step: int) -> list[Routing]:
+        """Routing of every rank in a step: skewed, and from each step to the next two experts of each layer exchange
+        their popularity."""
+        drift = np.random.default_rng(0)
+        popular_LE = np.stack([drift.permutation(self.experts) for _ in range(self.layers)])
+        for _ in range(step):
+            for popular_E in popular_LE:
+                first, second = drift.choice(self.experts, 2, replace=False)
+                popular_E[[first, second]] = popular_E[[second, first]]
+        # The trace's own order of popularity, as `synthesize` draws it.
+        drawn = np.random.default_rng(step)
+        place_LE = np.stack([np.argsort(drawn.permutation(self.experts)) for _ in range(self.layers)])
+        layers = np.arange(self.layers)[:, None]
+        return [
+            [
+                popular_LE[layers, place_LE[layers, ids]].astype(ids.dtype)
+                for ids in self._draw(ranks, rank, self.zipf, step)
+            ]
+            for rank in range(ranks)
+        ]
+
+    def _draw(self, ranks: int, rank: int, zipf: float, seed: int) -> Routing:
+        mine = self.micro_batches * self.sequences
+        trace = synthesize(
+            num_sequences=mine * ranks, sequence_length=self.sequence_length, num_layers=self.layers,
+            num_experts=self.experts, top_k=self.top_k, zipf=zipf, seed=seed,
+        )  # fmt: skip
+        sequences = [trace.sequence(number) for number in range(rank * mine, (rank + 1) * mine)]
+        return [np.concatenate(sequences[first : first + self.sequences]) for first in range(0, mine, self.sequences)]
+
+
+def start_megatron() -> None:
+    """Replace CUDA calls, and make all ranks one expert-parallel group. Collective."""
+    use_cpu()
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=dist.get_world_size(), expert_tensor_parallel_size=1
+    )
+
+
+def replayed(routing: Routing) -> list[torch.Tensor]:
+    """For each micro-batch the ids as `RouterReplay` takes them, `[L, n, K]` int64."""
+    return [torch.from_numpy(ids.transpose(1, 0, 2).astype("int64")) for ids in routing]
+
+
+class MegatronModel:
+    """A model in DDP. Models of the same settings have equal weights.
+
+    Attributes:
+        ddp: the model.
+    """
+
+    def __init__(self, settings: MegatronBenchmark) -> None:
+        model_parallel_cuda_manual_seed(0)
+        torch.manual_seed(0)
+        config = _config(settings)
+        spec = get_gpt_layer_local_spec(settings.experts, normalization="LayerNorm")
+        model = GPTModel(
+            config, spec, vocab_size=VOCABULARY, max_sequence_length=settings.sequence_length,
+            position_embedding_type="rope",
+        )  # fmt: skip
+        self.ddp: Any = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+        config.no_sync_func = self.ddp.no_sync
+        config.finalize_model_grads_func = finalize_model_grads
+        self._replays = [layer.router.router_replay for layer in model.modules() if isinstance(layer, MoELayer)]
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        shape = settings.micro_batches, settings.sequences, settings.sequence_length
+        self._tokens_MBT = torch.randint(VOCABULARY, shape, generator=generator)
+        self._positions = torch.arange(settings.sequence_length).expand(shape[1:])
+        is_later_TT = torch.ones(settings.sequence_length, settings.sequence_length, dtype=torch.bool).triu(1)
+        self._mask = is_later_TT[None, None]
+
+    def zero(self) -> None:
+        """Zero all gradients."""
+        self.ddp.zero_grad_buffer()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The `main_grad` of every parameter."""
+        return [parameter.main_grad for parameter in self.ddp.parameters()]
+
+    def step(self, routing: Routing, session: MegatronSession) -> None:
+        """Forward and backward of all micro-batches, planned by the session, with complete gradients."""
+        self._run(session.planned(get_forward_backward_func(), routing), self._forward)
+
+    def step_with_replay(self, routing: Sequence[torch.Tensor]) -> None:
+        """As `step`, with recorded experts by Megatron's `RouterReplay`.
+
+        Args:
+            routing: of `replayed`.
+        """
+        for replay in self._replays:
+            replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        self._run(get_forward_backward_func(), partial(self._forward_with_replay, iter(routing)))
+        for replay in self._replays:
+            replay.clear_indices()
+
+    def _run(self, forward_backward: Callable[..., Any], forward: Callable[..., Any]) -> None:
+        micro_batches, sequences, length = self._tokens_MBT.shape
+        forward_backward(
+            forward_step_func=forward, data_iterator=iter(self._tokens_MBT), model=self.ddp,
+            num_microbatches=micro_batches, seq_length=length, micro_batch_size=sequences, forward_only=False,
+        )  # fmt: skip
+
+    def _forward(self, tokens: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+        tokens_BT = next(tokens)
+        losses = model(tokens_BT, self._positions, self._mask, labels=tokens_BT.roll(-1, 1))
+        return losses, lambda losses: (losses.mean(), {})
+
+    def _forward_with_replay(
+        self, routing: Iterator[torch.Tensor], tokens: Iterator[torch.Tensor], model: Any
+    ) -> tuple[torch.Tensor, Any]:
+        for replay, ids_NK in zip(self._replays, next(routing), strict=True):
+            replay.set_target_indices(ids_NK)
+        return self._forward(tokens, model)
+
+
+def _config(settings: MegatronBenchmark) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=settings.layers, hidden_size=settings.hidden, num_attention_heads=HEADS,
+        ffn_hidden_size=settings.width, moe_ffn_hidden_size=settings.width, num_moe_experts=settings.experts,
+        moe_router_topk=settings.top_k, expert_model_parallel_size=dist.get_world_size(), expert_tensor_parallel_size=1,
+        moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none", moe_enable_routing_replay=True,
+        use_cpu_initialization=True, add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu,
+        bias_activation_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+        attention_dropout=0.0, hidden_dropout=0.0,
+    )  # fmt: skip
