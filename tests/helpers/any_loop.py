@@ -159,7 +159,7 @@ def start(seed: int = 3, checked: bool = False, group: dist.ProcessGroup | None 
     reference, model = TinyMoE(shape, torch.float64), TinyMoE(shape, torch.float64)
     model.load_state_dict(reference.state_dict())
     model.share(session)
-    frozen = int(rng.integers(0, 2 ** shape.layers)) if seed % 4 == 1 else 0
+    frozen = int(rng.integers(0, 2**shape.layers)) if seed % 4 == 1 else 0
     for either in (reference, model):
         for layer, block in enumerate(either.moe_blocks()):
             for parameter in block.expert_parameters():

@@ -24,7 +24,7 @@ from trimtab.errors import InputError
 from trimtab.planner import GroupPlans, PlanSettings
 from trimtab.runtime.live import balancer
 from trimtab.runtime.planning import SessionPlanner
-from trimtab.runtime.settings import Mode
+from trimtab.runtime.session_settings import Mode
 from trimtab.trace import RoutingTrace
 
 MICRO_BATCHES = 2

@@ -27,7 +27,7 @@ from trimtab.planner.plan.slices import SlicePlanner
 from trimtab.runtime import Session, gated_experts, planning
 from trimtab.runtime.ranks import lockstep
 from trimtab.runtime.rows.row_tables import RowTables
-from trimtab.runtime.settings import Mode
+from trimtab.runtime.session_settings import Mode
 
 LISTED = replace(SHAPE, lists=ALL_LISTS)
 

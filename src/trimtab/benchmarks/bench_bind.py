@@ -107,7 +107,7 @@ def _blocked_s(session: Session, layer_s: float) -> list[float]:
 
 def _make_all(session: Session) -> tuple[float, int]:
     """Seconds of making all tables of a micro-step at once, and their bytes."""
-    step = session._steps.runs.need("a table")
+    step = session._need_step("a table")
     tables = step.new_tables(0, session.homes, session.topology, has_slices=True, is_uploaded=False)
     start = time.perf_counter()
     tables.make_all()

@@ -106,9 +106,9 @@ def run_benchmark(settings: PlanningBenchmark) -> None:
         return time.perf_counter() - start, time.process_time() - cpu_start
 
     def at_once() -> None:
-        session.settings.max_rows_per_rank = NO_LIMIT
+        session.settings = replace(session.settings, max_rows_per_rank=NO_LIMIT)
         made = plan(trace)
-        session.settings.max_rows_per_rank = None
+        session.settings = replace(session.settings, max_rows_per_rank=None)
         session.apply_plan(made, mine)
 
     variants = {

@@ -33,7 +33,7 @@ from trimtab.runtime.live.balancer import CANDIDATES
 from trimtab.runtime.live.policies import LivePolicy
 from trimtab.runtime.live.trials import TRIED
 from trimtab.runtime.planning import LOCAL_CPU
-from trimtab.runtime.settings import Mode
+from trimtab.runtime.session_settings import Mode
 
 POLICIES: tuple[LivePolicy, ...] = ("quota", "feplb", "predict", "auto")
 FORESIGHT = "foresight"

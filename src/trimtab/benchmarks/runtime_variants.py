@@ -29,7 +29,7 @@ from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime import Session
 from trimtab.runtime.gradients import sum_gradients
 from trimtab.runtime.planning import LOCAL_CPU, SessionPlanner
-from trimtab.runtime.settings import Mode, Paths
+from trimtab.runtime.session_settings import Mode, Paths
 from trimtab.trace import RoutingTrace
 
 PATHS: tuple[Paths, ...] = ("both", "peer", "host")

@@ -32,7 +32,7 @@ from trimtab.runtime.planned_step import PlannedStep
 from trimtab.runtime.planning_ahead import EarlyPlan, PlanningAhead, RankSequences
 from trimtab.runtime.ranks.first_rank import on_first_rank
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.settings import Mode, Paths
+from trimtab.runtime.session_settings import Mode, Paths
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.trace import RoutingTrace
 from trimtab.trace.counting import count_experts
