@@ -11,7 +11,7 @@ from torch.distributed.nn.functional import all_reduce
 
 from trimtab.runtime import RowGroups
 from trimtab.runtime.layer.dispatch import Dispatched
-from trimtab.runtime.layer.instance import Instance
+from trimtab.runtime.layer.layer_call import LayerCall
 
 
 class PlainDispatcher:
@@ -27,7 +27,7 @@ class PlainDispatcher:
         self.num_homes, self.num_local = num_homes, num_homes + num_slots
 
     def dispatch(
-        self, hidden: torch.Tensor, physical_ids: torch.Tensor, weights: torch.Tensor, instance: Instance
+        self, hidden: torch.Tensor, physical_ids: torch.Tensor, weights: torch.Tensor, instance: LayerCall
     ) -> Dispatched:
         most = torch.tensor(len(hidden))
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)

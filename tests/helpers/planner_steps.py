@@ -14,8 +14,7 @@ from helpers.random_plans import random_schedule, random_trace
 from trimtab import ClusterSpec, Placement, Schedule, Workload
 from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, StepCosts
-from trimtab.planner import Planner, PlanSettings, SequenceCounts, plan_sequences
-from trimtab.planner.planner import GroupPlans
+from trimtab.planner import PlannedStep, Planner, PlanSettings, SequenceCounts, plan_sequences
 from trimtab.planner.replicas import kernel_values
 from trimtab.planner.replicas.kernel_values import Homes, Shares
 from trimtab.planner.replicas.replica_search import place_replicas
@@ -159,7 +158,7 @@ class Step:
     def sequences(self) -> SequenceCounts:
         return SequenceCounts.from_trace(self.trace)
 
-    def plan(self, **changes: Any) -> GroupPlans:
+    def plan(self, **changes: Any) -> PlannedStep:
         """Plan it, with some arguments of `plan_sequences` changed."""
         names = ("sequences", "placement", "cluster", "token_budget", "mini_batch", "groups", "settings")
         values = {name: getattr(self, name) for name in names} | {"costs": free_replicas(self.cluster)}

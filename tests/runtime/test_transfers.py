@@ -21,7 +21,7 @@ from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.launch.shared_files import SHARED_MEMORY
 from trimtab.planner import Placement, Schedule
 from trimtab.planner.replicas.paths import HOST, PEER
-from trimtab.runtime.planning import LOCAL_CPU
+from trimtab.runtime.step_planner import LOCAL_CPU
 from trimtab.trace import RoutingTrace
 
 LISTED = replace(SHAPE, lists=ALL_LISTS)

@@ -30,7 +30,7 @@ from trimtab.benchmarks.megatron_tables import print_figures
 from trimtab.calibration.alternating_rounds import alternate
 from trimtab.files import STDOUT, write_json
 from trimtab.integrations.megatron import balance
-from trimtab.runtime.planning import LOCAL_CPU
+from trimtab.runtime.step_planner import LOCAL_CPU
 
 __all__ = ["MegatronBenchmark", "run_benchmark"]
 

@@ -30,7 +30,7 @@ from trimtab.files import STDOUT, write_json
 from trimtab.integrations.transformers import share_experts
 from trimtab.planner import pack_by_length
 from trimtab.runtime import PlannedStep, Session
-from trimtab.runtime.planning import LOCAL_CPU
+from trimtab.runtime.step_planner import LOCAL_CPU
 from trimtab.trace import synthesize
 
 # More rows than any rank has: with a limit, plans are made as a whole.
@@ -93,7 +93,7 @@ def run_benchmark(settings: PlanningBenchmark) -> None:
     header = plan(trace)
     mine = whole_trace.select(np.concatenate(parts_R)[header.schedule.sequences_of(rank)])
     session.apply_plan(header, mine)
-    beforehand = replace(header, plan=session.step_plan, slices=None)
+    beforehand = replace(header, plans=(session.step_plan,), slices=None)
 
     def timed(apply: Callable[[], Any]) -> tuple[float, float]:
         model.zero_grad()

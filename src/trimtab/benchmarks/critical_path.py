@@ -16,7 +16,7 @@ from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.planner import Placement, Workload, pack_by_length, plan_step
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime import RowGroups
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.rows.physical_experts import InstanceReplicas
 from trimtab.trace import PRESETS, synthesize_preset
 
 PRESET = "qwen3-30b-math"

@@ -25,7 +25,7 @@ from trimtab.policies.rivals.fastermoe import FasterMoe
 from trimtab.policies.trimtab import Trimtab
 from trimtab.runtime.live.balancer import LiveBalancer
 from trimtab.runtime.live.policies import LivePolicy
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.rows.physical_experts import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 
 LIVE: tuple[LivePolicy, ...] = ("feplb", "quota", "predict")

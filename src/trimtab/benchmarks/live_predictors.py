@@ -18,7 +18,7 @@ from trimtab.planner import PlanSettings
 from trimtab.runtime.live.balancer import LiveBalancer
 from trimtab.runtime.live.choices import choose_quotas
 from trimtab.runtime.live.policies import Predictor
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.rows.physical_experts import InstanceReplicas
 
 
 def predictor_cases(settings: LiveBenchmark) -> list[dict[str, Any]]:

@@ -32,8 +32,8 @@ from trimtab.runtime import Session
 from trimtab.runtime.live.balancer import CANDIDATES
 from trimtab.runtime.live.policies import LivePolicy
 from trimtab.runtime.live.trials import TRIED
-from trimtab.runtime.planning import LOCAL_CPU
 from trimtab.runtime.session_settings import Mode
+from trimtab.runtime.step_planner import LOCAL_CPU
 
 POLICIES: tuple[LivePolicy, ...] = ("quota", "feplb", "predict", "auto")
 FORESIGHT = "foresight"

@@ -28,8 +28,8 @@ from trimtab.planner import Workload
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime import Session
 from trimtab.runtime.gradients import sum_gradients
-from trimtab.runtime.planning import LOCAL_CPU, SessionPlanner
 from trimtab.runtime.session_settings import Mode, Paths
+from trimtab.runtime.step_planner import LOCAL_CPU, SessionPlanner
 from trimtab.trace import RoutingTrace
 
 PATHS: tuple[Paths, ...] = ("both", "peer", "host")
@@ -105,12 +105,13 @@ def build_variants(settings: RuntimeBenchmark) -> RuntimeVariants:
         ours.zero_grad()
         session.mode, session.paths = "plan", "both"
         one_node = replace(session.topology, ranks_per_node=num_ranks)
+        # Rates of links between nodes do not count on one node.
         planner = SessionPlanner.of(
-            one_node, session.homes, top_k=settings.top_k, slots=settings.slots, settings=session.settings.plan_settings
+            one_node, session.homes, replace(session.settings, rates=None), top_k=settings.top_k
         )
         trace = skewed.select(mine)
-        planned = planner.for_schedule(trace, schedule, session.placement, "plan", may_move=False, sliced=False)
-        session.apply_plan(replace(planned, plan=replace(planned.plan, ranks_per_node=per_node)), trace)
+        planned = planner.for_schedule(trace, schedule, session.placement, may_move=False, sliced=False)
+        session.apply_plan(replace(planned, plans=(replace(planned.plan, ranks_per_node=per_node),)), trace)
 
     def step() -> None:
         with session.micro_step(0):

@@ -16,13 +16,13 @@ from trimtab.planner import Placement
 from trimtab.runtime.feedback import Feedback
 from trimtab.runtime.layer.dispatch import Dispatcher, RowDispatcher
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
-from trimtab.runtime.layer.instance import MEASURED, LayerCalls
 from trimtab.runtime.layer.layer import ExpertLayer, HomeWeights
+from trimtab.runtime.layer.layer_call import MEASURED, LayerCalls
 from trimtab.runtime.rank_experts import RankExperts
-from trimtab.runtime.ranks.gpu_variables import tell_wrong_variables
 from trimtab.runtime.ranks.lockstep import Lockstep
-from trimtab.runtime.rows.expert_compute import ApplyExperts
-from trimtab.runtime.rows.step_slices import COMPARED
+from trimtab.runtime.ranks.process_groups import tell_wrong_variables
+from trimtab.runtime.rows.background_slices import COMPARED
+from trimtab.runtime.rows.grouped_products import ApplyExperts
 from trimtab.runtime.session_settings import Mode, Paths, SessionSettings
 from trimtab.runtime.state.expert_state import ExpertState
 from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, read_tensors

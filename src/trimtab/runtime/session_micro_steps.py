@@ -13,10 +13,10 @@ from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner import StepPlan
-from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, RunningStep
+from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, Routing, RunningStep
 from trimtab.runtime.live.balancer import Figures, LiveBalancer, LiveMicroStep
-from trimtab.runtime.ranks.call_thread import CallThread
 from trimtab.runtime.ranks.lockstep import LIVE_MICRO_STEP, MICRO_STEP
+from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.session_base import SessionBase
 from trimtab.runtime.session_settings import SessionSettings
 from trimtab.runtime.transfer import streams
@@ -163,12 +163,15 @@ class SessionMicroSteps(SessionBase):
         if step is None and self._live is not None:
             return BoundRoutes(
                 micro_step,
+                Routing.BALANCED,
                 transfers=self._experts.transfers,
                 plan_number=self._plans,
                 live=LiveMicroStep(self._live),
             )
-        if step is None or not matches_plan:
-            return BoundRoutes(micro_step)
+        if step is None:
+            return BoundRoutes(micro_step, Routing.LIVE)
+        if not matches_plan:
+            return BoundRoutes(micro_step, Routing.UNPLANNED)
         return step.bind(micro_step, self._experts.layers, self.topology, has_slices, self._uploads)
 
     def _start_tables(self, step: RunningStep, index: int, has_slices: bool) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +15,12 @@ import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.planner import GroupPlans, Placement, Schedule, SequenceCounts, StepPlan, Workload
+from trimtab.planner import Placement, PlannedStep, Schedule, SequenceCounts, StepPlan, Workload
 from trimtab.planner.plan.slices import SlicePlanner, SliceRules
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.layer.micro_step import RunningStep
-from trimtab.runtime.planned_step import PlannedStep, PlanReport
-from trimtab.runtime.planning import SessionPlanner
-from trimtab.runtime.planning_ahead import PlanningAhead
+from trimtab.runtime.plan_report import PlanReport
+from trimtab.runtime.planning_in_rollout import PlanningInRollout
 from trimtab.runtime.ranks.lockstep import (
     APPLY_PLAN,
     MOVE,
@@ -30,22 +28,16 @@ from trimtab.runtime.ranks.lockstep import (
     PLAN_SEQUENCES,
     digest,
 )
-from trimtab.runtime.rows.step_slices import StepSlices, planner_thread
+from trimtab.runtime.rows.background_slices import StepSlices, planner_thread
 from trimtab.runtime.session_micro_steps import SessionMicroSteps
 from trimtab.runtime.session_settings import SessionSettings
-from trimtab.runtime.trace_checks import (
-    check_countable,
-    check_fits,
-    check_model,
-    check_order,
-    fingerprints,
-    own_trace,
-    trace_of_micro_steps,
-)
+from trimtab.runtime.step_planner import SessionPlanner
+from trimtab.runtime.trace_checks import countable_trace, fingerprints, own_trace, trace_of_micro_steps
 from trimtab.trace import RoutingTrace
 
 # Most seconds that a micro-step waits for its slices in runs that can be repeated.
 LONGEST_WAIT_S = 60.0
+T = TypeVar("T")
 
 
 class SessionSteps(SessionMicroSteps):
@@ -54,7 +46,7 @@ class SessionSteps(SessionMicroSteps):
     def __init__(self, settings: SessionSettings) -> None:
         super().__init__(settings)
         # What was planned of the next step during the rollout.
-        self._ahead: PlanningAhead | None = None
+        self._in_rollout: PlanningInRollout | None = None
 
     def move(self, placement: Placement) -> None:
         """Move all experts to given homes, with their rows of optimizer state, between steps. Plans include moves.
@@ -65,7 +57,7 @@ class SessionSteps(SessionMicroSteps):
             RuntimeError: if gradients are not zero.
         """
         self._calls.require_between_micro_steps("move")
-        problem = _problem(self._experts.check_move, placement)
+        _, problem = _attempt(self._experts.check_move, placement)
         same = {"homes": digest(placement.home)} | ({} if problem else self._experts.state_to_move(placement))
         self._lockstep.agree(MOVE, must_match=same, problem=problem)
         if self._step is not None and self._experts.num_moved(placement):
@@ -84,10 +76,11 @@ class SessionSteps(SessionMicroSteps):
         """
         self._calls.require_between_micro_steps("plan")
         rank, ranks = self.topology.data_rank, self.topology.num_data_ranks
-        fits = _problem(check_fits, trace, schedule, rank, ranks, self._experts.shape)
+        mine, problem = _attempt(own_trace, trace, self._experts.shape, schedule, rank, ranks)
         places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
-        sliced = self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, fits)
-        return self._plan(own_trace(trace), schedule, sliced=sliced)
+        sliced = self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, problem)
+        assert mine is not None
+        return self._plan(mine, schedule, sliced=sliced)
 
     def plan_micro_steps(
         self, rows: Sequence[npt.ArrayLike], *, problem: InputError | None = None, may_move: bool = True
@@ -106,14 +99,9 @@ class SessionSteps(SessionMicroSteps):
             InputError: if ids and layers are inconsistent, or ranks differ in the number of micro-steps.
         """
         self._calls.require_between_micro_steps("plan_micro_steps")
-        trace = None
-        try:
-            if problem is None:
-                trace = trace_of_micro_steps(rows, *self._experts.shape)
-        except InputError as error:
-            problem = error
+        trace, wrong = (None, problem) if problem else _attempt(trace_of_micro_steps, rows, *self._experts.shape)
         same = {"number of micro-steps": len(rows), "top_k": trace and trace.top_k, "may_move": may_move}
-        sliced = self._agree(PLAN, same, problem)
+        sliced = self._agree(PLAN, same, wrong)
         assert trace is not None
         ranks = self.topology.num_data_ranks
         schedule = Schedule(
@@ -122,7 +110,7 @@ class SessionSteps(SessionMicroSteps):
             mini_batch_of_micro_step=np.zeros(len(rows), np.int32),
             num_ranks=ranks,
         )
-        return self._plan(own_trace(trace), schedule, sliced=sliced, may_move=may_move)
+        return self._plan(trace, schedule, sliced=sliced, may_move=may_move)
 
     def complete_plan(self) -> PlanReport:
         """Plan the step again, with routes in place of the unknown ones.
@@ -160,20 +148,18 @@ class SessionSteps(SessionMicroSteps):
         Raises:
             InputError: if the trace does not fit the model, or has no hashes.
         """
-        problem = _problem(check_countable, trace, self._experts.shape)
-        if problem is not None:
-            # The other ranks wait for this one's counts.
-            trace = trace.part(0, 0)
-        trace = own_trace(trace)
-        ahead = self._ahead = self._ahead or PlanningAhead(self.topology)
-        planner, placement = self._planner(trace), self._experts.placement
+        counted, problem = _attempt(countable_trace, trace, self._experts.shape)
+        # The other ranks wait for this one's counts.
+        mine = trace.part(0, 0) if counted is None else counted
+        in_rollout = self._in_rollout = self._in_rollout or PlanningInRollout(self.topology)
+        planner, placement = self._planner(mine), self._experts.placement
         may_move = self._experts.state.may_move
 
-        def plan(sequences: SequenceCounts) -> GroupPlans:
+        def plan(sequences: SequenceCounts) -> PlannedStep:
             return planner.plan_ahead(sequences, placement, token_budget=token_budget, may_move=may_move)
 
-        ahead.expect()
-        planner_thread(self.topology).start(lambda: ahead.run(trace, placement, plan))
+        in_rollout.expect()
+        planner_thread(self.topology).start(lambda: in_rollout.run(mine, placement, plan))
         if problem is not None:
             raise problem
 
@@ -194,15 +180,15 @@ class SessionSteps(SessionMicroSteps):
         self._calls.require_between_micro_steps("plan_sequences")
         batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
         same = {"token_budget": token_budget, "mini_batch": batches}
-        sliced = self._agree(PLAN_SEQUENCES, same, _problem(check_model, trace, self._experts.shape))
-        trace = own_trace(trace)
-        planned = self._planner(trace).for_sequences(
-            trace, self._experts.placement, self.settings.mode,
-            may_move=self._experts.state.may_move, sliced=sliced, token_budget=token_budget, mini_batch=mini_batch,
-            planning_ahead=self._take_ahead(sliced),
+        mine, problem = _attempt(own_trace, trace, self._experts.shape)
+        sliced = self._agree(PLAN_SEQUENCES, same, problem)
+        assert mine is not None
+        planned = self._planner(mine).for_sequences(
+            mine, self._experts.placement, may_move=self._experts.state.may_move, sliced=sliced,
+            token_budget=token_budget, mini_batch=mini_batch, in_rollout=self._take_in_rollout(sliced),
         )  # fmt: skip
         prints_D: list[Any] = [None] * self.topology.num_data_ranks
-        dist.all_gather_object(prints_D, fingerprints(trace), group=self.topology.control)
+        dist.all_gather_object(prints_D, fingerprints(mine), group=self.topology.control)
         return replace(planned, sequences=np.concatenate(prints_D))
 
     def apply_plan(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
@@ -215,7 +201,11 @@ class SessionSteps(SessionMicroSteps):
         Raises:
             InputError: as `apply_step_plan`.
         """
-        return self._apply_planned(planned, own_trace(trace))
+        hashes = planned.sequences
+        if hashes is not None:
+            hashes = hashes[planned.schedule.sequences_of(self.topology.data_rank)]
+        mine, problem = self._own_trace(trace, planned.plan, hashes)
+        return self._apply_planned(planned, mine, planned.schedule, problem)
 
     def apply_step_plan(self, plan: StepPlan, trace: RoutingTrace) -> PlanReport:
         """Apply any plan. Experts move to the plan's homes.
@@ -229,35 +219,29 @@ class SessionSteps(SessionMicroSteps):
                 although no optimizer is registered.
             RanksDisagreeError: if the ranks have different plans.
         """
-        trace = own_trace(trace)
-        workload = self._agree_on_plan(plan, trace, None)
-        before = float(max_over_mean(workload.home_loads(self._experts.placement.home)).mean() - 1)
-        return self._apply(PlannedStep(plan.schedule, plan, max_vio_before=before), workload, trace, None)
+        mine, problem = self._own_trace(trace, plan, None)
+        return self._apply_planned(PlannedStep(plan.schedule, (plan,)), mine, None, problem)
+
+    def _own_trace(
+        self, trace: RoutingTrace, plan: StepPlan, hashes: Array | None
+    ) -> tuple[RoutingTrace, Exception | None]:
+        """This rank's trace of a plan of its group; or the trace as it is, and why it does not fit."""
+        topology, shape = self.topology, self._experts.shape
+        mine, problem = _attempt(own_trace, trace, shape, plan.schedule, topology.rank, topology.num_ranks, hashes)
+        return trace if mine is None else mine, problem
 
     def _plan(self, trace: RoutingTrace, schedule: Schedule, *, sliced: bool, may_move: bool = True) -> PlanReport:
-        may_move = may_move and self._experts.state.may_move
-        ahead = self._take_ahead(sliced)
         planned = self._planner(trace).for_schedule(
-            trace, schedule, self._experts.placement, self.settings.mode, may_move=may_move, sliced=sliced,
-            early=None if ahead is None else ahead.found,
+            trace, schedule, self._experts.placement, may_move=may_move and self._experts.state.may_move,
+            sliced=sliced, in_rollout=self._take_in_rollout(sliced),
         )  # fmt: skip
-        return self._apply_planned(planned, trace)
-
-    def _apply_planned(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
-        wrong = None
-        if planned.sequences is not None:
-            mine = planned.sequences[planned.schedule.sequences_of(self.topology.data_rank)]
-            wrong = _problem(check_order, trace, mine)
-        workload = self._agree_on_plan(planned.plan, trace, planned.workload, wrong)
-        return self._apply(planned, workload, trace, planned.schedule)
+        return self._apply_planned(planned, trace, schedule)
 
     def _planner(self, trace: RoutingTrace) -> SessionPlanner:
         """The planner with the present settings and homes."""
         settings = self.settings
         return SessionPlanner.of(
-            self.topology, self._experts.layers, top_k=trace.top_k, slots=settings.planned_slots,
-            paths=settings.paths, mirror_bytes=settings.mirror_bytes, settings=settings.plan_settings,
-            rates=settings.rates, ring_layers=settings.ring_layers,
+            self.topology, self._experts.layers, settings, top_k=trace.top_k,
             move_s_per_expert=None if settings.rates else self._experts.move_s_per_expert,
             scale=self._feedback.scale, excluded=self._feedback.excluded,
         )  # fmt: skip
@@ -283,41 +267,22 @@ class SessionSteps(SessionMicroSteps):
             problem = problem or InputError(
                 "mode 'rehome' moves experts with the state of their optimizers; register these first"
             )
-        problem = problem or _problem(self._require_plans)
+        problem = problem or _attempt(self._require_plans)[1]
         can_slice = self.settings.slices_plans and self._can_slice
-        ahead_is_good = self._ahead is not None and can_slice and self._ahead.is_complete()
+        is_counted = self._in_rollout is not None and can_slice and self._in_rollout.is_complete()
         values_RV = self._lockstep.agree(
             call, must_match={**same, **self._shared}, problem=problem,
-            values=[can_slice, ahead_is_good, *self._feedback.take()], all_data_ranks=True,
+            values=[can_slice, is_counted, *self._feedback.take()], all_data_ranks=True,
         )  # fmt: skip
         self._feedback.learn(values_RV[:, 2:], adapts=self.settings.rates is None)
         if not values_RV[:, 1].all():
-            self._ahead = None
+            self._in_rollout = None
         return bool(values_RV[:, 0].all())
 
-    def _take_ahead(self, sliced: bool) -> PlanningAhead | None:
-        """What was planned ahead of this step, once."""
-        ahead, self._ahead = self._ahead, None
-        # A step that does nothing, to measure that, is not planned ahead.
-        return ahead if sliced and self._feedback.excluded is not None else None
-
-    def _agree_on_plan(
-        self, plan: StepPlan, trace: RoutingTrace, workload: Workload | None, problem: Exception | None = None
-    ) -> Workload:
-        """Check that all ranks apply the same plan and that it fits their sequences. Returns the load of the group."""
-        self._calls.require_between_micro_steps("apply_plan")
-        problem = _problem(self._check_plan, plan, trace) or problem
-        same: dict[str, object] = {"the plan": plan.hash, **self._shared}
-        if self.settings.executes_plans and not problem and self._experts.num_moved(plan.placement):
-            same |= self._experts.state_to_move(plan.placement)
-        self._lockstep.agree(APPLY_PLAN, must_match=same, problem=problem)
-        if workload is None:
-            # The ranks of the group, numbered among all data ranks.
-            first = self.topology.group * self.topology.num_ranks
-            schedule = replace(plan.schedule, rank=plan.rank + first, num_ranks=self.topology.num_data_ranks)
-            workload = self._planner(trace).gather_workloads(trace, schedule)[self.topology.group]
-        plan.check(workload)
-        return workload
+    def _take_in_rollout(self, sliced: bool) -> PlanningInRollout | None:
+        """What was planned of this step during the rollout, once."""
+        in_rollout, self._in_rollout = self._in_rollout, None
+        return in_rollout if sliced and not self._feedback.measures_nothing else None
 
     def _require_plans(self) -> None:
         if self.settings.mode == "live":
@@ -325,9 +290,8 @@ class SessionSteps(SessionMicroSteps):
                 "mode 'live' makes no plans; enter live_micro_step(), or set the session's mode to 'plan' before a plan"
             )
 
-    def _check_plan(self, plan: StepPlan, trace: RoutingTrace) -> None:
+    def _check_plan(self, plan: StepPlan) -> None:
         self._require_plans()
-        check_fits(trace, plan.schedule, self.topology.rank, self.topology.num_ranks, self._experts.shape)
         if not self.settings.executes_plans:
             return
         slots = self.settings.slots_per_rank
@@ -341,25 +305,43 @@ class SessionSteps(SessionMicroSteps):
             )
         self._experts.check_move(plan.placement)
 
-    def _apply(
-        self, planned: PlannedStep, workload: Workload, trace: RoutingTrace, schedule: Schedule | None
+    def _apply_planned(
+        self,
+        planned: PlannedStep,
+        trace: RoutingTrace,
+        schedule: Schedule | None,
+        problem: Exception | None = None,
     ) -> PlanReport:
-        """Apply a checked plan: move experts, allocate memory.
+        """Check that all ranks apply the same plan, and apply it: move experts, allocate memory, start micro-steps.
 
         Args:
+            trace: this rank's sequences.
             schedule: the schedule of all data ranks; None if the session has not planned the step.
+            problem: why the trace does not fit.
         """
-        plan, experts, runs = planned.plan, self._experts, self.settings.executes_plans
+        self._calls.require_between_micro_steps("apply_plan")
+        plan, experts, is_executed = planned.plan, self._experts, self.settings.executes_plans
+        problem = problem or _attempt(self._check_plan, plan)[1]
+        same: dict[str, object] = {"the plan": plan.hash, **self._shared}
+        if is_executed and not problem and experts.num_moved(plan.placement):
+            same |= experts.state_to_move(plan.placement)
+        self._lockstep.agree(APPLY_PLAN, must_match=same, problem=problem)
+        workload = planned.workload
+        if workload is None:
+            workload = self._gather_workload(plan, trace)
+        plan.check(workload)
+
         applied_at = time.perf_counter()
-        slices = planned.slices if runs else None
+        slices = planned.slices if is_executed else None
         before, moved = workload.home_loads(experts.placement.home), experts.num_moved(plan.placement)
         after = plan.rank_loads(workload) if moved or plan.num_replicas else before
+        if schedule is None:
+            planned = replace(planned, max_vio_before=float(max_over_mean(before).mean() - 1))
         start = time.perf_counter()
         number = self._end_step()
-        transfers = experts.transfers if runs else None
-        slots = self.settings.slots_per_rank
+        transfers = experts.transfers if is_executed else None
         following = None if slices is None else self._start_slices(plan, workload, slices)
-        step = RunningStep(plan, workload, trace, schedule, transfers, number, slots, following)
+        step = RunningStep(plan, workload, trace, schedule, transfers, number, self.settings.slots_per_rank, following)
         if transfers is not None:
             with torch.inference_mode(False):
                 experts.move(plan.placement)
@@ -369,38 +351,19 @@ class SessionSteps(SessionMicroSteps):
         self._calls.is_planned = True
         self._begin_step(step)
         moving_s = time.perf_counter() - start
-        self._feedback.begin(planned if runs and schedule is not None else None, moving_s)
-        max_vio, replicas = float(max_over_mean(after).mean() - 1), plan.num_replicas
-        peak_rows = int(after.max(initial=0))
-        if slices is not None:
-            expected = (1 + slices.max_vio) * after.mean(axis=2).max(initial=0.0)
-            peak_rows = min(peak_rows, math.ceil(expected))
-            max_vio, replicas = slices.max_vio, round(slices.replicas * plan.mixed_ML.size)
-        return PlanReport(
-            is_sliced=slices is not None,
-            planning_s=planned.planning_s,
-            waited_s=planned.planning_s + time.perf_counter() - applied_at - moving_s,
-            ahead_s=planned.ahead_s,
-            known_ahead=planned.known_ahead,
-            moving_s=moving_s,
-            strategy=planned.strategy,
-            runner_up=planned.runner_up,
-            predicted_s=planned.predicted_s,
-            predicted_gain=planned.predicted_gain,
-            max_vio_before=planned.max_vio_before,
-            max_vio_after=max_vio,
-            replicas=replicas,
-            homes_moved=moved,
-            micro_steps=plan.num_micro_steps,
-            unplanned_micro_steps=0 if runs else plan.num_micro_steps,
-            mixed_instances=int(np.count_nonzero(plan.mixed_ML)),
-            peak_rows_before=int(before.max(initial=0)),
-            peak_rows_after=peak_rows,
-            pool_bytes=experts.transfers.pool_bytes,
-            mirror_bytes=experts.transfers.mirror_bytes,
-            peer_memory_bytes=experts.transfers.peer_memory_bytes,
+        self._feedback.begin(planned if is_executed and schedule is not None else None, moving_s)
+        return PlanReport.of(
+            planned, (before, after), experts.transfers, is_executed=is_executed, homes_moved=moved,
+            moving_s=moving_s, applying_s=time.perf_counter() - applied_at - moving_s,
             free_bytes=_free_bytes(experts.device),
-        )
+        )  # fmt: skip
+
+    def _gather_workload(self, plan: StepPlan, trace: RoutingTrace) -> Workload:
+        """The load of this rank's expert-parallel group under a plan's schedule."""
+        # The ranks of the group, numbered among all data ranks.
+        first = self.topology.group * self.topology.num_ranks
+        schedule = replace(plan.schedule, rank=plan.rank + first, num_ranks=self.topology.num_data_ranks)
+        return self._planner(trace).gather_workloads(trace, schedule)[self.topology.group]
 
     def _start_slices(self, header: StepPlan, workload: Workload, rules: SliceRules) -> StepSlices:
         planner = SlicePlanner.of(rules, self.topology.group, workload, header.home)
@@ -414,13 +377,12 @@ class SessionSteps(SessionMicroSteps):
         return slices
 
 
-def _problem(check: Callable[..., None], *args: Any) -> Exception | None:
-    """The error that a check raises, or None."""
+def _attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:
+    """The result of a function, or the error that it raises."""
     try:
-        check(*args)
+        return function(*args), None
     except (InputError, RuntimeError) as error:
-        return error
-    return None
+        return None, error
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -1,4 +1,5 @@
-"""`MicroStep`: a context for the forwards of one micro-step; `RunningStep`: the planned step that it belongs to."""
+"""`MicroStep`: a context for the forwards of one micro-step; `BoundRoutes`: how its layers route their rows;
+`RunningStep`: the planned step that it belongs to."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 
 import numpy as np
@@ -14,21 +16,76 @@ import torch
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import Schedule, StepPlan, Workload
-from trimtab.runtime.layer.device_tables import DeviceTables
 from trimtab.runtime.live.balancer import LiveMicroStep
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas, PlanReplicas
+from trimtab.runtime.rows.background_slices import StepSlices
 from trimtab.runtime.rows.layout import place_rows
-from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
-from trimtab.runtime.rows.row_tables import LayerTables, RowTables
-from trimtab.runtime.rows.step_slices import StepSlices
+from trimtab.runtime.rows.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows, PlanReplicas
+from trimtab.runtime.rows.row_tables import LayerTables, RowTables, moved
+from trimtab.runtime.state.flat_memory import carve
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.transfer.copy_engine import BackgroundCopies
+from trimtab.runtime.transfer.copy_engine import BackgroundCopies, Wait
 from trimtab.runtime.transfer.transfers import Transfers
 from trimtab.trace import RoutingTrace
 
+
+@dataclass(eq=False)
+class _Uploaded:
+    """The tables of a chunk on the device, and the wait for their upload; None once something has waited."""
+
+    tables: list[LayerTables]
+    wait: Wait | None
+
+
+class DeviceTables:
+    """The tables of one micro-step, for one use of it.
+
+    Args:
+        tables: those on the host.
+        copies: uploads them; None if layers read them on the host.
+    """
+
+    def __init__(self, tables: RowTables, copies: BackgroundCopies | None) -> None:
+        self._tables, self._copies = tables, copies
+        self._uploaded: dict[int, _Uploaded] = {}
+
+    def of(self, layer: int) -> LayerTables:
+        """The tables of a layer. Compute that is queued from now on waits for their upload."""
+        if self._copies is None:
+            return self._tables.of(layer)
+        number, chunks = self._tables.number_of(layer), self._tables.chunks
+        self._upload(number, self._copies)
+        for other, chunk in enumerate(chunks):
+            if chunk.is_made:
+                self._upload(other, self._copies)
+        uploaded = self._uploaded[number]
+        if uploaded.wait is not None:
+            uploaded.wait()
+            uploaded.wait = None
+        return uploaded.tables[layer - chunks[number].layers.start]
+
+    def _upload(self, number: int, copies: BackgroundCopies) -> None:
+        if number in self._uploaded:
+            return
+        host, packed = self._tables.of_chunk(number), self._tables.chunks[number].packed
+        with torch.inference_mode(False):
+            memories, wait = copies.upload([each.memory for each in packed])
+            arrays = [carve(memory, each.like) for memory, each in zip(memories, packed, strict=True)]
+        self._uploaded[number] = _Uploaded(moved(host, arrays), wait)
+
+
 # Most host memory of a rank for the tables of micro-steps, but for the present one and its neighbours.
 KEPT_BYTES = 1 << 30
+
+
+class Routing(Enum):
+    """How the rows of a micro-step are routed."""
+
+    LIVE = "as the router chooses, without a plan"
+    BALANCED = "as the router chooses, with replicas that are chosen after it"
+    UNPLANNED = "as the router chooses, since the rows of a rank are not the planned ones"
+    REPLAYED = "as recorded, to the homes of experts; the plan is not executed"
+    PLANNED = "as recorded, to the copies of experts that the plan chooses"
 
 
 @dataclass(eq=False)
@@ -37,16 +94,17 @@ class BoundRoutes:
 
     Attributes:
         micro_step: the micro-step.
-        tables: recorded ids, and layouts if the plan is executed; None if nothing is recorded, or the batch is not the
-            planned one.
-        transfers: replica transfers; None if the plan is not executed.
+        routing: how its rows are routed.
+        tables: recorded ids if it is `REPLAYED` or `PLANNED`, with layouts if `PLANNED`; None otherwise.
+        transfers: replica transfers if it is `BALANCED` or `PLANNED`; None otherwise.
         plan_number: the plan's number in the session.
-        live: chooses the replicas of a live micro-step; None if it has none.
+        live: chooses the replicas if it is `BALANCED`; None otherwise.
         routed: for each layer, address and version of the ids that its `route` returned last.
         record: stores the experts `[U, K]` that the router chose for tokens `[U]` in a layer.
     """
 
     micro_step: MicroStep
+    routing: Routing
     tables: DeviceTables | None = None
     transfers: Transfers | None = None
     plan_number: int = 0
@@ -66,13 +124,13 @@ class BoundRoutes:
 
     @property
     def replays(self) -> bool:
-        """Whether the micro-step has recorded routing."""
-        return self.tables is not None
+        """Whether rows are routed as recorded."""
+        return self.routing in (Routing.REPLAYED, Routing.PLANNED)
 
     @property
     def is_planned(self) -> bool:
         """Whether the plan is executed."""
-        return self.tables is not None and self.transfers is not None
+        return self.routing is Routing.PLANNED
 
     def tables_of(self, layer: int) -> LayerTables:
         """The tables of a layer of a micro-step with recorded routing."""
@@ -81,9 +139,9 @@ class BoundRoutes:
 
     def replay(self, layer: int, live_ids: torch.Tensor) -> torch.Tensor:
         """`live_ids [T, K]` int64 with the recorded ids in their rows; see `ExpertLayer.route`."""
-        if self.tables is None:
+        if not self.replays:
             return live_ids
-        tables = self.tables.of(layer)
+        tables = self.tables_of(layer)
         recorded = tables.recorded_NK.to(torch.int64)
         chosen = live_ids if self.positions is None else live_ids.index_select(0, self.positions)
         if chosen.shape != recorded.shape:
@@ -211,7 +269,11 @@ class RunningStep:
         index = micro_step.index
         tables = self.tables_of(index, layers, topology, has_slices, uploads is not None)
         bound = BoundRoutes(
-            micro_step, DeviceTables(tables, uploads), transfers=self.transfers, plan_number=self.number
+            micro_step,
+            Routing.REPLAYED if self.transfers is None else Routing.PLANNED,
+            DeviceTables(tables, uploads),
+            self.transfers,
+            self.number,
         )
         if self.transfers is not None:
             first_token = self._tokens_of(index, topology.rank).start

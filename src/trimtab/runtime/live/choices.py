@@ -16,7 +16,7 @@ from trimtab.planner.replicas.leveling import level_shares
 from trimtab.planner.replicas.split import Quotas, split_tokens
 from trimtab.policies.rivals.feplb import move_experts
 from trimtab.policies.rivals.instance_load import InstanceLoad
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.rows.physical_experts import InstanceReplicas
 
 # Tries to level shares; each has four sweeps over the replicas.
 LEVELINGS = 2

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import Store
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError, RanksDisagreeError
-from trimtab.runtime.ranks.call_thread import CallThread
+from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.ranks.topology import Topology
 
 # Seconds of waiting after which a rank compares logs, and between further comparisons.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from trimtab.errors import InputError
 from trimtab.launch.shared_files import free_shared_memory, new_shared_file
-from trimtab.runtime.ranks.first_rank import on_first_rank
+from trimtab.runtime.ranks.rank_calls import on_first_rank
 from trimtab.runtime.ranks.topology import Topology
 
 
