@@ -253,8 +253,8 @@ class PlanResult(Summarised):
         if not predicted:
             return []
         others = [name for name in predicted if name != self.strategy]
-        chosen = f"{self.strategy}, predicted to take {seconds(predicted[self.strategy])}"
-        return [("strategy", chosen), ("other strategies", ", ".join(f"{n} {seconds(predicted[n])}" for n in others))]
+        best = f"{self.strategy}, predicted to take {seconds(predicted[self.strategy])}"
+        return [("strategy", best), ("other strategies", ", ".join(f"{n} {seconds(predicted[n])}" for n in others))]
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -339,15 +339,15 @@ def plan(
         balancer = Trimtab(PlanSettings(max_rows_per_rank=max_rows_per_rank, exact=exact))
     cluster = ClusterSpec(ranks, ranks_per_node or ranks, slots)
     reader = open_trace(trace)
-    chosen = _one_step(reader, step)
-    spec = model_of(reader.name, chosen, model, overrides, assume=False)
-    homes = Placement.contiguous(chosen.num_layers, chosen.num_experts, cluster.ranks)
+    step_trace = _one_step(reader, step)
+    spec = model_of(reader.name, step_trace, model, overrides, assume=False)
+    homes = Placement.contiguous(step_trace.num_layers, step_trace.num_experts, cluster.ranks)
     # Untimed, so that compiling is not timed: a few sequences, in several micro-steps.
-    few = chosen.part(0, min(chosen.num_sequences, 4 * cluster.ranks))
+    few = step_trace.part(0, min(step_trace.num_sequences, 4 * cluster.ranks))
     budget = min(token_budget, int(few.sequence_lengths.max()))
     _plan(POLICIES[policy], SequenceCounts.from_trace(few), homes, cluster, budget, spec)
     start = time.perf_counter()
-    sequences = SequenceCounts.from_trace(chosen)
+    sequences = SequenceCounts.from_trace(step_trace)
     counting_ended = time.perf_counter()
     view, planned = _plan(balancer, sequences, homes, cluster, token_budget, spec)
     planning_ended = time.perf_counter()
@@ -355,7 +355,7 @@ def plan(
     planned.check(workload)
     return PlanResult(
         source=reader.name,
-        trace=chosen,
+        trace=step_trace,
         policy=policy,
         cluster=cluster,
         token_budget=token_budget,

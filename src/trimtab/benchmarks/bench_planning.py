@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trimtab.calibration.alternating_rounds import alternate, median_with_interval
 from trimtab.calibration.small_model import SEQUENCE_LENGTH, small_config
 from trimtab.files import STDOUT, write_json
-from trimtab.integrations.transformers import share_experts
+from trimtab.integrations.transformers import distribute_experts
 from trimtab.planner import pack_by_length
 from trimtab.runtime import PlannedStep, Session
 from trimtab.runtime.step_planner import LOCAL_CPU
@@ -67,7 +67,7 @@ def run_benchmark(settings: PlanningBenchmark) -> None:
     config = AutoConfig.for_model(**small_config())
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     session = Session(num_experts=config.num_experts, rates=LOCAL_CPU)
-    share_experts(model, session)
+    distribute_experts(model, session)
     replicated = session.replicated_parameters(model)
     whole_trace = synthesize(
         num_sequences=settings.tokens // SEQUENCE_LENGTH * ranks * settings.micro_steps,

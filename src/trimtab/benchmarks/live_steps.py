@@ -26,7 +26,7 @@ from trimtab.benchmarks.live_settings import LiveBenchmark
 from trimtab.benchmarks.megatron_summary import summarise_pairs
 from trimtab.calibration.alternating_rounds import alternate
 from trimtab.calibration.small_model import small_config
-from trimtab.integrations.transformers import moe_blocks, share_experts
+from trimtab.integrations.transformers import distribute_experts, moe_blocks
 from trimtab.integrations.transformers.families import reroute
 from trimtab.runtime import Session
 from trimtab.runtime.live.balancer import CANDIDATES
@@ -171,7 +171,7 @@ class LiveModel:
             # Before the session's own hook, which then gets these ids as the router's choice.
             gate: Any = block.gate
             gate.register_forward_hook(partial(_choose, config, chosen, layer))
-        share_experts(model, session)
+        distribute_experts(model, session)
         shape = settings.tokens // settings.sequence_length, settings.sequence_length
         generator = torch.Generator().manual_seed(dist.get_rank())
         tokens = torch.randint(0, config.vocab_size, shape, generator=generator)

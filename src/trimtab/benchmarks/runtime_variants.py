@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trimtab.benchmarks.native_experts import use_native_experts
 from trimtab.benchmarks.runtime_settings import RuntimeBenchmark
-from trimtab.integrations.transformers import moe_blocks, share_experts
+from trimtab.integrations.transformers import distribute_experts, moe_blocks
 from trimtab.planner import Workload
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime import Session
@@ -80,7 +80,7 @@ def build_variants(settings: RuntimeBenchmark) -> RuntimeVariants:
     if settings.link_mbit is not None:
         rates = replace(rates, network_bytes_per_s=settings.link_mbit * 1e6 / 8)
     session = Session(num_experts=settings.experts, slots_per_rank=settings.slots, ranks_per_node=per_node, rates=rates)
-    share_experts(ours, session)
+    distribute_experts(ours, session)
     replicated = session.replicated_parameters(ours)
     # All sequences have the same length, so every seed has the same schedule.
     _, even, schedule = settings.draw(num_ranks)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.integrations.transformers import moe_blocks, num_experts, share_experts
+from trimtab.integrations.transformers import distribute_experts, moe_blocks, num_experts
 from trimtab.planner import Placement, Schedule, pack_by_length
 from trimtab.rank_variables import rank_variable
 from trimtab.rl.algorithm import TokenOutputs, TrainedTokens
@@ -97,7 +97,7 @@ class Trainer:
             # Given, so that a resumed run makes the same plans.
             rates=default_rates(self.device),
         )
-        share_experts(self.model, self.session)
+        distribute_experts(self.model, self.session)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model.train()

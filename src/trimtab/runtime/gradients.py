@@ -128,12 +128,12 @@ def dense_parameters(
         InputError: if there are experts among them.
     """
     ids = {id(parameter) for parameter in experts}
-    chosen = list({id(p): p for p in replicated if p.requires_grad}.values())
-    if any(id(parameter) in ids for parameter in chosen):
+    trained = list({id(p): p for p in replicated if p.requires_grad}.values())
+    if any(id(parameter) in ids for parameter in trained):
         raise InputError(
             "replicated parameters include experts of the session; use session.replicated_parameters(model)"
         )
-    return chosen
+    return trained
 
 
 def zero_missing(parameters: Sequence[torch.nn.Parameter], control: dist.ProcessGroup) -> None:

@@ -194,11 +194,11 @@ class SessionBase:
         """
         experts = {id(parameter) for layer in self.layers for parameter in layer.parameters}
         others = [parameter for parameter in model.parameters() if id(parameter) not in experts]
-        found = len(list(model.parameters())) - len(others)
-        if 0 < found < len(experts) or (not found and any(not layer.joins_in_backward for layer in self.homes)):
+        num_found = len(list(model.parameters())) - len(others)
+        if 0 < num_found < len(experts) or (not num_found and any(not layer.joins_in_backward for layer in self.homes)):
             raise InputError(
-                f"the model has {found} of the session's {len(experts)} expert tensors; if they were replaced, as by "
-                "load_state_dict(assign=True), add layers with a function that returns them"
+                f"the model has {num_found} of the session's {len(experts)} expert tensors; if they were replaced, as "
+                "by load_state_dict(assign=True), add layers with a function that returns them"
             )
         return others
 

@@ -69,8 +69,8 @@ class DeviceTables:
             return
         host, packed = self._tables.of_chunk(number), self._tables.chunks[number].packed
         with torch.inference_mode(False):
-            memories, wait = copies.upload([each.memory for each in packed])
-            arrays = [carve(memory, each.like) for memory, each in zip(memories, packed, strict=True)]
+            memories, wait = copies.upload([part.memory for part in packed])
+            arrays = [carve(memory, part.like) for memory, part in zip(memories, packed, strict=True)]
         self._uploaded[number] = _Uploaded(moved(host, arrays), wait)
 
 
@@ -143,14 +143,14 @@ class BoundRoutes:
             return live_ids
         tables = self.tables_of(layer)
         recorded = tables.recorded_NK.to(torch.int64)
-        chosen = live_ids if self.positions is None else live_ids.index_select(0, self.positions)
-        if chosen.shape != recorded.shape:
+        own_ids = live_ids if self.positions is None else live_ids.index_select(0, self.positions)
+        if own_ids.shape != recorded.shape:
             raise RuntimeError(
-                f"MoE layer {layer} got {len(chosen)} tokens with {chosen.shape[1]} experts each; the micro-step was "
+                f"MoE layer {layer} got {len(own_ids)} tokens with {own_ids.shape[1]} experts each; the micro-step was "
                 f"planned with {len(recorded)} tokens with {recorded.shape[1]}"
             )
         if tables.known_N is not None:
-            recorded = torch.where(tables.known_N[:, None], recorded, chosen)
+            recorded = torch.where(tables.known_N[:, None], recorded, own_ids)
         return recorded if self.positions is None else live_ids.index_copy(0, self.positions, recorded)
 
 
@@ -290,7 +290,7 @@ class RunningStep:
             tables = self._tables[key] = self.new_tables(index, layers, topology, has_slices, is_uploaded)
         # A further pass needs the first ones first.
         spare = [other for other in self._tables if abs(other[0] - index) > 1]
-        while spare and sum(each.nbytes for each in self._tables.values()) > KEPT_BYTES:
+        while spare and sum(kept.nbytes for kept in self._tables.values()) > KEPT_BYTES:
             del self._tables[spare.pop()]
         return tables
 

@@ -121,24 +121,24 @@ def wrong_variables(nccl: tuple[int, ...], variables: Mapping[str, str] = os.env
     Args:
         nccl: version of NCCL.
     """
-    found = []
+    problems = []
     version = ".".join(map(str, nccl))
     if nccl < ORDERS_SINCE:
-        found.append(
+        problems.append(
             f"NCCL {version} does not order its communicators, so ranks can wait for each other without end; use 2.26 "
             "or later"
         )
     elif variables.get("NCCL_LAUNCH_ORDER_IMPLICIT") != "1":
-        found.append(
+        problems.append(
             "a session has several NCCL communicators, which can wait for each other without end; set "
             "NCCL_LAUNCH_ORDER_IMPLICIT=1 for all ranks"
         )
     if variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        found.append(
+        problems.append(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 lets transfers wait for compute that was started before them; unset it, or "
             "set it to 8 or more"
         )
-    return found
+    return problems
 
 
 _told: set[str] = set()

@@ -251,7 +251,7 @@ def _exchange(mine: _Membership, timeout: timedelta) -> dict[int, _Membership]:
             gathered: list[dict[int, _Membership]] = [{}] * len(ranks)
             control = group_of(ranks, "control", timeout=timeout, backend="gloo")
             dist.all_gather_object(gathered, known, group=control)
-            known = {rank: membership for each in gathered for rank, membership in each.items()}
+            known = {rank: membership for memberships in gathered for rank, membership in memberships.items()}
     return known
 
 
@@ -276,14 +276,14 @@ def _line_up(known: Mapping[int, _Membership]) -> list[tuple[int, ...]]:
         raise InputError(
             "expert_group and expert_dp_group don't line up: the i-th ranks of the expert-data-parallel groups of an "
             "expert-parallel group should be an expert-parallel group, in the same order. Expert-parallel groups are "
-            f"{_list({each.expert_ranks for each in known.values()})}, expert-data-parallel groups "
-            f"{_list({each.dp_ranks for each in known.values()})}"
+            f"{_list({membership.expert_ranks for membership in known.values()})}, expert-data-parallel groups "
+            f"{_list({membership.dp_ranks for membership in known.values()})}"
         )
-    for rank, each in sorted(known.items()):
-        if each.nodes != known[me].nodes:
+    for rank, membership in sorted(known.items()):
+        if membership.nodes != known[me].nodes:
             raise InputError(
                 "nodes should have the same layout in all expert-parallel groups; numbered in order of first "
-                f"appearance, they are {list(known[me].nodes)} on rank {me} and {list(each.nodes)} on rank {rank}"
+                f"appearance, they are {list(known[me].nodes)} on rank {me} and {list(membership.nodes)} on rank {rank}"
             )
     return rows
 
@@ -295,17 +295,17 @@ def _number_nodes(nodes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
         InputError: if they are not one integer for each rank, or have different numbers of ranks.
     """
     try:
-        given = [operator.index(node) for node in nodes]
+        nodes_R = [operator.index(node) for node in nodes]
     except TypeError:
         raise InputError(f"nodes is {nodes!r}; it should be the node number of every rank of expert_group") from None
-    if len(given) != num_ranks:
-        raise InputError(f"nodes has {len(given)} node numbers; expert_group has {num_ranks} ranks")
-    ranks_of = Counter(given)
+    if len(nodes_R) != num_ranks:
+        raise InputError(f"nodes has {len(nodes_R)} node numbers; expert_group has {num_ranks} ranks")
+    ranks_of = Counter(nodes_R)
     if len(set(ranks_of.values())) > 1:
-        found = ", ".join(f"{ranks} on node {node}" for node, ranks in ranks_of.items())
-        raise InputError(f"all nodes should have equally many ranks of expert_group; nodes has {found}")
+        counts = ", ".join(f"{ranks} on node {node}" for node, ranks in ranks_of.items())
+        raise InputError(f"all nodes should have equally many ranks of expert_group; nodes has {counts}")
     numbers = {node: number for number, node in enumerate(ranks_of)}
-    return tuple(numbers[node] for node in given)
+    return tuple(numbers[node] for node in nodes_R)
 
 
 def _list(groups: set[tuple[int, ...]]) -> str:

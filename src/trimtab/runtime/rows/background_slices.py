@@ -217,11 +217,11 @@ class StepSlices:
         """Figures of what is planned so far."""
         with self._changed:
             planned = sum(plan.num_replicas for plan in self._plans)
-            found: dict[str, float] = {"moe/planned_replicas": planned, "plan/background_s": self._busy_s}
+            figures: dict[str, float] = {"moe/planned_replicas": planned, "plan/background_s": self._busy_s}
             if len(self._plans) == len(self._rounds):
-                found["moe/planned_max_vio"] = self._max_vio
-                found["moe/max_vio_error"] = self._max_vio - self._expected_max_vio
-            return found
+                figures["moe/planned_max_vio"] = self._max_vio
+                figures["moe/max_vio_error"] = self._max_vio - self._expected_max_vio
+            return figures
 
 
 def planner_thread(topology: Topology) -> CallThread:

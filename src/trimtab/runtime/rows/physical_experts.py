@@ -89,14 +89,14 @@ class InstanceReplicas:
     def of(cls, plan: StepPlan, micro_step: int, layer: int) -> InstanceReplicas:
         """The replicas of one instance of a plan."""
         indices = plan.replicas_of(micro_step, layer)
-        chosen = slice(indices.start, indices.stop)
-        ranks = plan.replica_ranks[chosen].astype(np.int64)
+        mine = slice(indices.start, indices.stop)
+        ranks = plan.replica_ranks[mine].astype(np.int64)
         slots = np.array([np.count_nonzero(ranks[:p] == rank) for p, rank in enumerate(ranks)], np.int64)
         quotas_PR = np.zeros((len(ranks), plan.num_ranks), np.int64)
         for p, replica in enumerate(indices):
             quotas = slice(int(plan.quota_starts[replica]), int(plan.quota_starts[replica + 1]))
             quotas_PR[p, plan.quota_sources[quotas]] = plan.quota_tokens[quotas]
-        return cls(plan.replica_experts[chosen].astype(np.int64), ranks, slots, plan.replica_paths[chosen], quotas_PR)
+        return cls(plan.replica_experts[mine].astype(np.int64), ranks, slots, plan.replica_paths[mine], quotas_PR)
 
 
 class ReplicasOfStep(Protocol):
