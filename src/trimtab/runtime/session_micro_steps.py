@@ -67,7 +67,7 @@ class SessionMicroSteps(SessionBase):
                 row twice.
         """
         step = self._need_step("micro_step()")
-        matches = step.problem(index) is None and step.matches_plan(index, sequence_hashes, self.topology.rank)
+        matches = step.problem(index) is None and step.matches_plan(index, sequence_hashes)
         known = step.micro_steps.get(index)
         if known is not None and matches and known.positions is positions:
             return known
@@ -124,7 +124,7 @@ class SessionMicroSteps(SessionBase):
         """Run the micro-steps of a step. Its first tables are made at once, unless its replicas follow."""
         self._step = step
         if step.slices is None and step.plan.num_micro_steps:
-            self._start_tables(step, 0, has_slices=True)
+            step.start_tables(0, True, self._tables_thread)
 
     def _need_step(self, what: str) -> RunningStep:
         """The step. Raises RuntimeError if there is none."""
@@ -172,15 +172,7 @@ class SessionMicroSteps(SessionBase):
             return BoundRoutes(micro_step, Routing.LIVE)
         if not matches_plan:
             return BoundRoutes(micro_step, Routing.UNPLANNED)
-        return step.bind(micro_step, self._experts.layers, self.topology, has_slices, self._uploads)
-
-    def _start_tables(self, step: RunningStep, index: int, has_slices: bool) -> None:
-        """Make the row tables of a micro-step on a thread, and then those of the next one."""
-        following = index + 1 < step.plan.num_micro_steps and (step.slices is None or step.slices.is_here(index + 1))
-        for number, has in ((index, has_slices), *([(index + 1, True)] if following else [])):
-            tables = step.tables_of(number, self._experts.layers, self.topology, has, self._uploads is not None)
-            if not tables.is_made:
-                self._tables_thread.start(tables.make_all)
+        return step.bind(micro_step, has_slices)
 
     @cached_property
     def _tables_thread(self) -> CallThread:
@@ -214,7 +206,7 @@ class SessionMicroSteps(SessionBase):
         self._calls.backward.open(micro_step, matches_plan, has_slices)
         try:
             if step is not None and matches_plan:
-                self._start_tables(step, index, has_slices)
+                step.start_tables(index, has_slices, self._tables_thread)
             if step is not None:
                 self._feedback.enter(index)
             routes = self._calls.current = micro_step.routes(matches_plan, has_slices)

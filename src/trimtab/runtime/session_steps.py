@@ -341,7 +341,10 @@ class SessionSteps(SessionMicroSteps):
         number = self._end_step()
         transfers = experts.transfers if is_executed else None
         following = None if slices is None else self._start_slices(plan, workload, slices)
-        step = RunningStep(plan, workload, trace, schedule, transfers, number, self.settings.slots_per_rank, following)
+        step = RunningStep(
+            self.topology, experts.layers, plan, workload, trace, schedule, transfers, number,
+            self.settings.slots_per_rank, self._uploads, following,
+        )  # fmt: skip
         if transfers is not None:
             with torch.inference_mode(False):
                 experts.move(plan.placement)

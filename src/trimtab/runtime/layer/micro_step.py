@@ -17,6 +17,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import Schedule, StepPlan, Workload
 from trimtab.runtime.live.balancer import LiveMicroStep
+from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.background_slices import StepSlices
 from trimtab.runtime.rows.layout import place_rows
@@ -29,14 +30,6 @@ from trimtab.runtime.transfer.transfers import Transfers
 from trimtab.trace import RoutingTrace
 
 
-@dataclass(eq=False)
-class _Uploaded:
-    """The tables of a chunk on the device, and the wait for their upload; None once something has waited."""
-
-    tables: list[LayerTables]
-    wait: Wait | None
-
-
 class DeviceTables:
     """The tables of one micro-step, for one use of it.
 
@@ -47,7 +40,9 @@ class DeviceTables:
 
     def __init__(self, tables: RowTables, copies: BackgroundCopies | None) -> None:
         self._tables, self._copies = tables, copies
-        self._uploaded: dict[int, _Uploaded] = {}
+        # By chunk, tables on the device; and the waits for their uploads, until something has waited.
+        self._uploaded: dict[int, list[LayerTables]] = {}
+        self._waits: dict[int, Wait] = {}
 
     def of(self, layer: int) -> LayerTables:
         """The tables of a layer. Compute that is queued from now on waits for their upload."""
@@ -58,20 +53,18 @@ class DeviceTables:
         for other, chunk in enumerate(chunks):
             if chunk.is_made:
                 self._upload(other, self._copies)
-        uploaded = self._uploaded[number]
-        if uploaded.wait is not None:
-            uploaded.wait()
-            uploaded.wait = None
-        return uploaded.tables[layer - chunks[number].layers.start]
+        if number in self._waits:
+            self._waits.pop(number)()
+        return self._uploaded[number][layer - chunks[number].layers.start]
 
     def _upload(self, number: int, copies: BackgroundCopies) -> None:
         if number in self._uploaded:
             return
         host, packed = self._tables.of_chunk(number), self._tables.chunks[number].packed
         with torch.inference_mode(False):
-            memories, wait = copies.upload([part.memory for part in packed])
+            memories, self._waits[number] = copies.upload([part.memory for part in packed])
             arrays = [carve(memory, part.like) for memory, part in zip(memories, packed, strict=True)]
-        self._uploaded[number] = _Uploaded(moved(host, arrays), wait)
+        self._uploaded[number] = moved(host, arrays)
 
 
 # Most host memory of a rank for the tables of micro-steps, but for the present one and its neighbours.
@@ -209,17 +202,21 @@ class RunningStep:
     """An applied plan, and what this rank needs to run its micro-steps.
 
     Attributes:
+        layers: home experts of all layers.
         plan, workload: those of the expert-parallel group.
         trace: this rank's sequences, ordered by micro-step.
         schedule: the schedule of all data ranks; None if the session has not planned the step.
         transfers: replica transfers; None if micro-steps only replay their routing.
         number: the plan's number in the session.
         num_slots: slots of a rank.
+        uploads: copies tables of rows to the device; None if that is the host.
         slices: replicas that follow while the step runs; None if the plan has all.
         micro_steps: micro-steps in use, by number.
         has_moved: whether experts have moved to other homes since the plan was applied.
     """
 
+    topology: Topology
+    layers: Sequence[HomeExperts]
     plan: StepPlan
     workload: Workload
     trace: RoutingTrace
@@ -227,6 +224,7 @@ class RunningStep:
     transfers: Transfers | None
     number: int
     num_slots: int
+    uploads: BackgroundCopies | None = None
     slices: StepSlices | None = None
     micro_steps: weakref.WeakValueDictionary[int, MicroStep] = field(default_factory=weakref.WeakValueDictionary)
     has_moved: bool = False
@@ -246,65 +244,61 @@ class RunningStep:
             f"micro-step {index!r} is not in the plan; its {self.plan.num_micro_steps} micro-steps are numbered from 0"
         )
 
-    def matches_plan(self, index: int, sequence_hashes: Array | None, rank: int) -> bool:
-        """Whether these are the planned sequences of a rank; True without hashes."""
+    def matches_plan(self, index: int, sequence_hashes: Array | None) -> bool:
+        """Whether these are the planned sequences of this rank; True without hashes."""
         if sequence_hashes is None:
             return True
-        return np.array_equal(sequence_hashes, self.trace.sequence_hashes[self._sequences_of(index, rank)])
+        return np.array_equal(sequence_hashes, self.trace.sequence_hashes[self._sequences_of(index)])
 
-    def bind(
-        self,
-        micro_step: MicroStep,
-        layers: Sequence[HomeExperts],
-        topology: Topology,
-        has_slices: bool,
-        uploads: BackgroundCopies | None,
-    ) -> BoundRoutes:
+    def bind(self, micro_step: MicroStep, has_slices: bool) -> BoundRoutes:
         """Routes and layouts of a micro-step with the planned sequences on all ranks. Not a collective.
 
         Args:
             has_slices: whether its replicas are planned and agreed; it has none otherwise.
-            uploads: copies tables to the device; None if that is the host.
         """
         index = micro_step.index
-        tables = self.tables_of(index, layers, topology, has_slices, uploads is not None)
         bound = BoundRoutes(
             micro_step,
             Routing.REPLAYED if self.transfers is None else Routing.PLANNED,
-            DeviceTables(tables, uploads),
+            DeviceTables(self.tables_of(index, has_slices), self.uploads),
             self.transfers,
             self.number,
         )
         if self.transfers is not None:
-            first_token = self._tokens_of(index, topology.rank).start
+            first_token = self._tokens_of(index).start
             bound.record = lambda layer, tokens_U, ids_UK: self._record(first_token + tokens_U, layer, ids_UK)
         return bound
 
-    def tables_of(
-        self, index: int, layers: Sequence[HomeExperts], topology: Topology, has_slices: bool, is_uploaded: bool
-    ) -> RowTables:
+    def tables_of(self, index: int, has_slices: bool) -> RowTables:
         """The tables of a micro-step, which are made when they are used; see `bind`."""
         key = index, has_slices
         tables = self._tables.get(key)
         if tables is None:
-            tables = self._tables[key] = self.new_tables(index, layers, topology, has_slices, is_uploaded)
+            tables = self._tables[key] = self.new_tables(index, has_slices)
         # A further pass needs the first ones first.
         spare = [other for other in self._tables if abs(other[0] - index) > 1]
         while spare and sum(kept.nbytes for kept in self._tables.values()) > KEPT_BYTES:
             del self._tables[spare.pop()]
         return tables
 
-    def new_tables(
-        self, index: int, layers: Sequence[HomeExperts], topology: Topology, has_slices: bool, is_uploaded: bool
-    ) -> RowTables:
+    def new_tables(self, index: int, has_slices: bool) -> RowTables:
         """Tables of a micro-step that nothing else uses."""
-        make = partial(self._make_tables, index, layers, topology, has_slices)
-        return RowTables(make, len(layers), layers[0].device if is_uploaded else None)
+        pack_for = None if self.uploads is None else self.layers[0].device
+        return RowTables(partial(self._make_tables, index, has_slices), len(self.layers), pack_for)
 
-    def _make_tables(
-        self, index: int, layers: Sequence[HomeExperts], topology: Topology, has_slices: bool, layer: int
-    ) -> LayerTables:
-        ids_NK = self.trace.expert_ids[self._tokens_of(index, topology.rank), layer].copy()
+    def start_tables(self, index: int, has_slices: bool, thread: CallThread) -> None:
+        """Make the tables of a micro-step on a thread, and then those of the next one, if its replicas are here."""
+        started = [(index, has_slices)]
+        if index + 1 < self.plan.num_micro_steps and (self.slices is None or self.slices.is_here(index + 1)):
+            started.append((index + 1, True))
+        for key in started:
+            tables = self.tables_of(*key)
+            if not tables.is_made:
+                thread.start(tables.make_all)
+
+    def _make_tables(self, index: int, has_slices: bool, layer: int) -> LayerTables:
+        topology = self.topology
+        ids_NK = self.trace.expert_ids[self._tokens_of(index), layer].copy()
         is_known_N = ids_NK[:, 0] != self.trace.no_route
         known_N = None if is_known_N.all() else torch.from_numpy(is_known_N)
         tables = LayerTables(torch.from_numpy(ids_NK), known_N)
@@ -313,7 +307,7 @@ class RunningStep:
         planned = PlannedRows.of(
             ids_NK,
             self.workload.token_counts_MLRE[index, layer],
-            PhysicalExperts.of(layers[layer], topology.rank, topology.positions, self.num_slots),
+            PhysicalExperts.of(self.layers[layer], topology.rank, topology.positions, self.num_slots),
             self.replicas.of(index, layer) if has_slices else InstanceReplicas.none(self.plan.num_ranks),
         )
         if self.plan.mixed_ML[index, layer]:
@@ -339,12 +333,12 @@ class RunningStep:
             self._completed = self.trace.expert_ids.copy()
         self._completed[tokens_U, layer] = ids_UK
 
-    def _sequences_of(self, index: int, rank: int) -> Array:
-        return np.flatnonzero(self.plan.schedule.of_rank(rank) == index)
+    def _sequences_of(self, index: int) -> Array:
+        return np.flatnonzero(self.plan.schedule.of_rank(self.topology.rank) == index)
 
-    def _tokens_of(self, index: int, rank: int) -> slice:
+    def _tokens_of(self, index: int) -> slice:
         """The tokens of a micro-step; they are consecutive, since sequences are ordered by micro-step."""
-        mine = self._sequences_of(index, rank)
+        mine = self._sequences_of(index)
         if not len(mine):
             return slice(0, 0)
         return slice(int(self.trace.sequence_starts[mine[0]]), int(self.trace.sequence_starts[mine[-1] + 1]))

@@ -6,20 +6,13 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from trimtab.errors import InputError
 
 T = TypeVar("T")
-
-
-class _Failure(NamedTuple):
-    """An error of the first rank, whose own class other ranks may not be able to load."""
-
-    text: str
-    is_input: bool
 
 
 def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup) -> T:
@@ -29,22 +22,23 @@ def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup) -> T:
         InputError: on all ranks, if the function raises it.
         RuntimeError: on other ranks, if the function raises anything else, with the rank and the error.
     """
-    message: list[Any] = [None]
+    # The result; if the function failed, whether for its input; and the error's text, since other ranks may not be able
+    # to load its class.
+    message: list[Any] = [None, None, ""]
     if dist.get_rank(group) == 0:
         try:
-            message = [function()]
+            message[0] = function()
         except BaseException as error:
             first = dist.get_process_group_ranks(group)[0]
             is_input = isinstance(error, InputError)
             text = str(error) if is_input else f"rank {first} failed: {type(error).__name__}: {error}"
-            dist.broadcast_object_list([_Failure(text, is_input)], group=group, group_src=0)
+            dist.broadcast_object_list([None, is_input, text], group=group, group_src=0)
             raise
     dist.broadcast_object_list(message, group=group, group_src=0)
-    if isinstance(message[0], _Failure):
-        kind = InputError if message[0].is_input else RuntimeError
-        raise kind(message[0].text)
-    result: T = message[0]
-    return result
+    result, is_input_error, text = message
+    if is_input_error is not None:
+        raise InputError(text) if is_input_error else RuntimeError(text)
+    return cast(T, result)
 
 
 class CallThread:
