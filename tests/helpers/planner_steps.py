@@ -65,9 +65,9 @@ class Instance:
     def counts_E(self) -> Array:
         return self.counts_RE.sum(axis=0, dtype=np.int64)
 
-    def kernel_instance(self) -> kernel_values.Instance:
+    def kernel_instance(self) -> kernel_values.InstanceRows:
         """The instance as kernels take it."""
-        return kernel_values.Instance(self.counts_E, self.fixed_R, Homes.of(self.home_E, self.ranks))
+        return kernel_values.InstanceRows(self.counts_E, self.fixed_R, Homes.of(self.home_E, self.ranks))
 
     def limits(self, reach: int | None = None) -> kernel_values.Limits:
         """Its limits as kernels take them; `reach` as in `PlanSettings.limits`."""
