@@ -23,6 +23,8 @@ from trimtab.runtime.rows.exchange import RowExchange
 from trimtab.runtime.rows.grouped_products import RowGroups
 from trimtab.runtime.rows.layout import SecondPhase
 
+OfRows = Callable[[torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True, eq=False)
 class Dispatched:
@@ -148,9 +150,6 @@ class _Combine(torch.autograd.Function):
         grad_parts = [arrived.index_select(0, rows) for rows in parts]
         ctx.call.mark(EXPERTS + BACKWARD)
         return grad_weights, None, *grad_parts
-
-
-OfRows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def run_in_two_phases(

@@ -23,6 +23,8 @@ from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, OTHER
 from trimtab.runtime.rows.grouped_products import ApplyExperts, ExpertWeight, RowGroups
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 
+HomeWeights = Callable[[], Sequence[torch.Tensor]]
+
 
 class RoutedLayer:
     """A MoE layer of a session.
@@ -83,9 +85,6 @@ class RoutedLayer:
 def mark(ids: torch.Tensor) -> tuple[int, int]:
     """Address and version of ids."""
     return ids.data_ptr(), -1 if ids.is_inference() else ids._version
-
-
-HomeWeights = Callable[[], Sequence[torch.Tensor]]
 
 
 class ExpertLayer(RoutedLayer):

@@ -29,6 +29,9 @@ from trimtab.runtime.transfer.copy_engine import BackgroundCopies, Wait
 from trimtab.runtime.transfer.transfers import Transfers
 from trimtab.trace import RoutingTrace
 
+# Most host memory of a rank for the tables of micro-steps, but for the present one and its neighbours.
+KEPT_BYTES = 1 << 30
+
 
 class DeviceTables:
     """The tables of one micro-step, for one use of it.
@@ -65,10 +68,6 @@ class DeviceTables:
             memories, self._waits[number] = copies.upload([part.memory for part in packed])
             arrays = [carve(memory, part.like) for memory, part in zip(memories, packed, strict=True)]
         self._uploaded[number] = moved(host, arrays)
-
-
-# Most host memory of a rank for the tables of micro-steps, but for the present one and its neighbours.
-KEPT_BYTES = 1 << 30
 
 
 class Routing(Enum):

@@ -22,6 +22,9 @@ from trimtab.planner import StepPlan
 from trimtab.planner.replicas.paths import PEER
 from trimtab.runtime.state.home_experts import HomeExperts
 
+# The physical expert of a row whose route is unknown.
+UNKNOWN = 0xFFFF
+
 # Micro-steps whose decoded replicas are cached.
 CACHED_MICRO_STEPS = 4
 
@@ -90,13 +93,12 @@ class InstanceReplicas:
         """The replicas of one instance of a plan."""
         indices = plan.replicas_of(micro_step, layer)
         mine = slice(indices.start, indices.stop)
-        ranks = plan.replica_ranks[mine].astype(np.int64)
-        slots = np.array([np.count_nonzero(ranks[:p] == rank) for p, rank in enumerate(ranks)], np.int64)
-        quotas_PR = np.zeros((len(ranks), plan.num_ranks), np.int64)
+        quotas_PR = np.zeros((len(indices), plan.num_ranks), np.int64)
         for p, replica in enumerate(indices):
             quotas = slice(int(plan.quota_starts[replica]), int(plan.quota_starts[replica + 1]))
             quotas_PR[p, plan.quota_sources[quotas]] = plan.quota_tokens[quotas]
-        return cls(plan.replica_experts[mine].astype(np.int64), ranks, slots, plan.replica_paths[mine], quotas_PR)
+        replicas = cls.chosen(plan.replica_experts[mine], plan.replica_ranks[mine], quotas_PR)
+        return replace(replicas, paths=plan.replica_paths[mine])
 
 
 class ReplicasOfStep(Protocol):
@@ -121,10 +123,6 @@ class PlanReplicas:
     def count(self, micro_step: int, layer: int) -> int:
         """Replicas of an instance on all ranks; 0 for a micro-step that the plan does not have."""
         return int(self._counts_ML[micro_step][layer]) if 0 <= micro_step < len(self._counts_ML) else 0
-
-
-# The physical expert of a row whose route is unknown.
-UNKNOWN = 0xFFFF
 
 
 @dataclass(frozen=True, eq=False)
