@@ -189,8 +189,8 @@ def plan(loop: Loop, seed: int, moves: bool = True, mode: str = "plan") -> None:
     mode_before, session.mode = session.mode, mode  # type: ignore[assignment]
     placement = random_placement(rng, layers, session.num_experts, ranks) if moves else session.placement
     chosen = random_plan(
-        rng, Workload.from_trace(trace.with_repeats_unknown()[0], schedule), schedule, slots=loop.slots, placement=placement,
-        ranks_per_node=session.topology.ranks_per_node,
+        rng, Workload.from_trace(trace.with_repeats_unknown()[0], schedule), schedule, slots=loop.slots,
+        placement=placement, ranks_per_node=session.topology.ranks_per_node,
     )  # fmt: skip
     mine = trace.select(schedule.sequences_of(session.rank))
     if carried_out and _would_move_gradients(loop, placement):
