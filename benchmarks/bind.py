@@ -118,8 +118,8 @@ def _blocked_s(session: Session, layer_s: float) -> list[float]:
 
 def _make_all(session: Session) -> tuple[float, int]:
     """Seconds of making all tables of a micro-step at once, and their bytes."""
-    step = session._steps.runs.need("a table")
-    tables = step.new_tables(0, session.homes, session.topology, has_slices=True, is_uploaded=False)
+    step = session._need_step("a table")
+    tables = step.new_tables(0, has_slices=True)
     start = time.perf_counter()
     tables.make_all()
     return time.perf_counter() - start, tables.nbytes

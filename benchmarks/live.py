@@ -39,15 +39,15 @@ from trimtab.calibration.small_model import HIDDEN, LAYERS, TOP_K, WIDTH, small_
 from trimtab.cli.options import add_options, given, positive
 from trimtab.cli.parser import Parser
 from trimtab.errors import InputError
-from trimtab.integrations.transformers import moe_blocks, share_experts
+from trimtab.integrations.transformers import distribute_experts, moe_blocks
 from trimtab.integrations.transformers.families import reroute
 from trimtab.launch import launch
 from trimtab.report.number_text import bytes_text, seconds
 from trimtab.runtime import Session
 from trimtab.runtime.live.balancer import CANDIDATES
 from trimtab.runtime.live.policies import TRIED, LivePolicy
-from trimtab.runtime.planning import LOCAL_CPU
-from trimtab.runtime.settings import Mode
+from trimtab.runtime.session_settings import Mode
+from trimtab.runtime.step_planner import LOCAL_CPU
 from trimtab.trace import synthesize
 
 POLICIES: tuple[LivePolicy, ...] = ("quota", "feplb", "predict", "auto")
@@ -304,7 +304,7 @@ class LiveModel:
             # Before the session's own hook, which then gets these ids as the router's choice.
             gate: Any = block.gate
             gate.register_forward_hook(partial(_choose, config, chosen, layer))
-        share_experts(model, session)
+        distribute_experts(model, session)
         shape = settings.tokens // settings.sequence_length, settings.sequence_length
         generator = torch.Generator().manual_seed(dist.get_rank())
         tokens = torch.randint(0, config.vocab_size, shape, generator=generator)

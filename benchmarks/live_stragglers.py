@@ -42,7 +42,7 @@ from trimtab.runtime import RowGroups
 from trimtab.runtime.live.balancer import LiveBalancer
 from trimtab.runtime.live.choices import choose_quotas
 from trimtab.runtime.live.policies import LivePolicy, Predictor
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.rows.physical_experts import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 
 if TYPE_CHECKING:

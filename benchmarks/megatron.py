@@ -33,7 +33,7 @@ from trimtab.cli.parser import Parser
 from trimtab.integrations.megatron import balance
 from trimtab.launch import launch
 from trimtab.report.number_text import seconds
-from trimtab.runtime.planning import LOCAL_CPU
+from trimtab.runtime.step_planner import LOCAL_CPU
 
 RATIOS = ("overhead_when_balanced", "gain_captured")
 STEPS: Columns = {"variant": "{name}", "median step": quantity("median_s", seconds), "CPU by rank": "{cpu}"}

@@ -33,11 +33,11 @@ from trimtab.calibration.small_model import EXPERTS, SEQUENCE_LENGTH, small_conf
 from trimtab.cli.options import add_options, given, positive
 from trimtab.cli.parser import Parser
 from trimtab.errors import InputError
-from trimtab.integrations.transformers import share_experts
+from trimtab.integrations.transformers import distribute_experts
 from trimtab.launch import launch
 from trimtab.planner import Placement, pack_by_length
 from trimtab.runtime import PlannedStep, Session
-from trimtab.runtime.planning import LOCAL_CPU
+from trimtab.runtime.step_planner import LOCAL_CPU
 from trimtab.trace import synthesize
 
 # More rows than any rank has: with a limit, plans are made as a whole.
@@ -90,7 +90,7 @@ def run_benchmark(settings: PlanningBenchmark) -> None:
     config = AutoConfig.for_model(**small_config())
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     session = Session(num_experts=config.num_experts, rates=LOCAL_CPU)
-    share_experts(model, session)
+    distribute_experts(model, session)
     replicated = session.replicated_parameters(model)
     whole_trace = synthesize(
         num_sequences=settings.tokens // SEQUENCE_LENGTH * ranks * settings.micro_steps,
@@ -116,7 +116,7 @@ def run_benchmark(settings: PlanningBenchmark) -> None:
     header = plan(trace)
     mine = whole_trace.select(np.concatenate(parts_R)[header.schedule.sequences_of(rank)])
     session.apply_plan(header, mine)
-    beforehand = replace(header, plan=session.step_plan, slices=None)
+    beforehand = replace(header, plans=(session.step_plan,), slices=None)
 
     def timed(apply: Callable[[], Any]) -> tuple[float, float]:
         model.zero_grad()
@@ -129,9 +129,9 @@ def run_benchmark(settings: PlanningBenchmark) -> None:
         return time.perf_counter() - start, time.process_time() - cpu_start
 
     def at_once() -> None:
-        session.settings.max_rows_per_rank = NO_LIMIT
+        session.settings = replace(session.settings, max_rows_per_rank=NO_LIMIT)
         made = plan(trace)
-        session.settings.max_rows_per_rank = None
+        session.settings = replace(session.settings, max_rows_per_rank=None)
         session.apply_plan(made, mine)
 
     variants = {

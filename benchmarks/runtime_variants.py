@@ -25,14 +25,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed.expert_parallel import AllToAllEP
 
-from trimtab.integrations.transformers import moe_blocks, share_experts
+from trimtab.integrations.transformers import distribute_experts, moe_blocks
 from trimtab.integrations.transformers.families import reroute
 from trimtab.planner import Workload
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime import Session
 from trimtab.runtime.gradients import sum_gradients
-from trimtab.runtime.planning import LOCAL_CPU, SessionPlanner
-from trimtab.runtime.settings import Mode, Paths
+from trimtab.runtime.session_settings import Mode, Paths
+from trimtab.runtime.step_planner import LOCAL_CPU, SessionPlanner
 from trimtab.trace import RoutingTrace
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def build_variants(settings: RuntimeBenchmark) -> RuntimeVariants:
     if settings.link_mbit is not None:
         rates = replace(rates, network_bytes_per_s=settings.link_mbit * 1e6 / 8)
     session = Session(num_experts=settings.experts, slots_per_rank=settings.slots, ranks_per_node=per_node, rates=rates)
-    share_experts(ours, session)
+    distribute_experts(ours, session)
     replicated = session.replicated_parameters(ours)
     # All sequences have the same length, so every seed has the same schedule.
     _, even, schedule = settings.draw(num_ranks)
@@ -111,12 +111,13 @@ def build_variants(settings: RuntimeBenchmark) -> RuntimeVariants:
         ours.zero_grad()
         session.mode, session.paths = "plan", "both"
         one_node = replace(session.topology, ranks_per_node=num_ranks)
+        # Rates of links between nodes do not count on one node.
         planner = SessionPlanner.of(
-            one_node, session.homes, top_k=settings.top_k, slots=settings.slots, settings=session.settings.plan_settings
+            one_node, session.homes, replace(session.settings, rates=None), top_k=settings.top_k
         )
         trace = skewed.select(mine)
-        planned = planner.for_schedule(trace, schedule, session.placement, "plan", may_move=False, sliced=False)
-        session.apply_plan(replace(planned, plan=replace(planned.plan, ranks_per_node=per_node)), trace)
+        planned = planner.for_schedule(trace, schedule, session.placement, may_move=False, sliced=False)
+        session.apply_plan(replace(planned, plans=(replace(planned.plan, ranks_per_node=per_node),)), trace)
 
     def step() -> None:
         with session.micro_step(0):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from trimtab.integrations.transformers import share_experts
+from trimtab.integrations.transformers import distribute_experts
 from trimtab.launch import launch
 from trimtab.runtime import Session
 
@@ -25,7 +25,7 @@ def train() -> None:
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # whole, and the same on every rank
     session = Session(num_experts=8, mode="live", policy="quota")
-    share_experts(model, session)
+    distribute_experts(model, session)
     replicated = session.replicated_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(1 + dist.get_rank())

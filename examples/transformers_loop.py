@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from trimtab import Schedule
-from trimtab.integrations.transformers import record_routing, share_experts
+from trimtab.integrations.transformers import distribute_experts, record_routing
 from trimtab.launch import launch
 from trimtab.runtime import Session
 
@@ -33,7 +33,7 @@ def train(rl_steps: int = 2) -> None:
 
     # Once: keep this rank's experts in the session and drop all others. Then create the optimizer.
     session = Session(num_experts=EXPERTS)
-    share_experts(model, session)
+    distribute_experts(model, session)
     replicated = session.replicated_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session.register_optimizers(optimizer)  # so that experts can move with their state

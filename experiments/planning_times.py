@@ -134,7 +134,7 @@ def plan_trimtab(policy: Trimtab, view: View, parts: Parts) -> Planned:
     loads = StepLoads.of_sequences(sequences, schedule, cluster.ranks)
     planning = StepPlanning(loads, view.placement, cluster, policy.settings, costs, view.past_counts_PLE, threads=1)
     with parts.timed("choice"):
-        choice, _ = choose_strategy(planning, may_move=True)
+        choice = choose_strategy(planning, may_move=True)
     # Homes are improved, whatever the choice.
     strategy = replace(choice.strategy, homes=STEP, move_penalty=MOVE_PENALTY)
     homes = []

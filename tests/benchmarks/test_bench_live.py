@@ -26,7 +26,7 @@ from benchmarks.live_stragglers import (
 from trimtab.cluster import ClusterSpec
 from trimtab.launch import launch
 from trimtab.runtime.live.policies import Predictor
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.rows.physical_experts import InstanceReplicas
 
 TINY = LiveBenchmark(
     pairs=2, seeds=1, ranks=(2, 4), presets=("qwen3-30b-math",), experts=32, straggler_layers=1, gemm_instances=1,

@@ -19,7 +19,7 @@ from trimtab.planner.replicas.kernel_values import Limits
 from trimtab.runtime import Session
 from trimtab.runtime.live import balancer
 from trimtab.runtime.live.choices import choose_quotas
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.rows.physical_experts import InstanceReplicas
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from helpers.equality import relative_error
 from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model, use_layout
 from helpers.random_plans import random_group_plans, random_placement
-from trimtab.planner import GroupPlans, Placement, Schedule, Workload
-from trimtab.runtime import planning
+from trimtab.planner import Placement, PlannedStep, Schedule, Workload
+from trimtab.runtime import step_planner
 
 
 def other_homes(rng: np.random.Generator, placement: Placement, ranks: int, *, everywhere: bool = False) -> Placement:
@@ -80,7 +80,7 @@ class Pair:
         routing = self.plain.record(self.function, tokens_MBS)
         self.zero()
         self.plain.run(self.function, tokens_MBS)
-        with mock.patch.object(planning, "plan_schedule", self._random_plans):
+        with mock.patch.object(step_planner, "plan_schedule", self._random_plans):
             self.moving.run(self.session.planned(self.function, routing), tokens_MBS)
         report = self.session.report
         if report is not None:
@@ -90,7 +90,7 @@ class Pair:
     def _random_plans(
         self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, _cluster: Any, *, may_move: bool,
         **_chosen: Any,
-    ) -> GroupPlans:  # fmt: skip
+    ) -> PlannedStep:  # fmt: skip
         """Replaces the planner on the first rank."""
         assert self.session.session is not None
         assert may_move

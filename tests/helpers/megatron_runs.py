@@ -19,8 +19,8 @@ from helpers.live_runs import quotas_of_few
 from helpers.random_plans import random_group_plans
 from trimtab.array_type import Array
 from trimtab.integrations.megatron.on_cpu import use_cpu
-from trimtab.planner import GroupPlans, Placement, Schedule, Workload, plan_schedule
-from trimtab.runtime import planning
+from trimtab.planner import Placement, PlannedStep, Schedule, Workload, plan_schedule
+from trimtab.runtime import step_planner
 from trimtab.runtime.live import balancer
 from trimtab.runtime.live.policies import LivePolicy
 
@@ -327,7 +327,7 @@ class _Comparison:
             routing = self.plain.record(self.function, tokens_MBS)
             planner = self.random_plans if self.case.random_plans else plan_schedule
             with (
-                mock.patch.object(planning, "plan_schedule", planner),
+                mock.patch.object(step_planner, "plan_schedule", planner),
                 # Few tokens are enough for a replica.
                 mock.patch.object(balancer, "choose_quotas", quotas_of_few),
             ):
@@ -365,7 +365,7 @@ class _Comparison:
 
     def random_plans(
         self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, _cluster: Any, **_chosen: Any
-    ) -> GroupPlans:
+    ) -> PlannedStep:
         """Replaces the planner on the first rank."""
         assert self.session.session is not None
         ranks_per_node = self.session.session.topology.ranks_per_node

@@ -20,11 +20,10 @@ from helpers.random_plans import random_placement, random_plan
 from helpers.random_slices import RELEASE, as_header, fails, in_time, random_delay, random_slices, stalls
 from helpers.rank_pool import scattered_groups
 from trimtab.array_type import Array
-from trimtab.planner import GroupPlans, Placement, Schedule, Workload
+from trimtab.planner import Placement, PlannedStep, Schedule, Workload
 from trimtab.planner.plan.pass_times import PARTS
-from trimtab.planner.plan.prediction import Prediction
-from trimtab.planner.plan.strategy import NOTHING, Choice
-from trimtab.runtime import MicroStep, Session, planning
+from trimtab.planner.plan.strategy import NOTHING
+from trimtab.runtime import MicroStep, Session, step_planner
 
 TOLERANCE = 1e-12
 ORDERS = ("one by one", "1F1B", "interleaved", "backwards last")
@@ -160,7 +159,7 @@ class _Comparison:
         expected.backward()
 
         is_mixed_ML = self._mixed(ids_TLK, micro_step_T, rank_T, num_micro_steps)
-        with mock.patch.object(planning, "plan_schedule", self.random_plans), random_slices(self.delay):
+        with mock.patch.object(step_planner, "plan_schedule", self.random_plans), random_slices(self.delay):
             report = session.plan_micro_steps([ids_TLK[rows] for rows in rows_M])
             assert report.mixed_instances == is_mixed_ML.sum()
             steps = [session.micro_step(m) for m in range(num_micro_steps)]
@@ -232,7 +231,7 @@ class _Comparison:
 
     def random_plans(
         self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, _cluster: Any, **chosen: Any
-    ) -> GroupPlans:
+    ) -> PlannedStep:
         """Replaces the planner on rank 0."""
         ranks, topology = loads[0].num_ranks, self.session.topology
         if chosen["may_move"]:
@@ -244,8 +243,7 @@ class _Comparison:
             )
             for group, load in enumerate(loads)
         )  # fmt: skip
-        prediction = Prediction(dict.fromkeys(PARTS, 1.0))
-        planned = GroupPlans(schedule, placement, plans, Choice(NOTHING, {"nothing": 1.0}), prediction, 0.0)
+        planned = PlannedStep(schedule, plans, NOTHING, {"nothing": 1.0}, dict.fromkeys(PARTS, 1.0))
         if not self.case.slices or not chosen["sliced"]:
             return planned
         return as_header(planned, slots=self.session.slots_per_rank, waits=self.case.slices in ("in time", "fails"))

@@ -11,7 +11,7 @@ from torch.distributed.nn.functional import all_reduce
 
 from trimtab.runtime import RowGroups
 from trimtab.runtime.layer.dispatch import Dispatched
-from trimtab.runtime.layer.instance import Instance
+from trimtab.runtime.layer.layer_call import LayerCall
 
 
 class PlainDispatcher:
@@ -27,7 +27,7 @@ class PlainDispatcher:
         self.num_homes, self.num_local = num_homes, num_homes + num_slots
 
     def dispatch(
-        self, hidden: torch.Tensor, physical_ids: torch.Tensor, weights: torch.Tensor, instance: Instance
+        self, hidden: torch.Tensor, physical_ids: torch.Tensor, weights: torch.Tensor, call: LayerCall
     ) -> Dispatched:
         most = torch.tensor(len(hidden))
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
@@ -43,7 +43,7 @@ class PlainDispatcher:
         places = torch.cat(rows)
         at_home = sum(counts[: self.num_homes])
         arrived = hidden_T[places[:, 0]]
-        used = len(instance.layout.replica_groups.counts)
+        used = len(call.layout.replica_groups.counts)
         assert sum(counts[self.num_homes + used :]) == 0, "rows for a slot without a replica"
         return Dispatched(
             arrived[:at_home], arrived[at_home:],

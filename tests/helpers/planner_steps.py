@@ -14,8 +14,7 @@ from helpers.random_plans import random_schedule, random_trace
 from trimtab import ClusterSpec, Placement, Schedule, Workload
 from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, StepCosts
-from trimtab.planner import Planner, PlanSettings, SequenceCounts, plan_sequences
-from trimtab.planner.planner import GroupPlans
+from trimtab.planner import PlannedStep, Planner, PlanSettings, SequenceCounts, plan_sequences
 from trimtab.planner.replicas import kernel_values
 from trimtab.planner.replicas.kernel_values import Homes, Shares
 from trimtab.planner.replicas.replica_search import place_replicas
@@ -66,9 +65,9 @@ class Instance:
     def counts_E(self) -> Array:
         return self.counts_RE.sum(axis=0, dtype=np.int64)
 
-    def kernel_instance(self) -> kernel_values.Instance:
+    def kernel_instance(self) -> kernel_values.InstanceRows:
         """The instance as kernels take it."""
-        return kernel_values.Instance(self.counts_E, self.fixed_R, Homes.of(self.home_E, self.ranks))
+        return kernel_values.InstanceRows(self.counts_E, self.fixed_R, Homes.of(self.home_E, self.ranks))
 
     def limits(self, reach: int | None = None) -> kernel_values.Limits:
         """Its limits as kernels take them; `reach` as in `PlanSettings.limits`."""
@@ -159,7 +158,7 @@ class Step:
     def sequences(self) -> SequenceCounts:
         return SequenceCounts.from_trace(self.trace)
 
-    def plan(self, **changes: Any) -> GroupPlans:
+    def plan(self, **changes: Any) -> PlannedStep:
         """Plan it, with some arguments of `plan_sequences` changed."""
         names = ("sequences", "placement", "cluster", "token_budget", "mini_batch", "groups", "settings")
         values = {name: getattr(self, name) for name in names} | {"costs": free_replicas(self.cluster)}

@@ -8,10 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from trimtab.cluster import ClusterSpec
-from trimtab.planner import GroupPlans, Placement, Schedule, StepPlan, Workload
+from trimtab.planner import Placement, PlannedStep, Schedule, StepPlan, Workload
 from trimtab.planner.plan.pass_times import PARTS
-from trimtab.planner.plan.prediction import Prediction
-from trimtab.planner.plan.strategy import NOTHING, Choice
+from trimtab.planner.plan.strategy import NOTHING
 from trimtab.trace import RoutingTrace
 
 
@@ -101,7 +100,7 @@ def random_plan(
 
 def random_group_plans(
     rng: np.random.Generator, loads: Sequence[Workload], schedule: Schedule, placement: Placement, ranks_per_node: int
-) -> GroupPlans:
+) -> PlannedStep:
     """Random plans of all expert-parallel groups, with these homes and two slots."""
     plans = tuple(
         random_plan(
@@ -110,5 +109,4 @@ def random_group_plans(
         )
         for group, load in enumerate(loads)
     )  # fmt: skip
-    prediction = Prediction(dict.fromkeys(PARTS, 1.0))
-    return GroupPlans(schedule, placement, plans, Choice(NOTHING, {"nothing": 1.0}), prediction, 0.0)
+    return PlannedStep(schedule, plans, NOTHING, {"nothing": 1.0}, dict.fromkeys(PARTS, 1.0))

@@ -15,7 +15,7 @@ import numpy as np
 from helpers.random_plans import random_plan
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
-from trimtab.planner import GroupPlans, Placement, Schedule
+from trimtab.planner import Placement, PlannedStep, Schedule
 from trimtab.planner.plan.plan_settings import PlanSettings
 from trimtab.planner.plan.slices import SlicePlanner, SliceRules
 from trimtab.planner.replicas.paths import links_of
@@ -27,7 +27,7 @@ NEVER_LATE_S, LONGEST_STALL_S = 1e6, 60.0
 RELEASE = threading.Event()
 
 
-def as_header(planned: GroupPlans, *, slots: int, waits: bool) -> GroupPlans:
+def as_header(planned: PlannedStep, *, slots: int, waits: bool) -> PlannedStep:
     """The same schedule and homes, with rules for random slices.
 
     Args:
@@ -42,7 +42,7 @@ def as_header(planned: GroupPlans, *, slots: int, waits: bool) -> GroupPlans:
     mirrors = (entries,) * len(planned.plans)
     patience_s = NEVER_LATE_S if waits else PATIENCE_S * planned.plans[0].num_micro_steps
     rules = SliceRules(PlanSettings().limits(cluster), links, mirrors, 0.0, 1.0, 1, patience_s)
-    return planned._replace(plans=tuple(plan.without_replicas() for plan in planned.plans), slices=rules)
+    return replace(planned, plans=tuple(plan.without_replicas() for plan in planned.plans), slices=rules)
 
 
 def in_time(_: range) -> None:

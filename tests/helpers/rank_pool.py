@@ -160,7 +160,7 @@ def _forget(state: dict[str, Any]) -> int:
     """Returns the number of threads that stay."""
     import torch.distributed as dist
 
-    from trimtab.runtime.ranks import topology
+    from trimtab.runtime.ranks import process_groups
 
     state.clear()
     scattered_groups.cache_clear()
@@ -171,7 +171,7 @@ def _forget(state: dict[str, Any]) -> int:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     # Numbers of groups go on, since the store of the ranks knows the names of earlier ones.
-    for created in topology._created.values():
+    for created in process_groups._created.values():
         created.groups.clear()
     # What lives now, modules mostly, is not searched again.
     gc.freeze()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trimtab.planner.replicas.paths import HOST, PEER
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas, PlanReplicas
+from trimtab.runtime.rows.physical_experts import InstanceReplicas, PlanReplicas
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.ring import ReplicaRing
 from trimtab.runtime.transfer.streams import Wait

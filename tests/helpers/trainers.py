@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from trimtab.rl.trainer import PreparedStep, Trainer
 from trimtab.rl.value_head import ValueHead
 from trimtab.rl.value_trunk import ValueTrunk
 from trimtab.runtime.live import balancer
-from trimtab.runtime.settings import Mode
+from trimtab.runtime.session_settings import Mode
 
 # The policy has changed since the recompute by so much in each token.
 LOG_RATIO = 0.1
@@ -46,7 +47,7 @@ def start(folder: Path, **settings: Any) -> Trainer:
         "slots": 0, "seed": 5,
     }  # fmt: skip
     trainer = Trainer(TrainConfig(out=folder / "out", model=folder / "model", **given | settings))
-    trainer.session.settings.least_gain = -1e9
+    trainer.session.settings = replace(trainer.session.settings, least_gain=-1e9)
     trainer.warm_start()
     return trainer
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trimtab.runtime.layer import instance
+from trimtab.runtime.layer import layer_call
 from trimtab.runtime.transfer import message_rounds, returns, ring
 from trimtab.runtime.transfer.message_rounds import Posted
 from trimtab.runtime.transfer.ring import ReplicaRing
@@ -45,10 +45,10 @@ def _fetch_after_exchange(patch: pytest.MonkeyPatch) -> None:
 
     Harmless where messages of different groups do not wait for each other.
     """
-    prefetch, send = ReplicaRing.prefetch, instance.Instance.send
+    prefetch, send = ReplicaRing.prefetch, layer_call.LayerCall.send
     later: list[tuple[ReplicaRing, int, int]] = []
 
-    def send_first(self: instance.Instance, kind: int, rows: torch.Tensor, *, back: bool) -> torch.Tensor:
+    def send_first(self: layer_call.LayerCall, kind: int, rows: torch.Tensor, *, back: bool) -> torch.Tensor:
         arrived = send(self, kind, rows, back=back)
         while later:
             prefetch(*later.pop())
@@ -56,7 +56,7 @@ def _fetch_after_exchange(patch: pytest.MonkeyPatch) -> None:
 
     if dist.get_rank() % 2:
         patch.setattr(ReplicaRing, "prefetch", lambda *args: later.append(args))
-        patch.setattr(instance.Instance, "send", send_first)
+        patch.setattr(layer_call.LayerCall, "send", send_first)
 
 
 def _without_wait(module: ModuleType, *, receives: bool) -> Mutant:

@@ -23,9 +23,9 @@ from helpers.random_plans import random_group_plans, random_placement
 from trimtab import RoutingTrace
 from trimtab.integrations.transformers import replay_routing
 from trimtab.integrations.trl import TrimtabGRPOTrainer
-from trimtab.planner import GroupPlans, Placement, Schedule, Workload, plan_schedule
+from trimtab.planner import Placement, PlannedStep, Schedule, Workload, plan_schedule
 from trimtab.rl.task import build_tokenizer
-from trimtab.runtime import planning
+from trimtab.runtime import step_planner
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class RandomPlans:
 
     def __call__(
         self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, cluster: Any, **chosen: Any
-    ) -> GroupPlans:
+    ) -> PlannedStep:
         if chosen["may_move"]:
             layers, experts = placement.home.shape
             placement = random_placement(self._rng, layers, experts, loads[0].num_ranks)
@@ -192,7 +192,7 @@ def train(run: Run, folder: Path, *, balanced: bool, resume: bool = False) -> tu
     result = Result()
     watch = Watch(result)
     plans = plan_schedule if "mode" in run.session else RandomPlans(5)
-    with accelerate_ranks(), mock.patch.object(planning, "plan_schedule", plans):
+    with accelerate_ranks(), mock.patch.object(step_planner, "plan_schedule", plans):
         trainer = watch.trainer = make_trainer(run, folder, balanced=balanced, callbacks=[watch])
         if balanced:
             _count(trainer, result)

@@ -15,7 +15,7 @@ from helpers.equality import relative_error
 from helpers.live_runs import quotas_of_few
 from helpers.moe_families import MODEL_TYPES, random_model, small_config
 from helpers.rank_tests import runs_on_ranks
-from trimtab.integrations.transformers import num_experts, share_experts
+from trimtab.integrations.transformers import distribute_experts, num_experts
 from trimtab.rl.collectives import reduce
 from trimtab.runtime import Session
 from trimtab.runtime.live import balancer
@@ -44,7 +44,7 @@ class Shared:
         self.model: Any = AutoModelForCausalLM.from_config(plain.config, dtype=torch.float64)
         self.model.load_state_dict(plain.state_dict())
         self.session = Session(num_experts=num_experts(plain.config), **options)
-        share_experts(self.model, self.session)
+        distribute_experts(self.model, self.session)
         if case.checkpointing is not None:
             self.model.gradient_checkpointing_enable({"use_reentrant": case.checkpointing})
         self.model.train()

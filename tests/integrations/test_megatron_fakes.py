@@ -88,8 +88,8 @@ def test_deepep_gets_planned_experts_with_weight_0(state: State) -> None:
     physical = physical_dispatcher(layer, 2, (0, 1), get_default_pg_collection())
     ids = torch.tensor([[11, 4], [5, 8], [10, 9]], dtype=torch.uint16)
     weights = torch.tensor([[0.0, 1.0], [0.3, 0.7], [0.0, 0.0]])
-    instance: Any = SimpleNamespace(layout=SimpleNamespace(physical_ids=ids))
-    MegatronRows.start(physical, torch.zeros(3, 1, 16), weights, instance)
+    layer_call: Any = SimpleNamespace(layout=SimpleNamespace(physical_ids=ids))
+    MegatronRows.start(physical, torch.zeros(3, 1, 16), weights, layer_call)
     manager: Any = physical._comm_manager  # type: ignore[union-attr]
     assert manager.token_indices.tolist() == ids.tolist()
     assert torch.allclose(manager.token_probs, weights)

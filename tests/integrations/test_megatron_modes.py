@@ -21,10 +21,10 @@ from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.array_type import Array
 from trimtab.cluster import load_cluster
 from trimtab.errors import InputError
-from trimtab.planner import GroupPlans, PlanSettings
+from trimtab.planner import PlannedStep, PlanSettings
 from trimtab.runtime.live import balancer
-from trimtab.runtime.planning import SessionPlanner
-from trimtab.runtime.settings import Mode
+from trimtab.runtime.session_settings import Mode
+from trimtab.runtime.step_planner import SessionPlanner
 from trimtab.trace import RoutingTrace
 
 MICRO_BATCHES = 2
@@ -81,17 +81,17 @@ class Pair:
     def balanced(self, **options: Any) -> Iterator[Any]:
         """The second model in a session that makes random plans."""
         from trimtab.integrations.megatron import balance
-        from trimtab.runtime import planning
+        from trimtab.runtime import step_planner
 
         session = balance(self.other.chunks, **options)
         assert session.session is not None
         topology, rng = session.session.topology, np.random.default_rng(0)
 
-        def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> GroupPlans:
+        def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> PlannedStep:
             return random_group_plans(rng, loads, schedule, placement, topology.ranks_per_node)
 
         try:
-            with mock.patch.object(planning, "plan_schedule", plans):
+            with mock.patch.object(step_planner, "plan_schedule", plans):
                 yield session
         finally:
             session.remove()

@@ -23,7 +23,7 @@ from helpers.rank_tests import runs_on_ranks
 from trimtab.cluster import load_cluster
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.planner import plan_schedule
-from trimtab.runtime import planning
+from trimtab.runtime import step_planner
 
 if TYPE_CHECKING:
     from trimtab.integrations.megatron.logical_order import NamedTensor
@@ -230,7 +230,7 @@ def test_rehome_moves_experts_and_makes_no_replicas() -> None:
     ids = np.resize(np.array([[0, 1], [1, 2], [2, 0]]), (len(tokens_MBS[0]), 2))
     routing = [np.stack([ids] * 2, axis=1) for _ in tokens_MBS]
     pair.zero()
-    with mock.patch.object(planning, "plan_schedule", wraps=plan_schedule) as planner:
+    with mock.patch.object(step_planner, "plan_schedule", wraps=plan_schedule) as planner:
         pair.moving.run(pair.session.planned(pair.function, routing), tokens_MBS)
     # The first rank plans.
     assert [call.args[3].slots_per_rank for call in planner.call_args_list] == [0] * (dist.get_rank() == 0)

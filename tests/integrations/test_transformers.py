@@ -30,12 +30,12 @@ from helpers.rank_tests import runs_on_ranks
 from trimtab import InputError, RoutingTrace, Workload
 from trimtab.integrations.transformers import (
     SUPPORTED_MODEL_TYPES,
+    distribute_experts,
     moe_blocks,
     num_experts,
     record_routing,
     replay_routing,
     router_weights,
-    share_experts,
 )
 from trimtab.rl.batches import collate
 from trimtab.rl.demo_model import save_checkpoint
@@ -119,7 +119,7 @@ def compare_with_plain_model(case: Case) -> None:
         parameter.requires_grad_(".self_attn." in name or not case.only_attention)
     shared = copy_of(plain, case.dtype)
     session = Session(num_experts=num_experts(shared.config), slots_per_rank=2)
-    share_experts(shared, session, compute_dtype=torch.bfloat16 if case.autocast else None)
+    distribute_experts(shared, session, compute_dtype=torch.bfloat16 if case.autocast else None)
     if case.checkpointing:
         shared.gradient_checkpointing_enable({"use_reentrant": False})
     shared.train()
@@ -221,7 +221,7 @@ def test_vanilla_transformers_loads_a_checkpoint(model_type: str, tmp_path: Path
     with torch.no_grad():
         logits = model(input_ids=tokens).logits
     session = Session(num_experts=NUM_EXPERTS)
-    share_experts(model, session)
+    distribute_experts(model, session)
     state = session.logical_state_dict(model)
     if session.rank == 0:
         save_checkpoint(config, state, tokenizer, tmp_path)
@@ -290,7 +290,7 @@ def test_adapted_and_shared_experts_are_refused_by_name() -> None:
     def refused(model: Any, session: Session, message: str) -> None:
         before = {name: tensor.shape for name, tensor in model.state_dict().items()}
         with pytest.raises(InputError, match=message) as caught:
-            share_experts(model, session)
+            distribute_experts(model, session)
         assert "\n" not in str(caught.value)
         assert {name: tensor.shape for name, tensor in model.state_dict().items()} == before
         assert not session.layers
@@ -305,7 +305,7 @@ def test_adapted_and_shared_experts_are_refused_by_name() -> None:
 
     model: Any = AutoModelForCausalLM.from_config(config)
     refused(model, Session(num_experts=4), "layer 0 .* hold 8 in gate_up_proj and the session is for 4")
-    share_experts(model, session)
+    distribute_experts(model, session)
     refused(model, Session(num_experts=NUM_EXPERTS), "hold 4 in gate_up_proj and the session is for 8; .* no session")
     ids = np.tile(np.arange(TOP_K), (4, len(MOE_LAYERS["gpt_oss"]), 1))
     trace = RoutingTrace.from_sequences([ids], num_experts=NUM_EXPERTS)

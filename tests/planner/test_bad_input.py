@@ -30,7 +30,8 @@ def test_files_that_are_no_plan_are_refused() -> None:
 )
 def test_plans_with_impossible_places_are_refused(field: str, value: int) -> None:
     step = steady_step(1)
-    schedule, _, (plan,) = step.plan()[:3]
+    planned = step.plan()
+    schedule, plan = planned.schedule, planned.plan
     values = getattr(plan, field).copy()
     values[-1] = value
     with pytest.raises(InputError, match="invalid plan"):
@@ -116,7 +117,8 @@ def test_a_refused_budget_can_be_raised() -> None:
 
 def test_workload_and_cluster_must_have_the_same_ranks() -> None:
     step = steady_step(0)
-    schedule, placement, _ = step.plan()[:3]
+    planned = step.plan()
+    schedule, placement = planned.schedule, planned.placement
     with pytest.raises(InputError, match="the workload is for 4 ranks; the cluster has 2"):
         plan_step(step.workloads(schedule)[0], schedule, placement, ClusterSpec(2, 2))
     other = replace(schedule, micro_step=schedule.micro_step[:3])

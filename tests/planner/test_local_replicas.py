@@ -16,7 +16,7 @@ from trimtab import ClusterSpec
 from trimtab.array_type import Array
 from trimtab.planner import PlanSettings
 from trimtab.planner.replicas.exchanges import exchange_replicas
-from trimtab.planner.replicas.kernel_values import Homes, Instance, Limits, Placing, Prices, Shares
+from trimtab.planner.replicas.kernel_values import Homes, InstanceRows, Limits, Placing, Prices, Shares
 from trimtab.planner.replicas.local_replicas import fill_free_slots, place_local_replicas
 from trimtab.planner.replicas.replica_cost import cost_of_replicas
 from trimtab.planner.replicas.replica_search import place_replicas
@@ -36,8 +36,8 @@ class Case:
     target: int
 
     @property
-    def instance(self) -> Instance:
-        return Instance(self.counts_NE.sum(axis=0), self.fixed_R, Homes.of(self.home_E, len(self.fixed_R)))
+    def instance(self) -> InstanceRows:
+        return InstanceRows(self.counts_NE.sum(axis=0), self.fixed_R, Homes.of(self.home_E, len(self.fixed_R)))
 
     @property
     def node_R(self) -> Array:

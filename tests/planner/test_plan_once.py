@@ -49,7 +49,7 @@ def test_every_strategy_is_planned_once_and_the_chosen_one_for_the_whole_step(
         planned = plan_schedule(loads, schedule, step.placement, step.cluster, settings=step.settings, costs=costs)
     else:
         planned = step.plan(costs=costs)
-    chosen = planned.choice.strategy
+    chosen = planned.chosen_strategy
     assert chosen != NOTHING
     assert set(sampled.values()) == {1}
     assert whole == {NOTHING: 1, chosen: 1}

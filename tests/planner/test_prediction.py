@@ -15,7 +15,7 @@ from helpers.random_plans import random_plan, random_schedule
 from helpers.simulated_steps import Case, cases, free_costs
 from trimtab import ClusterSpec, ModelSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.cluster import StepCosts
-from trimtab.planner import GroupPlans, PlanSettings, SequenceCounts, plan_sequences
+from trimtab.planner import PlannedStep, PlanSettings, SequenceCounts, plan_sequences
 from trimtab.planner.plan.prediction import Prediction, cross_node_rows, predict
 from trimtab.planner.plan.strategy import STAY
 from trimtab.policies import POLICIES
@@ -41,7 +41,7 @@ def test_rows_between_nodes_are_those_of_every_quota(
 class Predicted:
     """A planned step of any size, its prediction and its simulation, without planning."""
 
-    planned: GroupPlans
+    planned: PlannedStep
     prediction: Prediction
     simulated: dict[str, float]
 
@@ -177,8 +177,8 @@ def test_predicted_parts_are_close_to_simulated_ones() -> None:
             assert abs(step.prediction.parts_s[part] - seconds) <= 0.03 * whole, (seed, part)
         assert step.prediction.seconds == pytest.approx(whole, rel=0.03)
         mirrors += any(plan.replica_paths.any() for plan in step.planned.plans)
-        moves += step.planned.choice.strategy.homes != STAY
+        moves += step.planned.chosen_strategy.homes != STAY
         # The plan's own prediction is that of `predict`, which counts moves whole if it is given the homes before.
-        assert step.planned.prediction.parts_s == pytest.approx(step.prediction.parts_s), seed
+        assert step.planned.parts_s == pytest.approx(step.prediction.parts_s), seed
         replicas += any(plan.num_replicas for plan in step.planned.plans)
     assert min(mirrors, moves, replicas) >= 2

@@ -28,8 +28,7 @@ from helpers.random_plans import random_schedule
 from trimtab import ClusterSpec, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.planner import PlanSettings, plan_step
-from trimtab.planner.planner import GroupPlans
+from trimtab.planner import PlannedStep, PlanSettings, plan_step
 from trimtab.planner.replicas.row_limit import meet_limit
 
 
@@ -64,7 +63,7 @@ def test_shares_meet_the_limit_if_any_shares_of_these_copies_do(case: tuple[Inst
     assert np.maximum(loads_R - most_rows, 0).sum() == least_excess(instance, replicas, most_rows)
 
 
-def rank_loads(step: Step, planned: GroupPlans) -> list[Array]:
+def rank_loads(step: Step, planned: PlannedStep) -> list[Array]:
     """Of each group, `[M, L, R]`."""
     workloads = step.workloads(planned.schedule)
     return [plan.rank_loads(workload) for plan, workload in zip(planned.plans, workloads, strict=True)]

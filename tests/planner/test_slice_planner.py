@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from helpers.examples import examples
 from helpers.planner_steps import Step, steady_step, steps
 from trimtab.cluster import ClusterSpec
-from trimtab.planner import GroupPlans, PlanSettings, StepPlan, Workload
+from trimtab.planner import PlannedStep, PlanSettings, StepPlan, Workload
 from trimtab.planner.plan.slices import SlicePlanner, from_bytes, layers_of_rank, rounds_of, to_bytes
 from trimtab.planner.replicas.paths import choose_given_mirrors, choose_paths, links_of
 from trimtab.planner.replicas.replica_table import ReplicaTable
 
 
-def plans_of_slices(step: Step, header: GroupPlans, rng: np.random.Generator, planning_ranks: int) -> list[StepPlan]:
+def plans_of_slices(step: Step, header: PlannedStep, rng: np.random.Generator, planning_ranks: int) -> list[StepPlan]:
     """The plans of all groups, from slices that are made in random order and sent as bytes."""
     assert header.slices is not None
     found = []
@@ -56,7 +56,7 @@ def test_slices_are_the_replicas_of_the_whole_plan(step: Step, seed: int, planni
     for plan, workload in zip(made, step.workloads(header.schedule), strict=True):
         plan.check(workload)
     places, same_places = (np.stack([plan.schedule.micro_step, plan.schedule.rank]) for plan in (header, whole))
-    if whole.choice.strategy == header.choice.strategy and np.array_equal(places, same_places):
+    if whole.chosen_strategy == header.chosen_strategy and np.array_equal(places, same_places):
         assert np.array_equal(whole.placement.home, header.placement.home)
         for plan, expected in zip(made, whole.plans, strict=True):
             for actual, wanted in zip(plan.replicas, expected.replicas, strict=True):

@@ -19,7 +19,8 @@ from trimtab.planner import pack_by_length
 @settings(max_examples=80)
 @given(steps())
 def test_every_group_gets_a_valid_plan_for_its_sequences(step: Step) -> None:
-    schedule, placement, plans = step.plan()[:3]
+    planned = step.plan()
+    schedule, placement, plans = planned.schedule, planned.placement, planned.plans
     assert len(plans) == step.groups
     cluster = step.cluster
     for group, (plan, workload) in enumerate(zip(plans, step.workloads(schedule), strict=True)):
@@ -36,7 +37,8 @@ def test_every_group_gets_a_valid_plan_for_its_sequences(step: Step) -> None:
 @settings(max_examples=60)
 @given(steps())
 def test_every_token_is_computed_once_and_no_rank_is_busier_than_without_replicas(step: Step) -> None:
-    schedule, _, plans = step.plan()[:3]
+    planned = step.plan()
+    schedule, plans = planned.schedule, planned.plans
     for plan, workload in zip(plans, step.workloads(schedule), strict=True):
         ways = reference.rows_by_way(plan, workload)
         assert min(ways.values()) >= 0
@@ -52,7 +54,8 @@ def test_every_token_is_computed_once_and_no_rank_is_busier_than_without_replica
 @settings(max_examples=60)
 @given(steps())
 def test_slots_smallest_shares_and_numbers_of_homes_are_kept(step: Step) -> None:
-    _, placement, plans = step.plan()[:3]
+    planned = step.plan()
+    placement, plans = planned.placement, planned.plans
     ranks = step.cluster.ranks
     for plan in plans:
         instance_P = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts))
@@ -69,7 +72,7 @@ def test_slots_smallest_shares_and_numbers_of_homes_are_kept(step: Step) -> None
 @settings(max_examples=60)
 @given(steps())
 def test_budgets_mini_batches_and_the_number_of_micro_steps_are_those_of_packing(step: Step) -> None:
-    schedule, _, _ = step.plan()[:3]
+    schedule = step.plan().schedule
     lengths = step.trace.sequence_lengths
     num_ranks = step.cluster.ranks * step.groups
     packed = pack_by_length(lengths, num_ranks=num_ranks, token_budget=step.token_budget, mini_batch=step.mini_batch)
@@ -99,7 +102,8 @@ def test_odd_sizes_are_planned(sizes: dict[str, Any]) -> None:
     step = steady_step(0, **sizes)
     # Some sequence is exactly as long as the budget.
     step = replace(step, token_budget=int(step.trace.sequence_lengths.max()))
-    schedule, _, plans = step.plan()[:3]
+    planned = step.plan()
+    schedule, plans = planned.schedule, planned.plans
     for plan, workload in zip(plans, step.workloads(schedule), strict=True):
         plan.check(workload)
         if step.cluster.ranks == 1 or step.cluster.slots_per_rank == 0:
@@ -112,7 +116,8 @@ def test_sequences_without_tokens_and_empty_mini_batches_have_their_place() -> N
     ids = [step.trace.sequence(s) if s % 2 else no_rows for s in range(6)]
     trace = RoutingTrace.from_sequences(ids, num_experts=8)
     step = replace(step, trace=trace, mini_batch=np.array([3, 0, 3, 0, 0, 0]))
-    schedule, _, (plan,) = step.plan()[:3]
+    planned = step.plan()
+    schedule, plan = planned.schedule, planned.plan
     plan.check(step.workloads(schedule)[0])
     assert sorted(set(schedule.mini_batch_of_micro_step.tolist())) == [0, 1, 2, 3]
     assert np.array_equal(schedule.mini_batch_of_micro_step[schedule.micro_step], step.mini_batch)

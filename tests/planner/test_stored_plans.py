@@ -18,8 +18,15 @@ import pytest
 from trimtab import Placement
 from trimtab.array_type import Array
 from trimtab.cluster import StepCosts, load_cluster, load_model
-from trimtab.planner import PlanSettings, SequenceCounts, Workload, pack_by_length, plan_schedule, plan_sequences
-from trimtab.planner.planner import GroupPlans
+from trimtab.planner import (
+    PlannedStep,
+    PlanSettings,
+    SequenceCounts,
+    Workload,
+    pack_by_length,
+    plan_schedule,
+    plan_sequences,
+)
 from trimtab.trace import PRESETS, synthesize_preset
 
 FILE = Path(__file__).parents[1] / "fixtures" / "plans.json"
@@ -49,7 +56,7 @@ def counted(
     )
 
 
-def planned(case: dict[str, Any]) -> tuple[SequenceCounts, GroupPlans]:
+def planned(case: dict[str, Any]) -> tuple[SequenceCounts, PlannedStep]:
     """The step of a case and its plan.
 
     Args:
@@ -100,7 +107,7 @@ def facts(case: dict[str, Any]) -> dict[str, Any]:
     return {
         "routing": digest(sequences.counts_SLE, sequences.lengths, sequences.unknown_SL),
         "schedule": digest(made.schedule.micro_step, made.schedule.rank, made.schedule.mini_batch_of_micro_step),
-        "strategy": made.choice.strategy.name,
+        "strategy": made.strategy,
         "homes": digest(made.placement.home),
         "replicas": digest(
             *(array for plan in plans for array in (plan.replica_starts, plan.replica_experts, plan.replica_ranks))
@@ -109,7 +116,7 @@ def facts(case: dict[str, Any]) -> dict[str, Any]:
         "quotas": digest(
             *(array for plan in plans for array in (plan.quota_starts, plan.quota_sources, plan.quota_tokens))
         ),
-        "seconds": float(f"{made.prediction.seconds:.6g}"),
+        "seconds": float(f"{made.predicted_s:.6g}"),
     }
 
 

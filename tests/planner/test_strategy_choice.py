@@ -22,7 +22,7 @@ from helpers.planner_steps import (
 from trimtab import ClusterSpec, Placement
 from trimtab.cluster import QWEN3_30B, StepCosts
 from trimtab.planner import (
-    GroupPlans,
+    PlannedStep,
     PlanSettings,
     StepPlan,
     pack_by_length,
@@ -60,7 +60,7 @@ def costs_of(seed: int, cluster: ClusterSpec) -> StepCosts:
     return (StepCosts.of(cluster, QWEN3_30B), free_replicas(cluster), free_moves_only(cluster))[seed % 3]
 
 
-def seconds_of(step: Step, planned: GroupPlans, plans: tuple[StepPlan, ...], costs: StepCosts) -> float:
+def seconds_of(step: Step, planned: PlannedStep, plans: tuple[StepPlan, ...], costs: StepCosts) -> float:
     """Predicted seconds of some plans, with all moves."""
     lengths = []
     for group in range(step.groups):
@@ -70,7 +70,7 @@ def seconds_of(step: Step, planned: GroupPlans, plans: tuple[StepPlan, ...], cos
     return predict(plans, workloads, costs, lengths=lengths, before_LE=before_LE).seconds
 
 
-def planned_as(step: Step, planned: GroupPlans, strategy: Strategy, costs: StepCosts) -> tuple[StepPlan, ...]:
+def planned_as(step: Step, planned: PlannedStep, strategy: Strategy, costs: StepCosts) -> tuple[StepPlan, ...]:
     """The plans of a given strategy for the same schedule."""
     loads = StepLoads.of_sequences(step.sequences, planned.schedule, step.cluster.ranks)
     planning = StepPlanning(loads, step.placement, step.cluster, step.settings, costs, None, 1)
@@ -91,7 +91,7 @@ def test_no_simpler_strategy_is_predicted_to_be_faster(seed: int) -> None:
     planned = step.plan(costs=costs)
     assert planned.schedule.num_micro_steps <= 4
     chosen_s = seconds_of(step, planned, planned.plans, costs)
-    assert chosen_s == pytest.approx(planned.prediction.seconds, rel=EXACT)
+    assert chosen_s == pytest.approx(planned.predicted_s, rel=EXACT)
     slots = step.cluster.slots_per_rank
     anywhere = (Strategy(replicas=ANY, slots=slots, exposed=part) for part in (0.02, 0.4))
     simpler = [NOTHING, Strategy(replicas=NEAR, slots=slots), *anywhere]
@@ -102,7 +102,7 @@ def test_no_simpler_strategy_is_predicted_to_be_faster(seed: int) -> None:
         assert chosen_s <= other_s * (1 + EXACT) + planning_seconds(step), strategy
     nothing_s = seconds_of(step, planned, planned_as(step, planned, NOTHING, costs), costs)
     assert chosen_s <= nothing_s * (1 + EXACT)
-    assert planned.choice.seconds["nothing"] == pytest.approx(nothing_s, rel=EXACT)
+    assert planned.strategies_s["nothing"] == pytest.approx(nothing_s, rel=EXACT)
 
 
 def planning_seconds(step: Step) -> float:
@@ -117,7 +117,7 @@ def test_another_slot_never_makes_a_step_slower(seed: int) -> None:
     step = random_step(seed)
     costs = costs_of(1 + seed % 2, step.cluster)
     one, two = (
-        step.plan(cluster=replace(step.cluster, slots_per_rank=slots), costs=costs, may_move=False).prediction.seconds
+        step.plan(cluster=replace(step.cluster, slots_per_rank=slots), costs=costs, may_move=False).predicted_s
         for slots in (1, 2)
     )
     assert two <= one * (1 + EXACT)
@@ -127,11 +127,11 @@ def test_strategies_of_all_kinds_are_chosen_and_listed_by_their_seconds() -> Non
     chosen = []
     for seed in range(12):
         step = random_step(seed)
-        choice = step.plan(costs=costs_of(seed, step.cluster)).choice
-        chosen.append(choice.strategy)
-        assert list(choice.seconds.values()) == sorted(choice.seconds.values())
-        assert {"nothing", choice.strategy.name, choice.runner_up} <= set(choice.seconds)
-        assert choice.runner_up != choice.strategy.name
+        planned = step.plan(costs=costs_of(seed, step.cluster))
+        chosen.append(planned.chosen_strategy)
+        assert list(planned.strategies_s.values()) == sorted(planned.strategies_s.values())
+        assert {"nothing", planned.strategy, planned.runner_up} <= set(planned.strategies_s)
+        assert planned.runner_up != planned.strategy
     assert {strategy.replicas for strategy in chosen} >= {NEAR, ANY}
     assert {strategy.homes for strategy in chosen} >= {STAY, STEP}
 
@@ -141,21 +141,21 @@ def test_a_step_is_planned_only_for_the_least_gain() -> None:
     costs = free_replicas(step.cluster)
 
     def strategy(gain: float) -> Strategy:
-        return step.plan(costs=costs, settings=replace(step.settings, least_gain=gain)).choice.strategy
+        return step.plan(costs=costs, settings=replace(step.settings, least_gain=gain)).chosen_strategy
 
     planned = step.plan(costs=costs)
-    gain = 1 - planned.prediction.seconds / planned.choice.seconds["nothing"]
+    gain = 1 - planned.predicted_s / planned.strategies_s["nothing"]
     assert 0.01 < gain < 1
-    assert strategy(0.0) == strategy(gain - 0.01) == planned.choice.strategy != NOTHING
+    assert strategy(0.0) == strategy(gain - 0.01) == planned.chosen_strategy != NOTHING
     assert strategy(gain + 0.01) == NOTHING
     # Below 0, steps are planned that take longer.
     dear = replace(costs, operations=costs.operations._replace(row_s=0.0, near_gradient_s=1.0, far_gradient_s=1.0))
-    assert step.plan(costs=dear, may_move=False).choice.strategy == NOTHING
+    assert step.plan(costs=dear, may_move=False).chosen_strategy == NOTHING
     forced = step.plan(costs=dear, may_move=False, settings=replace(step.settings, least_gain=-1e6))
-    assert forced.choice.strategy != NOTHING
+    assert forced.chosen_strategy != NOTHING
 
 
-def most_rows(step: Step, planned: GroupPlans) -> int:
+def most_rows(step: Step, planned: PlannedStep) -> int:
     """Of any rank in any instance."""
     workloads = step.workloads(planned.schedule)
     return max(int(plan.rank_loads(load).max()) for plan, load in zip(planned.plans, workloads, strict=True))
@@ -167,14 +167,14 @@ def test_rows_above_a_limit_force_the_fastest_strategy_that_keeps_to_it(seed: in
     step = random_step(seed)
     costs = with_operations(free_replicas(step.cluster), near_gradient_s=1.0, far_gradient_s=1.0)
     free = step.plan(costs=costs, may_move=False)
-    assert free.choice.strategy == NOTHING
+    assert free.chosen_strategy == NOTHING
     limit = most_rows(step, free) - 1
     limited = replace(step.settings, max_rows_per_rank=limit)
     planned = step.plan(costs=costs, may_move=False, settings=limited)
     assert most_rows(step, planned) <= limit
-    name, seconds = planned.choice.strategy.name, planned.choice.seconds
+    name, seconds = planned.strategy, planned.strategies_s
     assert list(seconds)[:2] == ["nothing", name]
-    assert planned.prediction.seconds == pytest.approx(seconds[name])
+    assert planned.predicted_s == pytest.approx(seconds[name])
 
 
 @pytest.mark.parametrize("seed", range(1, 6))
@@ -183,16 +183,16 @@ def test_homes_stay_where_moves_are_not_allowed(seed: int) -> None:
     costs = free_moves_only(step.cluster)
     free, fixed = (step.plan(costs=costs, may_move=may) for may in (True, False))
     assert np.array_equal(fixed.placement.home, step.placement.home)
-    assert fixed.choice.strategy.homes == STAY
+    assert fixed.chosen_strategy.homes == STAY
     assert not np.array_equal(free.placement.home, step.placement.home)
-    assert all("re-home" not in name for name in fixed.choice.seconds)
+    assert all("re-home" not in name for name in fixed.strategies_s)
 
 
 @settings(max_examples=25)
 @given(steps())
 def test_plans_follow_the_strategy_that_their_settings_name(step: Step) -> None:
     planned = step.plan()
-    strategy = planned.choice.strategy
+    strategy = planned.chosen_strategy
     for plan in planned.plans:
         assert json.loads(plan.settings)["strategy"] == strategy.name
         assert strategy.replicas != NONE or plan.num_replicas == 0
@@ -211,9 +211,9 @@ def test_what_takes_longer_to_plan_than_it_saves_is_not_planned(may_move: bool) 
     """Planning takes as long as ever, the rest of the step a millionth."""
     step = random_step(1)
     costs = free_moves_only(step.cluster) if may_move else free_replicas(step.cluster)
-    assert step.plan(costs=costs, may_move=may_move).choice.strategy != NOTHING
+    assert step.plan(costs=costs, may_move=may_move).chosen_strategy != NOTHING
     seconds = {name: value / 1e6 for name, value in costs.operations._asdict().items() if name.endswith("_s")}
-    assert step.plan(costs=with_operations(costs, **seconds), may_move=may_move).choice.strategy == NOTHING
+    assert step.plan(costs=with_operations(costs, **seconds), may_move=may_move).chosen_strategy == NOTHING
 
 
 def test_moves_are_made_if_they_pay_over_the_steps_of_their_life() -> None:
@@ -221,7 +221,7 @@ def test_moves_are_made_if_they_pay_over_the_steps_of_their_life() -> None:
     step = random_step(2)
     costs = free_moves_only(step.cluster)
     free = step.plan(costs=costs)
-    saved_s = free.choice.seconds["nothing"] - free.prediction.seconds
+    saved_s = free.strategies_s["nothing"] - free.predicted_s
     near_L, far_L = step.placement.moves(free.placement, step.cluster.ranks_per_node)
     assert near_L.sum() + far_L.sum() > 0
     # Twice what they save, if one rank sends or gets them all.
@@ -229,7 +229,7 @@ def test_moves_are_made_if_they_pay_over_the_steps_of_their_life() -> None:
     dear = with_operations(costs, near_state_s=state_s, far_state_s=state_s)
     for life, moves in ((1, False), (100, True)):
         planned = step.plan(costs=dear, settings=replace(step.settings, move_life=life))
-        assert (planned.choice.strategy.homes != STAY) == moves, life
+        assert (planned.chosen_strategy.homes != STAY) == moves, life
         assert np.array_equal(planned.placement.home, step.placement.home) != moves
 
 
@@ -242,10 +242,10 @@ def test_past_loads_are_used_if_the_same_experts_stay_hot() -> None:
     other = same[:, ::-1].copy()
     pasts = [same], [same] * 3, [same] * 12, [same, other, same, same], [other] * 3
     for past, life in zip(pasts, (1, 3, 8, 2, 1), strict=True):
-        choice = step.plan(costs=costs, settings=settings_, past_PLE=np.stack(past)).choice
-        assert choice.strategy.homes != STAY
-        assert choice.move_life == life
-    assert step.plan(costs=costs, settings=settings_).choice.move_life == 1
+        planned = step.plan(costs=costs, settings=settings_, past_PLE=np.stack(past))
+        assert planned.chosen_strategy.homes != STAY
+        assert planned.move_life == life
+    assert step.plan(costs=costs, settings=settings_).move_life == 1
 
 
 def test_without_replicas_sequences_are_grouped_by_routing_if_that_is_faster() -> None:
@@ -265,6 +265,6 @@ def test_without_replicas_sequences_are_grouped_by_routing_if_that_is_faster() -
             step.workloads(schedule), schedule, step.placement, cluster, lengths=sequences.lengths,
             settings=step.settings, costs=costs, may_move=False,
         )  # fmt: skip
-        assert planned.prediction.seconds <= alone.prediction.seconds * (1 + EXACT)
-        faster += planned.prediction.seconds < alone.prediction.seconds
+        assert planned.predicted_s <= alone.predicted_s * (1 + EXACT)
+        faster += planned.predicted_s < alone.predicted_s
     assert faster >= 1

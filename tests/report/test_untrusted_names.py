@@ -25,8 +25,7 @@ from trimtab.rl.config import TrainConfig
 from trimtab.rl.grpo import GRPO
 from trimtab.rl.paired_comparison import MeasuredPolicy, PairedComparison
 from trimtab.rl.report import report_of
-from trimtab.rl.step_metrics import plan_metrics
-from trimtab.runtime.planned_step import PlanReport
+from trimtab.runtime.plan_report import PlanReport
 from trimtab.runtime.ranks.recorder import COMBINE, DISPATCH, EXPERTS, OTHER, Recording
 from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.simulated_case import SimulatedCase
@@ -73,7 +72,7 @@ def training_page(name: str) -> Report:
         np.arange(4.0), np.arange(1.0, 5.0), ((0, 0.0, 4.0),) * 2,
     )  # fmt: skip
     figures: dict[str, Any] = dict.fromkeys((field.name for field in fields(PlanReport)), 0)
-    metrics = plan_metrics(PlanReport(**figures)) | {"loss": 0.5, "grad_norm": 1.0, "plan/background_s": 0.01}
+    metrics = PlanReport(**figures).metrics() | {"loss": 0.5, "grad_norm": 1.0, "plan/background_s": 0.01}
     measured = MeasuredPolicy([1.0], [metrics], np.full((1, 1, 2), 8), metrics, (recording, recording))
     # Only its name is shown. A folder's has no slash, but this one must.
     folder: Any = SimpleNamespace(name=name)

@@ -32,7 +32,7 @@ from trimtab.rl.step_metrics import StepClock
 from trimtab.rl.task import draw_problem
 from trimtab.rl.value_head import ValueHead
 from trimtab.rl.value_model import VALUE_CLIP, clipped_value_loss
-from trimtab.runtime.settings import Mode
+from trimtab.runtime.session_settings import Mode
 
 
 def test_the_value_loss_equals_its_definition() -> None:

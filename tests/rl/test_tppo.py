@@ -36,7 +36,7 @@ from trimtab.rl.tppo import TPPO
 from trimtab.rl.value_head import ValueHead
 from trimtab.rl.windows import Windows
 from trimtab.runtime.live import balancer
-from trimtab.runtime.settings import Mode
+from trimtab.runtime.session_settings import Mode
 from trimtab.trace import read_trace
 
 
@@ -178,7 +178,7 @@ def test_a_run_resumes_in_the_middle_of_responses_bit_for_bit(folder: Path, valu
     for step in range(2):
         trainer.step(step)
     again = save_and_resume(trainer, 2)
-    again.session.settings.least_gain = trainer.session.settings.least_gain
+    again.session.settings = replace(again.session.settings, least_gain=trainer.session.settings.least_gain)
     trace = read_trace(folder / "out" / "routing" / "step-00001.parquet")
     assert {len(windows) for windows in trace.windows} == {0, 2}
     # In the middle of responses.

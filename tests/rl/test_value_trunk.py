@@ -22,7 +22,7 @@ from trimtab.rl.trainer import Trainer
 from trimtab.rl.value_head import ValueHead
 from trimtab.rl.value_model import MAX_NORM
 from trimtab.rl.value_trunk import ValueTrunk
-from trimtab.runtime.settings import Mode
+from trimtab.runtime.session_settings import Mode
 
 
 def start_trunk(folder: Path, **settings: Any) -> tuple[Trainer, ValueTrunk]:

@@ -24,10 +24,10 @@ from helpers.planned_steps import SHAPE, Step, make, rows_of
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.planner.plan.slices import SlicePlanner
-from trimtab.runtime import Session, gated_experts, planning
+from trimtab.runtime import Session, gated_experts, step_planner
 from trimtab.runtime.ranks import lockstep
 from trimtab.runtime.rows.row_tables import RowTables
-from trimtab.runtime.settings import Mode
+from trimtab.runtime.session_settings import Mode
 
 LISTED = replace(SHAPE, lists=ALL_LISTS)
 
@@ -143,7 +143,7 @@ def test_any_error_of_the_first_ranks_planner_is_raised_on_all_ranks() -> None:
         raise LocalError(1, 2)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "plan_schedule", fail)
+        patch.setattr(step_planner, "plan_schedule", fail)
         with pytest.raises((LocalError, RuntimeError), match="1 and 2") as raised:
             session.plan(mine, step.schedule)
         if session.rank:

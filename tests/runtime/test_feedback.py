@@ -18,22 +18,20 @@ from helpers.planned_steps import make
 from helpers.rank_pool import on_ranks
 from trimtab.cluster import QWEN3_30B, ClusterSpec, StepCosts
 from trimtab.planner.plan.pass_times import PARTS
-from trimtab.planner.plan.strategy import ANY, NEAR, NOTHING, STEP, Strategy
+from trimtab.planner.plan.strategy import ALL_BUT_NOTHING, ANY, NEAR, NOTHING, STEP, Strategy
 from trimtab.runtime import PlannedStep
 from trimtab.runtime import feedback as feedback_module
 from trimtab.runtime.feedback import COMPARED_EVERY, DROPPED_STEPS, FIRST_COMPARED, Feedback
 
-NEAR_REPLICAS, REHOME = Strategy(replicas=NEAR).name, Strategy(homes=STEP).name
+NEAR_REPLICAS, REHOME = Strategy(replicas=NEAR), Strategy(homes=STEP)
 
 
-def planned(strategy: str, predicted_s: float, nothing_s: float, gain: float = 0.5) -> PlannedStep:
+def planned(strategy: Strategy, predicted_s: float, nothing_s: float, gain: float = 0.5) -> PlannedStep:
     """A plan whose passes take `predicted_s`; other parts take 100 s more."""
     parts = dict.fromkeys(PARTS, 0.0) | {"planning": 30.0, "migration": 30.0, "optimizer": 40.0, "experts": predicted_s}
     plan = cast(Any, SimpleNamespace(num_micro_steps=2))
-    return PlannedStep(
-        cast(Any, None), plan, strategy, predicted_s=predicted_s + 100, nothing_s=nothing_s + 40, parts_s=parts,
-        predicted_gain=gain,
-    )  # fmt: skip
+    strategies_s = {"the best": (1 - gain) * (nothing_s + 40), "nothing": nothing_s + 40}
+    return PlannedStep(cast(Any, None), (plan,), strategy, strategies_s, parts)
 
 
 def run(feedback: Feedback, step: PlannedStep, seconds: float, others_s: float = 0.0) -> None:
@@ -66,16 +64,16 @@ def test_one_step_changes_the_scale_by_a_bounded_factor() -> None:
 def test_a_strategy_that_measures_worse_than_a_simpler_one_is_dropped_for_some_steps() -> None:
     feedback = Feedback()
     run(feedback, planned(NEAR_REPLICAS, 1.0, 2.0), 9.0)
-    run(feedback, planned(NOTHING.name, 2.0, 2.0), 2.0)
+    run(feedback, planned(NOTHING, 2.0, 2.0), 2.0)
     assert feedback.excluded == frozenset()
     run(feedback, planned(REHOME, 1.0, 2.0), 1.5)
     assert feedback.excluded == frozenset()
     # Predicted to be faster, but it is not.
     run(feedback, planned(NEAR_REPLICAS, 1.0, 2.0), 3.0)
-    assert feedback.excluded == frozenset({NEAR_REPLICAS})
+    assert feedback.excluded == frozenset({NEAR_REPLICAS.name})
     for left in reversed(range(DROPPED_STEPS)):
-        run(feedback, planned(NOTHING.name, 2.0 * feedback.scale, 2.0 * feedback.scale), 2.0)
-        assert feedback.excluded == frozenset({NEAR_REPLICAS} if left else ())
+        run(feedback, planned(NOTHING, 2.0 * feedback.scale, 2.0 * feedback.scale), 2.0)
+        assert feedback.excluded == frozenset({NEAR_REPLICAS.name} if left else ())
     # It is tried again, and kept where it is faster.
     run(feedback, planned(NEAR_REPLICAS, 1.0 * feedback.scale, 2.0 * feedback.scale), 1.0)
     assert feedback.excluded == frozenset()
@@ -85,15 +83,15 @@ def test_a_strategy_that_measures_worse_than_a_simpler_one_is_dropped_for_some_s
 def test_moves_count_for_a_strategy() -> None:
     feedback = Feedback()
     for _ in range(2):
-        run(feedback, planned(NOTHING.name, 2.0, 2.0), 2.0)
+        run(feedback, planned(NOTHING, 2.0, 2.0), 2.0)
     run(feedback, planned(REHOME, 1.5, 2.0), 1.5, others_s=1.0)
-    assert feedback.excluded == frozenset({REHOME})
+    assert feedback.excluded == frozenset({REHOME.name})
 
 
 def test_a_simpler_strategy_is_not_dropped_for_a_more_complex_one() -> None:
     feedback = Feedback()
-    anywhere = Strategy(replicas=ANY).name
-    for name, seconds in ((anywhere, 9.0), (anywhere, 1.0), (NEAR_REPLICAS, 1.5), (REHOME, 1.7), (NOTHING.name, 2.0)):
+    anywhere = Strategy(replicas=ANY)
+    for name, seconds in ((anywhere, 9.0), (anywhere, 1.0), (NEAR_REPLICAS, 1.5), (REHOME, 1.7), (NOTHING, 2.0)):
         run(feedback, planned(name, 1.0, 2.0), seconds)
         assert feedback.excluded == frozenset()
 
@@ -103,7 +101,8 @@ def test_doing_nothing_is_measured_where_the_gain_is_small() -> None:
     found = []
     for _ in range(2 * COMPARED_EVERY):
         run(feedback, planned(NEAR_REPLICAS, 1.0, 2.0, gain=0.05), 1.0)
-        found.append(feedback.excluded is None)
+        found.append(feedback.excluded == ALL_BUT_NOTHING)
+        assert feedback.measures_nothing == found[-1]
     first = FIRST_COMPARED - 1
     assert [number for number, is_compared in enumerate(found) if is_compared] == [first, first + COMPARED_EVERY]
     run(feedback, planned(NEAR_REPLICAS, 1.0, 2.0, gain=0.2), 1.0)

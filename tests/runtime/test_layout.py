@@ -11,9 +11,8 @@ import torch
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
 from trimtab.array_type import Array
 from trimtab.planner import Workload
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas
 from trimtab.runtime.rows.layout import Layout, place_rows
-from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
+from trimtab.runtime.rows.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows
 
 Row = tuple[int, int, int]  # source rank, token, expert
 

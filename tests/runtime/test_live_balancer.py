@@ -39,11 +39,11 @@ def choose(balancer: LiveBalancer, counts_RE: Array, *, nanoseconds: int = 0) ->
 def test_predictions_follow_counts_until_transfers_start() -> None:
     balancer = new_balancer("predict")
     assert choose(balancer, EVEN) == []
-    following = balancer.last - 2
+    following = balancer.last + 2
     assert balancer.count(following, 0) == 0
     assert choose(balancer, hot(3)) == []
     # Transfers start for the next two calls, whose counts then change nothing.
-    for number in (following, following - 1):
+    for number in (following, following + 1):
         assert balancer.count(number, 0) == 1
         assert balancer.of(number, 0).experts.tolist() == [3]
     assert [choose(balancer, hot(0)) for _ in range(2)] == [[3], [3]]
@@ -56,7 +56,7 @@ def test_auto_keeps_replicas_whose_transfers_have_started() -> None:
     times = [0] + [300] * TRIED + [100] * TRIED + [200] * (TRIED - 2)
     for nanoseconds in times:
         choose(balancer, hot(3), nanoseconds=nanoseconds)
-    following = balancer.last - 2
+    following = balancer.last + 2
     assert balancer.of(following, 0).experts.tolist() == [3]
     # The last trial of `predict`.
     choose(balancer, hot(3), nanoseconds=200)

@@ -16,7 +16,7 @@ from trimtab.planner import PlanSettings
 from trimtab.runtime.live.balancer import LiveBalancer
 from trimtab.runtime.live.choices import choose_moves, choose_quotas, split_over
 from trimtab.runtime.live.policies import AGAIN_AFTER, TRIED, LivePolicy, Trials
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.rows.physical_experts import InstanceReplicas
 from trimtab.runtime.state.expert_places import ExpertPlaces
 
 
@@ -149,9 +149,9 @@ def test_replicas_are_those_of_earlier_counts(predictor: str, expected: list[int
         if call % 2 == 0:
             balancer.weights_changed()
         # Transfers ask for them before the call.
-        count = balancer.count(balancer.last - 1, 0)
+        count = balancer.count(balancer.last + 1, 0)
         if count:
-            ahead = balancer.of(balancer.last - 1, 0)
+            ahead = balancer.of(balancer.last + 1, 0)
         chosen = balancer.choose(0, hot(load, (0, 5)[call % 2]), NOTHING).replicas
         if count:
             assert np.array_equal(chosen.experts, ahead.experts)
@@ -175,7 +175,7 @@ def test_replicas_for_a_call_that_another_layer_made_are_not_used() -> None:
     balancer, load = balancer_of("predict", layers=2)
     balancer.choose(0, hot(load, 0), NOTHING)
     balancer.choose(1, hot(load, 9), NOTHING)
-    balancer.of(balancer.last - 1, 1)
+    balancer.of(balancer.last + 1, 1)
     call = balancer.choose(0, hot(load, 0), NOTHING)
     assert balancer.count(call.number, 1) == 0
     assert balancer.of(call.number, 0) is call.replicas

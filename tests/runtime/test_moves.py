@@ -298,7 +298,7 @@ def test_measured_price_reaches_the_planner(lists: tuple[str, ...]) -> None:
         session.move(Placement(home_LE))
 
     with (
-        mock.patch("trimtab.runtime.planning.plan_schedule", plan),
+        mock.patch("trimtab.runtime.step_planner.plan_schedule", plan),
         mock.patch.object(MovePrice, "measure", autospec=True, side_effect=MovePrice.measure) as measure,
         mock.patch.object(MovePrice, "s_per_byte", property(lambda _: 1e-6 if measure.called else None)),
     ):

@@ -20,7 +20,7 @@ from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.planner import Placement, SequenceCounts
 from trimtab.runtime import PlannedStep, Session
-from trimtab.runtime.planning import SessionPlanner
+from trimtab.runtime.step_planner import SessionPlanner
 from trimtab.trace import RoutingTrace
 
 LAYERS, EXPERTS, TOP_K, BUDGET = 2, 8, 2, 300
@@ -112,7 +112,7 @@ def test_figures_of_slices_are_those_of_the_whole_plan() -> None:
     assert metrics["moe/planned_max_vio"] == pytest.approx(max_vio, abs=1e-5)
     assert metrics["moe/max_vio_error"] == pytest.approx(max_vio - report.max_vio_after, abs=1e-5)
     # Its slices are planned already.
-    session.apply_plan(replace(planned, plan=whole, slices=None), mine)
+    session.apply_plan(replace(planned, plans=(whole,), slices=None), mine)
     assert np.array_equal(session.rank_loads, loads)
 
 

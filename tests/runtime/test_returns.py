@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.rows.physical_experts import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import message_rounds, returns
 from trimtab.runtime.transfer.counters import Counters

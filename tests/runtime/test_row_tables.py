@@ -61,26 +61,27 @@ def test_an_error_of_the_thread_is_raised_where_the_tables_are_used() -> None:
         tables.of(1)
 
 
-def a_step(micro_steps: int) -> tuple[RunningStep, tuple[Any, Any]]:
-    """A step of one rank with two layers, and its layers and topology."""
+def a_step(micro_steps: int) -> RunningStep:
+    """A step of one rank with two layers."""
     rng = np.random.default_rng(0)
     trace = random_trace(rng, num_sequences=4 * micro_steps, max_length=20, num_layers=2, num_experts=4, top_k=2)
     schedule = random_schedule(rng, trace.num_sequences, num_ranks=1, num_micro_steps=micro_steps)
     workload = Workload.from_trace(trace, schedule)
     plan = random_plan(rng, workload, schedule, slots=1, placement=Placement.contiguous(2, 4, 1))
-    homes = SimpleNamespace(home_E=np.zeros(4, np.int16), rows_E=np.arange(4), device=torch.device("cpu"))
+    homes: Any = SimpleNamespace(home_E=np.zeros(4, np.int16), rows_E=np.arange(4), device=torch.device("cpu"))
     transfers: Any = object()
-    step = RunningStep(
-        plan, workload, trace.select(schedule.sequences_of(0)), schedule, transfers, number=1, num_slots=1
-    )
-    return step, ([homes, homes], SimpleNamespace(rank=0, positions=(0,), num_ranks=1))
+    topology: Any = SimpleNamespace(rank=0, positions=(0,), num_ranks=1)
+    mine = trace.select(schedule.sequences_of(0))
+    return RunningStep(
+        topology, [homes, homes], plan, workload, mine, schedule, transfers, number=1, num_slots=1
+    )  # fmt: skip
 
 
 def test_tables_are_kept_for_a_second_pass_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, where = a_step(micro_steps=6)
+    step = a_step(micro_steps=6)
 
     def run(index: int) -> RowTables:
-        tables = step.tables_of(index, *where, has_slices=True, is_uploaded=False)
+        tables = step.tables_of(index, has_slices=True)
         tables.make_all()
         return tables
 
@@ -88,7 +89,7 @@ def test_tables_are_kept_for_a_second_pass_within_a_limit(monkeypatch: pytest.Mo
     assert [run(index) is first[index] for index in range(6)] == [True] * 6
     # Room for about three of them: the first ones stay, since a further pass begins with them.
     monkeypatch.setattr(micro_step, "KEPT_BYTES", sum(tables.nbytes for tables in first[:3]) + 1)
-    step, where = a_step(micro_steps=6)
+    step = a_step(micro_steps=6)
     again = [weakref.ref(run(index)) for index in range(6)]
     kept = [tables() is not None for tables in again]
     assert kept[:2] == [True, True]

@@ -19,8 +19,8 @@ from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import RanksDisagreeError
 from trimtab.planner.plan.slices import to_bytes
 from trimtab.planner.replicas.replica_table import ReplicaTable
-from trimtab.runtime import micro_step_runs
-from trimtab.runtime.rows import step_slices
+from trimtab.runtime import session_micro_steps
+from trimtab.runtime.rows import background_slices
 
 RUNS = ("plain", "checkpoint", "reentrant checkpoint", "nested checkpoint")
 
@@ -50,7 +50,7 @@ def run_with(slices: str) -> tuple[dict[str, float], list[str]]:
     log = logging.getLogger("trimtab")
     with (
         mock.patch.object(log, "warning", lambda text, *values: warnings.append(text % values)),
-        mock.patch.object(micro_step_runs, "PATIENCE_S", 0.05),
+        mock.patch.object(session_micro_steps, "PATIENCE_S", 0.05),
     ):
         return compare_micro_steps([MicroStepCase(7, order="1F1B", unknown=0.0, slices=slices)]), warnings
 
@@ -89,7 +89,7 @@ def test_a_slice_runs_only_if_all_ranks_have_the_same() -> None:
 
     with (
         mock.patch.object(dist, "all_gather", gather_wrongly),
-        mock.patch.object(step_slices, "to_bytes", to_longest),
+        mock.patch.object(background_slices, "to_bytes", to_longest),
         pytest.raises(RanksDisagreeError, match="plan of micro-step 0: rank 0 and rank 1 of"),
     ):
         compare_micro_steps([MicroStepCase(7, order="1F1B", unknown=0.0, slices="in time")])

@@ -18,7 +18,7 @@ from helpers.planned_steps import Step, make
 from helpers.random_plans import random_plan
 from helpers.rank_tests import runs_on_ranks
 from trimtab.runtime import Session
-from trimtab.runtime.ranks.gpu_variables import wrong_variables
+from trimtab.runtime.ranks.process_groups import wrong_variables
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import peer_memory

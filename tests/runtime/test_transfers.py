@@ -20,7 +20,7 @@ from trimtab.cluster import load_cluster
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.planner import Placement, Schedule
 from trimtab.planner.replicas.paths import HOST, PEER
-from trimtab.runtime.planning import LOCAL_CPU
+from trimtab.runtime.step_planner import LOCAL_CPU
 from trimtab.shared_files import SHARED_MEMORY
 from trimtab.trace import RoutingTrace
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trimtab.runtime.layer.two_phases import run_in_two_phases
+from trimtab.runtime.layer.dispatch import run_in_two_phases
 from trimtab.runtime.ranks.lockstep import SECOND_BACKWARD, SECOND_COMBINE, SECOND_DISPATCH
 
 

@@ -119,23 +119,23 @@ def analyze(
     return AnalysisResult(reader.name, tuple(reader.files), analysis)
 
 
-def _ranks(empty: RoutingTrace, given: int | None, name: str) -> int:
+def _ranks(empty: RoutingTrace, ranks: int | None, name: str) -> int:
     """The given number, or else the largest up to 8 that divides the experts."""
-    if given is None:
+    if ranks is None:
         return max(ranks for ranks in range(1, USUAL_RANKS + 1) if empty.num_experts % ranks == 0)
-    if empty.num_experts % given:
+    if empty.num_experts % ranks:
         divisors = [str(ranks) for ranks in range(1, empty.num_experts + 1) if empty.num_experts % ranks == 0]
         raise InputError(
-            f"--ranks {given} doesn't divide the {empty.num_experts} experts of {name}; "
+            f"--ranks {ranks} doesn't divide the {empty.num_experts} experts of {name}; "
             f"use one of {', '.join(divisors)}"
         )
-    return given
+    return ranks
 
 
-def _model(empty: RoutingTrace, given: ModelSource | None, name: str, overrides: Overrides = ()) -> ModelSpec | None:
+def _model(empty: RoutingTrace, model: ModelSource | None, name: str, overrides: Overrides = ()) -> ModelSpec | None:
     """The model for the estimate in seconds, as `model_of`; None if there is no preset like the trace."""
-    if given is not None or dict(overrides):
-        return model_of(name, empty, given, overrides)
+    if model is not None or dict(overrides):
+        return model_of(name, empty, model, overrides)
     try:
         return model_of(name, empty, None)
     except InputError:

@@ -53,7 +53,7 @@ def numbers(value: int | Sequence[int]) -> list[int]:
 
 
 def model_of(
-    name: str, trace: RoutingTrace, given: ModelSource | None, overrides: Overrides = (), *, assume: bool = True
+    name: str, trace: RoutingTrace, source: ModelSource | None, overrides: Overrides = (), *, assume: bool = True
 ) -> ModelSpec | None:
     """The model of a trace: the given one, else the one that the trace names, else a preset like it.
 
@@ -61,7 +61,7 @@ def model_of(
 
     Args:
         name: of the trace, for messages.
-        given: a `ModelSpec` is returned as given.
+        source: a `ModelSpec` is returned as given.
         overrides: keys of the given model's config with other values.
         assume: False: None instead of a preset like the trace.
 
@@ -69,14 +69,14 @@ def model_of(
         InputError: if the trace can't be of the given model, or there is no preset like it.
     """
     changes = dict(overrides)
-    if given is None or isinstance(given, ModelSpec):
+    if source is None or isinstance(source, ModelSpec):
         if changes:
             raise InputError(f"--set {next(iter(changes))}: needs --model with a name, a config.json or a checkpoint")
-        if given is None:
+        if source is None:
             return _unnamed_model(name, trace, assume=assume)
-        model = given
+        model = source
     else:
-        model = load_model(given, changes)
+        model = load_model(source, changes)
     check_model(name, trace, model)
     return model
 

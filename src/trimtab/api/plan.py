@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from trimtab.api.result_summary import Summarised, Summary
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts
 from trimtab.errors import InputError
+from trimtab.figures import by_key, computed
 from trimtab.planner import Placement, PlanSettings, SequenceCounts, StepPlan, Workload, pack_by_length
 from trimtab.planner.plan.bounds import gap_to_bound
 from trimtab.planner.plan.prediction import cross_node_rows
@@ -47,23 +49,12 @@ class PlanResult(Summarised):
         cluster: ranks, nodes and slots of the plan.
         token_budget: most tokens of a rank in a micro-step.
         plan: schedule, placement, replicas and token split; `plan.save(path)` writes it.
-        loads_before_MLR: `[M, L, R]` int64 tokens with contiguous homes and no replicas. The policy's plan may have
-            another number of micro-steps.
-        loads_after_MLR: `[M, L, R]` int64 tokens under the plan.
-        balance_before, balance_after: max/mean of these loads.
-        expert_time_saved: 1 - (busiest rank's tokens, summed over instances) under the plan / before; negative if the
-            plan is worse.
-        gap_to_bound: the busiest rank's load divided by a lower bound (`load_bound`) for these homes and slots,
-            minus 1; mean of up to 16 instances.
-        moves_inside_nodes, moves_between_nodes: experts, summed over layers, whose home differs from the contiguous
-            placement: on another rank of the same node, and on another node.
-        far_replicas: replicas on another node than the home.
-        host_replicas: replicas whose weights come from host memory.
-        cross_node_before, cross_node_after: fraction of rows computed on another node than the token's.
-        weight_bytes_per_micro_step: bytes of replica weights, all ranks together; None without a model.
-        counting_s, planning_s: seconds taken, without numba's compilation.
-        mixed_instances: instances with unknown routes.
-        unknown_row_fraction: part of all rows without a recorded route, 0 to 1.
+        static_plan: contiguous homes and no replicas.
+        workload_before, workload_after: load of the step under the schedule of `static_plan`, and under the plan's. The
+            plan may have another number of micro-steps.
+        model: to count bytes; None if it is not known.
+        counting_s: seconds taken by counting, without numba's compilation.
+        planning_s: seconds taken by planning, without numba's compilation.
     """
 
     source: str
@@ -72,23 +63,138 @@ class PlanResult(Summarised):
     cluster: ClusterSpec
     token_budget: int
     plan: StepPlan
-    loads_before_MLR: Array
-    loads_after_MLR: Array
-    balance_before: Balance
-    balance_after: Balance
-    expert_time_saved: float
-    gap_to_bound: float
-    moves_inside_nodes: int
-    moves_between_nodes: int
-    far_replicas: int
-    host_replicas: int
-    cross_node_before: float
-    cross_node_after: float
-    weight_bytes_per_micro_step: float | None
+    static_plan: StepPlan
+    workload_before: Workload
+    workload_after: Workload
+    model: ModelSpec | None
     counting_s: float
     planning_s: float
-    mixed_instances: int
-    unknown_row_fraction: float
+
+    @cached_property
+    def loads_before_MLR(self) -> Array:
+        """`[M, L, R]` int64 tokens with contiguous homes and no replicas."""
+        return self.workload_before.home_loads(self.static_plan.home)
+
+    @cached_property
+    def loads_after_MLR(self) -> Array:
+        """`[M, L, R]` int64 tokens under the plan."""
+        return self.plan.rank_loads(self.workload_after)
+
+    @computed(key="micro_steps")
+    def num_micro_steps(self) -> int:
+        """Micro-steps of the plan."""
+        return self.plan.num_micro_steps
+
+    @computed(key="max_over_mean_before")
+    def balance_before(self) -> Balance:
+        """max/mean of rank loads with contiguous homes and no replicas, over instances."""
+        return summarise_balance(self.loads_before_MLR)
+
+    @computed(key="max_over_mean_after")
+    def balance_after(self) -> Balance:
+        """max/mean of rank loads under the plan, over instances."""
+        return summarise_balance(self.loads_after_MLR)
+
+    @computed("fraction", key="expert_time_saved")
+    def expert_time_saved(self) -> float:
+        """1 - (busiest rank's tokens, summed over instances) under the plan / before; negative if the plan is worse."""
+        return 1 - expert_time(self.loads_after_MLR) / max(1, expert_time(self.loads_before_MLR))
+
+    @computed("fraction", key="gap_to_bound_mean")
+    def gap_to_bound(self) -> float:
+        """The busiest rank's load divided by a lower bound (`load_bound`) for these homes and slots, minus 1; mean of
+        up to 16 instances."""
+        return gap_to_bound(self.plan, self.workload_after, SAMPLED)
+
+    @computed("experts", key="moved_homes")
+    def moved_homes(self) -> int:
+        """Experts, summed over layers, whose home differs from the contiguous placement."""
+        return self.moves_inside_nodes + self.moves_between_nodes
+
+    @computed("experts")
+    def moves_inside_nodes(self) -> int:
+        """Those of them whose home is on another rank of the same node."""
+        return self._moves[0]
+
+    @computed("experts")
+    def moves_between_nodes(self) -> int:
+        """Those of them whose home is on another node."""
+        return self._moves[1]
+
+    @computed("replicas", key="far_replicas")
+    def far_replicas(self) -> int:
+        """Replicas on another node than the home."""
+        return int(np.count_nonzero(self.plan.far_replicas))
+
+    @computed("replicas", key="host_replicas")
+    def host_replicas(self) -> int:
+        """Replicas whose weights come from host memory."""
+        return int(np.count_nonzero(self.plan.replica_paths == HOST))
+
+    @computed("fraction", key="cross_node_token_fraction_before")
+    def cross_node_before(self) -> float:
+        """Rows that contiguous homes and no replicas would compute on another node than the token's."""
+        return int(cross_node_rows(self.static_plan, self.workload_before).sum()) / self._rows
+
+    @computed("fraction", key="cross_node_token_fraction")
+    def cross_node_after(self) -> float:
+        """Rows that are computed on another node than the token's under the plan."""
+        return int(cross_node_rows(self.plan, self.workload_after).sum()) / self._rows
+
+    @computed("replicas", key="replicas")
+    def num_replicas(self) -> int:
+        """Replicas in all instances."""
+        return self.plan.num_replicas
+
+    @computed("replicas", key="replicas_per_instance")
+    def replicas_per_instance(self) -> float:
+        """Replicas of an instance, mean."""
+        return self.plan.num_replicas / self.num_instances
+
+    @computed("bytes", key="weight_bytes_per_micro_step")
+    def weight_bytes_per_micro_step(self) -> float | None:
+        """Bytes of replica weights of a micro-step, all ranks together; None without a model."""
+        return self.plan.num_replicas * self.model.expert_bytes / self.plan.num_micro_steps if self.model else None
+
+    @computed(key="strategy")
+    def strategy(self) -> str:
+        """What the plan does, the strategy with the least predicted time; "" if the balancer predicts none."""
+        return str(self._settings.get("strategy", ""))
+
+    @computed("s", key="predicted_s")
+    def predicted_seconds(self) -> dict[str, float]:
+        """Predicted time of a step by strategy, the least first; empty if the balancer predicts none."""
+        return dict(self._settings.get("predicted_s", {}))
+
+    @computed("us", key="us_per_instance")
+    def us_per_instance(self) -> float:
+        """Planning time of each instance."""
+        return self.planning_s / self.num_instances * 1e6
+
+    @computed("instances", key="mixed_instances")
+    def mixed_instances(self) -> int:
+        """Instances with unknown routes."""
+        return int(np.count_nonzero(self.plan.mixed_ML))
+
+    @computed("fraction", key="unknown_row_fraction")
+    def unknown_row_fraction(self) -> float:
+        """Part of all rows without a recorded route, 0 to 1."""
+        return int(self.workload_after.unknown_MLR.sum()) / self._rows
+
+    @computed(key="plan_hash")
+    def plan_hash(self) -> str:
+        """Hash of the plan, the same on every machine."""
+        return self.plan.hash
+
+    @cached_property
+    def _moves(self) -> tuple[int, int]:
+        """Experts that move within a node, and to another one."""
+        moves = self.static_plan.placement.moves(self.plan.placement, self.cluster.ranks_per_node)
+        return int(moves[0].sum()), int(moves[1].sum())
+
+    @property
+    def _rows(self) -> int:
+        return max(1, self.workload_after.num_rows)
 
     @property
     def title(self) -> str:
@@ -99,11 +205,6 @@ class PlanResult(Summarised):
     def num_instances(self) -> int:
         """Micro-steps times layers."""
         return self.plan.num_micro_steps * self.plan.num_layers
-
-    @property
-    def us_per_instance(self) -> float:
-        """Microseconds of planning for each instance."""
-        return self.planning_s / self.num_instances * 1e6
 
     @property
     def facts(self) -> Facts:
@@ -123,7 +224,7 @@ class PlanResult(Summarised):
             ),
             (
                 "replicas",
-                f"{plan.num_replicas:,}, {plan.num_replicas / self.num_instances:.2f} per instance, "
+                f"{self.num_replicas:,}, {self.replicas_per_instance:.2f} per instance, "
                 f"{self.far_replicas:,} on other nodes, {self.host_replicas:,} from host memory",
             ),
             *self._strategy_facts(),
@@ -152,18 +253,8 @@ class PlanResult(Summarised):
         if not predicted:
             return []
         others = [name for name in predicted if name != self.strategy]
-        chosen = f"{self.strategy}, predicted to take {seconds(predicted[self.strategy])}"
-        return [("strategy", chosen), ("other strategies", ", ".join(f"{n} {seconds(predicted[n])}" for n in others))]
-
-    @property
-    def strategy(self) -> str:
-        """What the plan does, the strategy with the least predicted time; "" if the balancer predicts none."""
-        return str(self._settings.get("strategy", ""))
-
-    @property
-    def predicted_seconds(self) -> dict[str, float]:
-        """Predicted seconds of a step by strategy, the least first; empty if the balancer predicts none."""
-        return dict(self._settings.get("predicted_s", {}))
+        best = f"{self.strategy}, predicted to take {seconds(predicted[self.strategy])}"
+        return [("strategy", best), ("other strategies", ", ".join(f"{n} {seconds(predicted[n])}" for n in others))]
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -171,39 +262,22 @@ class PlanResult(Summarised):
 
     def figures(self) -> dict[str, Any]:
         """What `trimtab plan --json` writes."""
-        plan = self.plan
-        return {
+        figures = {
             "schema": "trimtab-plan-1",
             "trace": self.source,
             "step": int(self.trace.steps[0]),
             "policy": self.policy,
-            "cluster": asdict(self.cluster),
+            "cluster": self.cluster,
             "token_budget": self.token_budget,
-            "micro_steps": plan.num_micro_steps,
-            "max_over_mean_before": asdict(self.balance_before),
-            "max_over_mean_after": asdict(self.balance_after),
-            "expert_time_saved": self.expert_time_saved,
-            "gap_to_bound_mean": self.gap_to_bound,
-            "moved_homes": self.moves_inside_nodes + self.moves_between_nodes,
-            "far_replicas": self.far_replicas,
-            "host_replicas": self.host_replicas,
-            "cross_node_token_fraction_before": self.cross_node_before,
-            "cross_node_token_fraction": self.cross_node_after,
-            "replicas": plan.num_replicas,
-            "replicas_per_instance": plan.num_replicas / self.num_instances,
-            "weight_bytes_per_micro_step": self.weight_bytes_per_micro_step,
-            "strategy": self.strategy,
-            "predicted_s": self.predicted_seconds,
+            **by_key(self),
             "planning_s": self.planning_s,
-            "us_per_instance": self.us_per_instance,
-            "mixed_instances": self.mixed_instances,
-            "unknown_row_fraction": self.unknown_row_fraction,
-            "plan_hash": plan.hash,
+        }
+        return {
+            key: asdict(value) if isinstance(value, ClusterSpec | Balance) else value for key, value in figures.items()
         }
 
     def summary(self) -> Summary:
         before, after = self.balance_before, self.balance_after
-        moves = self.moves_inside_nodes + self.moves_between_nodes
         return Summary(
             f"{self.title}, {plural(self.cluster.ranks, 'rank')}",
             (
@@ -213,7 +287,7 @@ class PlanResult(Summarised):
             (plan_balance_table(before, after), facts_table("Figures of the plan", self.facts)),
             details=(
                 f"{plural(self.plan.num_micro_steps, 'micro-step')}, {plural(self.plan.num_replicas, 'replica')}, "
-                f"{plural(moves, 'home')} moved",
+                f"{plural(self.moved_homes, 'home')} moved",
             ),
         )
 
@@ -265,47 +339,33 @@ def plan(
         balancer = Trimtab(PlanSettings(max_rows_per_rank=max_rows_per_rank, exact=exact))
     cluster = ClusterSpec(ranks, ranks_per_node or ranks, slots)
     reader = open_trace(trace)
-    chosen = _one_step(reader, step)
-    spec = model_of(reader.name, chosen, model, overrides, assume=False)
-    homes = Placement.contiguous(chosen.num_layers, chosen.num_experts, cluster.ranks)
+    step_trace = _one_step(reader, step)
+    spec = model_of(reader.name, step_trace, model, overrides, assume=False)
+    homes = Placement.contiguous(step_trace.num_layers, step_trace.num_experts, cluster.ranks)
     # Untimed, so that compiling is not timed: a few sequences, in several micro-steps.
-    few = chosen.part(0, min(chosen.num_sequences, 4 * cluster.ranks))
+    few = step_trace.part(0, min(step_trace.num_sequences, 4 * cluster.ranks))
     budget = min(token_budget, int(few.sequence_lengths.max()))
     _plan(POLICIES[policy], SequenceCounts.from_trace(few), homes, cluster, budget, spec)
     start = time.perf_counter()
-    sequences = SequenceCounts.from_trace(chosen)
+    sequences = SequenceCounts.from_trace(step_trace)
     counting_ended = time.perf_counter()
-    view, made = _plan(balancer, sequences, homes, cluster, token_budget, spec)
-    planned = time.perf_counter()
-    before, after = Workload.from_sequences(sequences, view.schedule), Workload.from_sequences(sequences, made.schedule)
-    made.check(after)
-    loads_before, loads_after = before.home_loads(homes.home), made.rank_loads(after)
-    inside, between = (int(part.sum()) for part in homes.moves(made.placement, cluster.ranks_per_node))
-    rows = max(1, after.num_rows)
+    view, planned = _plan(balancer, sequences, homes, cluster, token_budget, spec)
+    planning_ended = time.perf_counter()
+    workload = Workload.from_sequences(sequences, planned.schedule)
+    planned.check(workload)
     return PlanResult(
         source=reader.name,
-        trace=chosen,
+        trace=step_trace,
         policy=policy,
         cluster=cluster,
         token_budget=token_budget,
-        plan=made,
-        loads_before_MLR=loads_before,
-        loads_after_MLR=loads_after,
-        balance_before=summarise_balance(loads_before),
-        balance_after=summarise_balance(loads_after),
-        expert_time_saved=1 - expert_time(loads_after) / max(1, expert_time(loads_before)),
-        gap_to_bound=gap_to_bound(made, after, SAMPLED),
-        moves_inside_nodes=inside,
-        moves_between_nodes=between,
-        far_replicas=int(np.count_nonzero(made.far_replicas)),
-        host_replicas=int(np.count_nonzero(made.replica_paths == HOST)),
-        cross_node_before=int(cross_node_rows(POLICIES["static"].plan(view), before).sum()) / rows,
-        cross_node_after=int(cross_node_rows(made, after).sum()) / rows,
-        weight_bytes_per_micro_step=made.num_replicas * spec.expert_bytes / made.num_micro_steps if spec else None,
+        plan=planned,
+        static_plan=POLICIES["static"].plan(view),
+        workload_before=Workload.from_sequences(sequences, view.schedule),
+        workload_after=workload,
+        model=spec,
         counting_s=counting_ended - start,
-        planning_s=planned - counting_ended,
-        mixed_instances=int(np.count_nonzero(made.mixed_ML)),
-        unknown_row_fraction=int(after.unknown_MLR.sum()) / rows,
+        planning_s=planning_ended - counting_ended,
     )
 
 

@@ -109,13 +109,13 @@ class SimulationResult(Summarised):
         if len(self.cases) > 1:
             content["sweep"] = [
                 {
-                    "ranks": each.ranks,
-                    "slots": each.slots,
-                    "micro_steps": each.micro_steps,
-                    "token_budget": each.case.token_budget,
-                    **each.figures(),
+                    "ranks": simulated.ranks,
+                    "slots": simulated.slots,
+                    "micro_steps": simulated.micro_steps,
+                    "token_budget": simulated.case.token_budget,
+                    **simulated.figures(),
                 }
-                for each in self.cases
+                for simulated in self.cases
             ]
         return content
 
@@ -198,24 +198,26 @@ def simulate(
     reader = open_trace(trace)
     if not reader.facts.lengths.any():
         raise InputError(f"{reader.name}: the trace is empty; there is nothing to simulate")
-    chosen, earlier = step_of(reader.read(), step)
-    spec = model_of(reader.name, chosen, model, overrides)
+    step_trace, earlier = step_of(reader.read(), step)
+    spec = model_of(reader.name, step_trace, model, overrides)
     assert spec is not None
     for case_ranks, _, _ in every:
-        if chosen.num_experts % case_ranks:
-            raise InputError(f"--ranks {case_ranks} doesn't divide the {chosen.num_experts} experts of {reader.name}")
+        if step_trace.num_experts % case_ranks:
+            raise InputError(
+                f"--ranks {case_ranks} doesn't divide the {step_trace.num_experts} experts of {reader.name}"
+            )
     most = max(numbers(micro_steps or 1))
-    if most > chosen.num_sequences:
+    if most > step_trace.num_sequences:
         raise InputError(
-            f"--micro-steps {most}: step {chosen.steps[0]} of {reader.name} has "
-            f"{plural(chosen.num_sequences, 'sequence')}; every micro-step needs one"
+            f"--micro-steps {most}: step {step_trace.steps[0]} of {reader.name} has "
+            f"{plural(step_trace.num_sequences, 'sequence')}; every micro-step needs one"
         )
     clusters = [
         load_cluster(cluster, ranks=case_ranks, slots_per_rank=case_slots, ranks_per_node=ranks_per_node)
         for case_ranks, case_slots, _ in every
     ]
 
-    counted, before = SequenceCounts.from_trace(chosen), tuple(map(SequenceCounts.from_trace, earlier))
+    counted, before = SequenceCounts.from_trace(step_trace), tuple(map(SequenceCounts.from_trace, earlier))
     total = len(every) * (len(names) + 1)
     cases: list[SimulatedCase] = []
     for (case_ranks, case_slots, size), nodes in zip(every, clusters, strict=True):
@@ -246,7 +248,7 @@ def simulate(
         permuted_s = permuted_step_times(case, [name for name in PERMUTED_POLICIES if name in names], PERMUTATION_SEED)
         cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes, shown, permuted_s))
     progress(names[-1], total, total)
-    return SimulationResult(reader.name, chosen, tuple(cases))
+    return SimulationResult(reader.name, step_trace, tuple(cases))
 
 
 def _combinations(
@@ -263,20 +265,20 @@ def _combinations(
         sizes = [*numbers(DEFAULT_MICRO_STEPS if micro_steps is None else micro_steps)]
         for size in sizes:
             check_whole(1, micro_steps=size)
-    for each in numbers(ranks):
-        check_whole(1, ranks=each)
-    for each in numbers(slots):
-        check_whole(0, slots=each)
-    found = list(itertools.product(numbers(ranks), numbers(slots), sizes))
-    if not found:
+    for number in numbers(ranks):
+        check_whole(1, ranks=number)
+    for number in numbers(slots):
+        check_whole(0, slots=number)
+    combinations = list(itertools.product(numbers(ranks), numbers(slots), sizes))
+    if not combinations:
         raise InputError("ranks, slots and micro_steps: expected at least one number each")
-    return found
+    return combinations
 
 
 def _names(policies: str | Sequence[str] | None) -> tuple[list[str], tuple[str, ...]]:
     """The balancers to run, in the order of `POLICIES`, and those of the tables."""
-    given = [policies] if isinstance(policies, str) else [ALL] if policies is None else policies
-    for name in given:
+    wanted = [policies] if isinstance(policies, str) else [ALL] if policies is None else policies
+    for name in wanted:
         check_choice("policies", name, (*POLICIES, ALL))
-    names = [name for name in POLICIES if ALL in given or name in (*given, *NEEDED)]
+    names = [name for name in POLICIES if ALL in wanted or name in (*wanted, *NEEDED)]
     return names, MAIN_POLICIES if policies is None else tuple(names)

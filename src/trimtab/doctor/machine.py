@@ -74,7 +74,7 @@ def describe_gpu_variables(nccl: tuple[int, ...], variables: Mapping[str, str]) 
     Args:
         nccl: version of NCCL.
     """
-    from trimtab.runtime.ranks.gpu_variables import wrong_variables
+    from trimtab.runtime.ranks.process_groups import wrong_variables
 
     name = "GPU variables"
     wrong = wrong_variables(nccl, variables)

@@ -15,9 +15,9 @@ from trimtab.doctor.random_delays import RandomDelays
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.rank_variables import rank_variable
-from trimtab.runtime.rows.expert_compute import gated_experts
+from trimtab.runtime.rows.grouped_products import gated_experts
 from trimtab.runtime.session import Session
-from trimtab.runtime.settings import Paths
+from trimtab.runtime.session_settings import Paths
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.peer_memory import PeerMemory
 from trimtab.trace import RoutingTrace, synthesize

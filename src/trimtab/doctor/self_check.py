@@ -18,7 +18,7 @@ from trimtab.calibration.random_experts import this_device
 from trimtab.doctor.planned_micro_step import PATHS, PlannedMicroStep, StepSizes
 from trimtab.doctor.random_delays import RandomDelays
 from trimtab.launch import launch
-from trimtab.runtime.settings import Paths
+from trimtab.runtime.session_settings import Paths
 
 # Largest relative error of loss and gradients, in float64.
 TOLERANCE = 1e-12

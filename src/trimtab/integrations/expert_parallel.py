@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
 from trimtab.errors import InputError
+from trimtab.integrations.transformers.distributed_experts import check_experts, follow_layer
 from trimtab.integrations.transformers.families import family_of, moe_blocks
-from trimtab.integrations.transformers.sharing import check_experts, follow_layer
 from trimtab.runtime import ExpertLayer, Session
 
 NAME = "trimtab"

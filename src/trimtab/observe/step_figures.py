@@ -72,7 +72,7 @@ class StepFigures:
             found["lost_share"] = float(estimate.lost_part)
             found |= {f"{name}_gain": part * float(estimate.lost_part) for name, part in recovered.items()}
             # With transfers, moves and planning, which the product leaves out.
-            found["plan_gain"] = 1 - planned.prediction.seconds / planned.choice.seconds["nothing"]
+            found["plan_gain"] = 1 - planned.predicted_s / planned.nothing_s
         return found
 
 

@@ -17,6 +17,7 @@ from trimtab.planner.placement.placement import Placement
 from trimtab.planner.plan.instances import map_layers
 from trimtab.planner.plan.pass_times import MIGRATION
 from trimtab.planner.plan.plan_settings import PlanSettings
+from trimtab.planner.plan.planned_step import PlannedStep
 from trimtab.planner.plan.prediction import Prediction, dense_times, plan_parts, refreshing_seconds, slowest
 from trimtab.planner.plan.row_limits import keeps_to, refuse, require_known_routes
 from trimtab.planner.plan.slices import SliceRules
@@ -24,13 +25,8 @@ from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.step_plan import StepPlan
 from trimtab.planner.plan.step_planning import PlannedLayers, StepPlanning
 from trimtab.planner.plan.step_times import moving_seconds
-from trimtab.planner.plan.strategy import NONE, NOTHING, STAY, Choice, Strategy
-from trimtab.planner.plan.strategy_choice import (
-    LONGEST_LIFE,
-    Estimate,
-    choose_strategy,
-    replicas_anywhere,
-)
+from trimtab.planner.plan.strategy import NONE, NOTHING, STAY, Strategy, facts_of
+from trimtab.planner.plan.strategy_choice import LONGEST_LIFE, StrategyChoice, choose_strategy, replicas_anywhere
 from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.layer_plan import plan_layer
 from trimtab.planner.replicas.paths import HOST, choose_paths, links_of
@@ -40,28 +36,6 @@ from trimtab.planner.schedule.schedule import Schedule, pack_by_length
 from trimtab.planner.schedule.sequence_counts import SequenceCounts
 from trimtab.planner.schedule.time_packing import dense_rows, pack_by_time
 from trimtab.trace.routing import RoutingTrace
-
-
-class GroupPlans(NamedTuple):
-    """Plans of one step for all expert-parallel groups.
-
-    Attributes:
-        schedule: on the data ranks of all groups.
-        placement: the homes, the same in all groups.
-        plans: one for each group.
-        choice: the chosen strategy and the others.
-        prediction: predicted time of the step by part.
-        max_vio_before: max/mean - 1 of rank loads, mean over instances, if the schedule ran without moves and replicas.
-        slices: the rules by which replicas and split follow, if the plans are headers; see `slices.py`.
-    """
-
-    schedule: Schedule
-    placement: Placement
-    plans: tuple[StepPlan, ...]
-    choice: Choice
-    prediction: Prediction
-    max_vio_before: float
-    slices: SliceRules | None = None
 
 
 class Planner:
@@ -162,9 +136,9 @@ def plan_sequences(
     may_move: bool = True,
     threads: int = 1,
     sliced: bool = False,
-    ahead: GroupPlans | None = None,
-    excluded: frozenset[str] | None = frozenset(),
-) -> GroupPlans:
+    ahead: PlannedStep | None = None,
+    excluded: frozenset[str] = frozenset(),
+) -> PlannedStep:
     """All four levels of one step; the arguments are those of `Planner`.
 
     Sequences are packed so that ranks take the same time. Then the strategy with the least predicted time is planned:
@@ -192,7 +166,7 @@ def plan_sequences(
         sequences.lengths, num_ranks=cluster.ranks * groups, token_budget=token_budget, mini_batch=mini_batch
     )
 
-    def plan(schedule: Schedule) -> GroupPlans:
+    def plan(schedule: Schedule) -> PlannedStep:
         loads = StepLoads.of_sequences(sequences, schedule, cluster.ranks)
         planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads, sliced, excluded)
         return _plan(planning, schedule, may_move=may_move, sliced=sliced, groups=groups, token_budget=token_budget)
@@ -201,7 +175,7 @@ def plan_sequences(
         schedule = pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, token_budget)
         return _follow(ahead, schedule, StepLoads.of_sequences(sequences, schedule, cluster.ranks), cluster)
     planned = plan(pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, token_budget))
-    if planned.choice.strategy.replicas != NONE:
+    if planned.chosen_strategy.replicas != NONE:
         return planned
     # Without replicas, the routing of the sequences in a micro-step decides how even its ranks are.
     rows_S = dense_rows(sequences.lengths, costs)
@@ -210,7 +184,7 @@ def plan_sequences(
             sequences, planned.schedule, planned.placement, token_budget, num_groups=groups, attention_rows=rows_S
         )
     )
-    return min(planned, grouped, key=lambda each: each.prediction.seconds)
+    return min(planned, grouped, key=lambda step: step.predicted_s)
 
 
 def plan_schedule(
@@ -226,9 +200,9 @@ def plan_schedule(
     may_move: bool = True,
     threads: int = 1,
     sliced: bool = False,
-    ahead: GroupPlans | None = None,
-    excluded: frozenset[str] | None = frozenset(),
-) -> GroupPlans:
+    ahead: PlannedStep | None = None,
+    excluded: frozenset[str] = frozenset(),
+) -> PlannedStep:
     """All levels below a given schedule. Other arguments are those of `plan_sequences`.
 
     Args:
@@ -247,12 +221,12 @@ def plan_schedule(
     return _plan(planning, schedule, may_move=may_move, sliced=sliced, groups=len(workloads))
 
 
-def _plan(planning: StepPlanning, schedule: Schedule, *, may_move: bool, sliced: bool, **settings: int) -> GroupPlans:
+def _plan(planning: StepPlanning, schedule: Schedule, *, may_move: bool, sliced: bool, **settings: int) -> PlannedStep:
     """Plans of the strategy with the least predicted time."""
     require_known_routes(planning.settings, planning.loads.mixed_GML)
-    choice, estimate = choose_strategy(planning, may_move=may_move)
+    choice = choose_strategy(planning, may_move=may_move)
     if sliced and not planning.settings.limits_rows:
-        return _header(planning, schedule, choice, estimate, **settings)
+        return _header(planning, schedule, choice, **settings)
     nothing = _carry_out(planning, NOTHING)
     done, seconds = nothing, choice.seconds
     if choice.strategy != NOTHING:
@@ -263,7 +237,7 @@ def _plan(planning: StepPlanning, schedule: Schedule, *, may_move: bool, sliced:
         if planned_s <= enough_s or not keeps_to(planning.settings, nothing.planned.loads_GMLR):
             done = planned
         scale = planned_s / max(seconds[choice.strategy.name], 1e-30)
-        seconds = {name: each * scale for name, each in seconds.items()}
+        seconds = {name: strategy_s * scale for name, strategy_s in seconds.items()}
     seconds |= {"nothing": nothing.prediction.seconds}
     if not keeps_to(planning.settings, done.planned.loads_GMLR):
         anywhere = replicas_anywhere(planning.cluster)
@@ -271,15 +245,13 @@ def _plan(planning: StepPlanning, schedule: Schedule, *, may_move: bool, sliced:
         if not keeps_to(planning.settings, done.planned.loads_GMLR):
             raise refuse(planning.settings, planning.cluster.slots_per_rank, partial(_loads, planning, anywhere))
     ordered = dict(sorted(seconds.items(), key=lambda entry: (entry[1], entry[0])))
-    choice = Choice(done.planned.strategy, ordered, choice.move_life)
-    text = planning.settings.to_json(planning.costs, **choice.facts, **settings)
+    strategy = done.planned.strategy
+    text = planning.settings.to_json(planning.costs, **facts_of(strategy, ordered), **settings)
     plans = tuple(replace(plan, settings=text) for plan in done.plans)
-    return GroupPlans(schedule, plans[0].placement, plans, choice, done.prediction, nothing.max_vio)
+    return PlannedStep(schedule, plans, strategy, ordered, done.prediction.parts_s, nothing.max_vio, choice.move_life)
 
 
-def _header(
-    planning: StepPlanning, schedule: Schedule, choice: Choice, estimate: Estimate, **settings: int
-) -> GroupPlans:
+def _header(planning: StepPlanning, schedule: Schedule, choice: StrategyChoice, **settings: int) -> PlannedStep:
     """Plans without replicas, and the rules by which these follow."""
     strategy = choice.strategy
     home_LE = planning.placement.home
@@ -296,14 +268,16 @@ def _header(
             )
             mirrors = tuple(_mirrored(home_LE, list(tables), cluster) for tables in zip(*typical, strict=True))
         rules = SliceRules(
-            planning.limits(strategy), links_of(cluster), mirrors, estimate.max_vio, estimate.replicas,
-            estimate.most_returns, estimate.nothing_s - estimate.prediction.seconds,
+            planning.limits(strategy), links_of(cluster), mirrors, choice.max_vio, choice.replicas,
+            choice.most_returns, choice.saved_s,
         )  # fmt: skip
         more = {"slices": rules.digest}
-    text = planning.settings.to_json(planning.costs, **choice.facts, **settings, **more)
-    placement = Placement(home_LE)
-    plans = _without_replicas(planning.loads, placement, planning.cluster, text)
-    return GroupPlans(schedule, placement, plans, choice, estimate.prediction, estimate.max_vio_before, rules)
+    text = planning.settings.to_json(planning.costs, **facts_of(strategy, choice.seconds), **settings, **more)
+    plans = _without_replicas(planning.loads, Placement(home_LE), planning.cluster, text)
+    return PlannedStep(
+        schedule, plans, strategy, choice.seconds, choice.prediction.parts_s, choice.max_vio_before, choice.move_life,
+        rules,
+    )  # fmt: skip
 
 
 def _without_replicas(
@@ -318,17 +292,17 @@ def _without_replicas(
     )
 
 
-def _follow(ahead: GroupPlans, schedule: Schedule, loads: StepLoads, cluster: ClusterSpec) -> GroupPlans:
+def _follow(ahead: PlannedStep, schedule: Schedule, loads: StepLoads, cluster: ClusterSpec) -> PlannedStep:
     """Headers of a step whose homes and rules were planned ahead from a part of its sequences.
 
     Predicted times are scaled by the micro-steps.
     """
     plans = _without_replicas(loads, ahead.placement, cluster, ahead.plans[0].settings)
     scale = schedule.num_micro_steps / max(1, ahead.schedule.num_micro_steps)
-    prediction = Prediction({part: seconds * scale for part, seconds in ahead.prediction.parts_s.items()})
+    parts_s = {part: seconds * scale for part, seconds in ahead.parts_s.items()}
     assert ahead.slices is not None
     rules = ahead.slices._replace(saved_s=ahead.slices.saved_s * scale)
-    return ahead._replace(schedule=schedule, plans=plans, prediction=prediction, slices=rules)
+    return replace(ahead, schedule=schedule, plans=plans, parts_s=parts_s, slices=rules)
 
 
 def _homes(planning: StepPlanning, strategy: Strategy, layer: int) -> Array:

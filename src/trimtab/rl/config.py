@@ -11,7 +11,7 @@ from trimtab.errors import InputError
 
 if TYPE_CHECKING:
     from trimtab.runtime.live.policies import LivePolicy
-    from trimtab.runtime.settings import Mode
+    from trimtab.runtime.session_settings import Mode
 
 # Settings that a resumed run may change: its length and how its work is distributed. Others would change its results.
 MAY_CHANGE = frozenset(

@@ -11,29 +11,6 @@ import torch.distributed as dist
 
 from trimtab.rl.collectives import reduce
 from trimtab.rl.sequences import Sequence
-from trimtab.runtime import PlanReport
-
-
-def plan_metrics(report: PlanReport) -> dict[str, float]:
-    """Metrics of a plan, by their names in `metrics.jsonl`."""
-    return {
-        "moe/max_vio_before": report.max_vio_before,
-        "moe/max_vio_after": report.max_vio_after,
-        "moe/replicas": report.replicas,
-        "moe/homes_moved": report.homes_moved,
-        "moe/predicted_gain": report.predicted_gain,
-        "moe/peak_rows_before": report.peak_rows_before,
-        "moe/peak_rows_after": report.peak_rows_after,
-        "memory/pool_bytes": report.pool_bytes,
-        "memory/mirror_bytes": report.mirror_bytes,
-        "memory/peer_bytes": report.peer_memory_bytes,
-        "memory/free_bytes": report.free_bytes,
-        "moving_s": report.moving_s,
-        "planning_s": report.planning_s,
-        "waited_s": report.waited_s,
-        "ahead_s": report.ahead_s,
-        "known_ahead": report.known_ahead,
-    }
 
 
 def live_metrics(counted: Mapping[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.integrations.transformers import moe_blocks, num_experts, share_experts
+from trimtab.integrations.transformers import distribute_experts, moe_blocks, num_experts
 from trimtab.planner import Placement, Schedule, pack_by_length
 from trimtab.rank_variables import rank_variable
 from trimtab.rl.algorithm import TokenOutputs, TrainedTokens
@@ -25,13 +25,13 @@ from trimtab.rl.demo_model import load_config, load_model, load_tokenizer
 from trimtab.rl.losses import token_log_probs
 from trimtab.rl.rollout import count_correct, held_out_problems, sample_groups
 from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of
-from trimtab.rl.step_metrics import StepClock, live_metrics, plan_metrics, rollout_metrics
+from trimtab.rl.step_metrics import StepClock, live_metrics, rollout_metrics
 from trimtab.rl.task import TASKS, draw_problem
 from trimtab.rl.value_model import ValueModel
 from trimtab.rl.warm_start import warm_start
 from trimtab.rl.windows import Windows
 from trimtab.runtime import MicroStep, PlannedStep, Session
-from trimtab.runtime.planning import default_rates
+from trimtab.runtime.step_planner import default_rates
 from trimtab.trace import RoutingTrace, write_trace
 from trimtab.trace.routing import no_route
 
@@ -97,7 +97,7 @@ class Trainer:
             # Given, so that a resumed run makes the same plans.
             rates=default_rates(self.device),
         )
-        share_experts(self.model, self.session)
+        distribute_experts(self.model, self.session)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model.train()
@@ -380,7 +380,7 @@ class Trainer:
             metrics[name] = value if name.startswith(("moe/", "plan/", "live/")) else self._total(value)
         if report is None:
             return prepared, metrics | live_metrics(metrics)
-        metrics |= plan_metrics(report)
+        metrics |= report.metrics()
         metrics["waited_s"] += metrics["plan/waited_s"]
         # What was planned while the step ran, in place of what was expected.
         for figure, planned in (("moe/replicas", "moe/planned_replicas"), ("moe/max_vio_after", "moe/planned_max_vio")):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModel
 
-from trimtab.integrations.transformers import share_experts
+from trimtab.integrations.transformers import distribute_experts
 from trimtab.rl.batches import MicroBatch
 from trimtab.rl.value_model import MAX_NORM
 from trimtab.runtime import Session
@@ -40,7 +40,7 @@ class ValueTrunk:
         self, model_config: Any, session: Session, device: torch.device, *, gradient_checkpointing: bool
     ) -> None:
         trunk = AutoModel.from_config(model_config, dtype=torch.float32).to(device)
-        share_experts(trunk, session)
+        distribute_experts(trunk, session)
         if gradient_checkpointing:
             trunk.gradient_checkpointing_enable({"use_reentrant": False})
         head = nn.Linear(model_config.hidden_size, 1).to(device)

@@ -3,10 +3,11 @@
 It needs expert tensors and a function that applies them, and is independent of transformers and of RL.
 """
 
+from trimtab.planner import PlannedStep
 from trimtab.runtime.layer.layer import ExpertLayer
 from trimtab.runtime.layer.micro_step import MicroStep
-from trimtab.runtime.planned_step import PlannedStep, PlanReport
-from trimtab.runtime.rows.expert_compute import ExpertWeight, RowGroups, gated_experts, grouped_bias, grouped_linear
+from trimtab.runtime.plan_report import PlanReport
+from trimtab.runtime.rows.grouped_products import ExpertWeight, RowGroups, gated_experts, grouped_bias, grouped_linear
 from trimtab.runtime.session import Session
 
 __all__ = [

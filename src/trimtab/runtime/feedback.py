@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass, field
 
 from trimtab.array_type import Array
-from trimtab.planner.plan.strategy import NOTHING
-from trimtab.runtime.planned_step import PlannedStep
+from trimtab.planner import PlannedStep
+from trimtab.planner.plan.strategy import ALL_BUT_NOTHING, NOTHING
 
 # Steps for which a strategy is not planned after it has measured worse than a simpler one, and for which a measurement
 # counts.
@@ -29,10 +29,12 @@ MOST_CORRECTION = 8.0
 
 @dataclass
 class _Measured:
-    """Seconds of a strategy's steps relative to the prediction of doing nothing, and the step of the last one."""
+    """Seconds of a strategy's steps relative to the prediction of doing nothing, the step of the last one, and
+    `Strategy.complexity`."""
 
     relative: float
     step: int
+    complexity: tuple[int, bool]
 
 
 @dataclass
@@ -111,47 +113,48 @@ class Feedback:
         name, relative = planned.strategy, (passes_s + others_s) / nothing_s
         before = self._measured.get(name)
         smooth = relative if before is None else math.sqrt(before.relative * relative)
-        self._measured[name] = _Measured(smooth, self._steps)
+        self._measured[name] = _Measured(smooth, self._steps, planned.chosen_strategy.complexity)
         ratio = min(max(passes_s / self.predicted_s, 1 / MOST_CORRECTION), MOST_CORRECTION)
         correction = math.sqrt(ratio)
         self.scale = float(f"{self.scale * correction:.3g}")
         # Later predictions of doing nothing are larger by the same factor.
-        for each in self._measured.values():
-            each.relative /= correction
+        for measured in self._measured.values():
+            measured.relative /= correction
         if name != NOTHING.name and self._is_worse(name):
             self._dropped_until[name] = self._steps + DROPPED_STEPS
             del self._measured[name]
 
     @property
-    def excluded(self) -> frozenset[str] | None:
-        """Names of strategies that the next plan does not use; None: all but doing nothing, to measure that."""
-        if self._adapts and self._steps % COMPARED_EVERY == FIRST_COMPARED and self._gain < SMALL_GAIN:
-            return None
+    def measures_nothing(self) -> bool:
+        """Whether the next step does nothing, to measure that."""
+        return self._adapts and self._steps % COMPARED_EVERY == FIRST_COMPARED and self._gain < SMALL_GAIN
+
+    @property
+    def excluded(self) -> frozenset[str]:
+        """Names of strategies that the next plan does not use."""
+        if self.measures_nothing:
+            return ALL_BUT_NOTHING
         return frozenset(name for name, until in self._dropped_until.items() if self._steps < until)
 
     def metrics(self) -> dict[str, float]:
         """Figures of the last complete step."""
         if not self._steps:
             return {}
-        found = {"plan/predicted_s": self.predicted_s, "plan/measured_s": self.measured_s}
+        figures = {"plan/predicted_s": self.predicted_s, "plan/measured_s": self.measured_s}
         if self._adapts:
-            found["plan/cost_scale"] = self.scale
+            figures["plan/cost_scale"] = self.scale
         nothing = self._measured.get(NOTHING.name)
-        best = min((each.relative for each in self._measured.values()), default=0.0)
-        return found if nothing is None else found | {"plan/measured_gain": 1 - best / nothing.relative}
+        if nothing is not None:
+            best = min(measured.relative for measured in self._measured.values())
+            figures["plan/measured_gain"] = 1 - best / nothing.relative
+        return figures
 
     def _is_worse(self, name: str) -> bool:
         """Whether a simpler strategy has measured better."""
-        mine = self._measured[name].relative
+        mine = self._measured[name]
         return any(
-            other != name
-            and _complexity(other) < _complexity(name)
-            and self._steps - each.step < KEPT_STEPS
-            and each.relative < (1 - WORSE) * mine
-            for other, each in self._measured.items()
+            other.complexity < mine.complexity
+            and self._steps - other.step < KEPT_STEPS
+            and other.relative < (1 - WORSE) * mine.relative
+            for other in self._measured.values()
         )
-
-
-def _complexity(name: str) -> tuple[int, int]:
-    """More for a strategy that does more: nothing, then homes that move, replicas in the node, on any node, both."""
-    return ("replicas" in name) + ("any node" in name), int("re-home" in name)

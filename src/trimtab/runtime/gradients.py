@@ -1,4 +1,4 @@
-"""Gradients before the optimizer step: sums over data-parallel ranks, and clipping by one joint norm."""
+"""`SessionGradients`: the part of a `Session` that sums gradients over ranks, and clips them by one joint norm."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from trimtab.errors import InputError
-from trimtab.runtime.layer.instance import LayerCalls
-from trimtab.runtime.rank_experts import RankExperts
 from trimtab.runtime.ranks.lockstep import CLIP, FINISH, digest
 from trimtab.runtime.ranks.recorder import SUMMING
+from trimtab.runtime.session_base import SessionBase
 from trimtab.runtime.state.home_experts import HomeExperts
 
 # Gradients are summed in flat buckets of about this size.
 BUCKET_BYTES = 64 << 20
 
 
-class Gradients:
-    """Sums and clipping of gradients before an optimizer step. Methods are collective over all data ranks.
+class SessionGradients(SessionBase):
+    """Sums and clipping of gradients before an optimizer step. Methods are collective over all data ranks."""
 
-    Args:
-        with_values: also compare sampled values of replicated parameters over the ranks.
-    """
+    def finish_gradients(self, replicated: Iterable[torch.nn.Parameter] = ()) -> None:
+        """Complete the gradients of all micro-steps since the last call; call it before clipping and optimizer steps.
 
-    def __init__(self, calls: LayerCalls, experts: RankExperts, *, with_values: bool) -> None:
-        self._calls, self._experts, self._with_values = calls, experts, with_values
-        self._topology = calls.topology
+        Gradients of experts are summed over expert-parallel groups, those of `replicated` parameters, which every rank
+        has, over all ranks. Gradients of layers that were added with `weights` are not touched. A gradient that no rank
+        has stays None.
 
-    def finish(self, replicated: Iterable[torch.nn.Parameter]) -> None:
-        """See `Session.finish_gradients`."""
+        Raises:
+            InputError: if `replicated` has experts of the session.
+            RuntimeError: if it has summed these gradients already, and they were not zeroed since; within a backward.
+            RanksDisagreeError: if the ranks made different calls before, or pass different parameters.
+        """
         self._calls.require_outside_backward("finish_gradients")
-        accumulation, topology = self._experts.accumulation, self._topology
+        accumulation, topology = self._experts.accumulation, self.topology
         dense = dense_parameters(replicated, self._experts.parameters())
         experts = [parameter for parameter in self._experts.parameters() if parameter.requires_grad]
         summed = [*dense, *(experts if topology.expert_dp_group is not None else ())]
         same: dict[str, object] = {
-            "replicated parameters": (len(dense), describe(dense, with_values=self._with_values))
+            "replicated parameters": (len(dense), describe(dense, with_values=bool(self.settings.verify_weights)))
         }
         if topology.expert_dp_group is not None:
             # Rows depend on all moves so far.
             same["homes and rows of experts"] = digest(
                 *(array for layer in self._experts.layers for array in (layer.home_E, layer.rows_E))
             )
-        self._calls.lockstep.agree(FINISH, must_match=same, problem=accumulation.problem(summed), all_data_ranks=True)
-        with self._calls.counters.recorded(SUMMING):
+        self._lockstep.agree(FINISH, must_match=same, problem=accumulation.problem(summed), all_data_ranks=True)
+        with self.counters.recorded(SUMMING):
             self._experts.drain()
             zero_missing([*dense, *experts], topology.control)
             if topology.expert_dp_group is not None:
@@ -56,20 +57,25 @@ class Gradients:
         accumulation.finish(summed)
         self._experts.changed = True
 
-    def clip(self, replicated: Iterable[torch.nn.Parameter], max_norm: float) -> float:
-        """See `Session.clip_gradients`."""
+    def clip_gradients(self, replicated: Iterable[torch.nn.Parameter], max_norm: float) -> float:
+        """Clip the gradients of replicated parameters and of all ranks' experts by their joint norm, and return it.
+
+        Raises:
+            InputError: if a layer was added with `weights`, or `replicated` has experts of the session.
+            RuntimeError: if `finish_gradients` was not called.
+        """
         self._experts.need_own("clip their gradients")
         experts = self._experts.parameters()
         dense = dense_parameters(replicated, experts)
         problem = RuntimeError("clip_gradients() needs complete gradients; call finish_gradients() first")
-        self._calls.lockstep.agree(
+        self._lockstep.agree(
             CLIP, must_match={"max_norm": max_norm, "replicated parameters": len(dense)},
             problem=problem if self._experts.accumulation.is_open else None, all_data_ranks=True,
         )  # fmt: skip
         device = next((parameter.device for parameter in (*experts, *dense)), None)
         dense_square = _square_sum([p.grad for p in dense if p.grad is not None], device)
         expert_square = _square_sum(expert_gradients(self._experts.layers), device)
-        dist.all_reduce(expert_square, group=self._topology.experts)
+        dist.all_reduce(expert_square, group=self.topology.experts)
         norm = (dense_square + expert_square).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter in (*dense, *experts):
@@ -122,12 +128,12 @@ def dense_parameters(
         InputError: if there are experts among them.
     """
     ids = {id(parameter) for parameter in experts}
-    chosen = list({id(p): p for p in replicated if p.requires_grad}.values())
-    if any(id(parameter) in ids for parameter in chosen):
+    trained = list({id(p): p for p in replicated if p.requires_grad}.values())
+    if any(id(parameter) in ids for parameter in trained):
         raise InputError(
             "replicated parameters include experts of the session; use session.replicated_parameters(model)"
         )
-    return chosen
+    return trained
 
 
 def zero_missing(parameters: Sequence[torch.nn.Parameter], control: dist.ProcessGroup) -> None:

@@ -16,7 +16,7 @@ from trimtab.runtime.layer.backward import Backward
 from trimtab.runtime.ranks.lockstep import STEP, Lockstep
 from trimtab.runtime.ranks.recorder import REFRESHING
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.settings import Settings
+from trimtab.runtime.session_settings import SessionSettings
 from trimtab.runtime.state.home_experts import HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.state.move_price import MovePrice
 from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
@@ -39,7 +39,7 @@ class RankExperts:
         at_backward_end: called when a backward has ended.
     """
 
-    def __init__(self, settings: Settings, topology: Topology, lockstep: Lockstep, counters: Counters) -> None:
+    def __init__(self, settings: SessionSettings, topology: Topology, lockstep: Lockstep, counters: Counters) -> None:
         self._settings, self._topology = settings, topology
         self._lockstep, self._counters = lockstep, counters
         self._transfers: Transfers | None = None
@@ -74,7 +74,7 @@ class RankExperts:
             self._transfers = Transfers(
                 self._topology, self.layers, slots=self._settings.slots_per_rank,
                 ring_layers=self._settings.ring_layers, counters=self._counters,
-                verify_weights=self._settings.verify_weights, mirror_bytes=self._settings.mirror_bytes,
+                verify_weights=bool(self._settings.verify_weights), mirror_bytes=self._settings.mirror_bytes,
             )  # fmt: skip
         return self._transfers
 

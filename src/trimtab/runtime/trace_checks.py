@@ -1,4 +1,4 @@
-"""Checks that a trace fits the session's model and a schedule, and conversion of micro-steps to a trace."""
+"""Traces of a session: checked copies that fit its model and a schedule; micro-steps as a trace."""
 
 from __future__ import annotations
 
@@ -31,11 +31,38 @@ def check_model(trace: RoutingTrace, shape: tuple[int, int]) -> None:
         trace.check()
 
 
-def own_trace(trace: RoutingTrace) -> RoutingTrace:
-    """A copy of a trace, whose ids the caller may overwrite. Rows with an id twice are unknown in it."""
+def own_trace(
+    trace: RoutingTrace,
+    shape: tuple[int, int],
+    schedule: Schedule | None = None,
+    rank: int = 0,
+    num_ranks: int = 1,
+    planned: Array | None = None,
+) -> RoutingTrace:
+    """A checked copy of a trace, whose ids the caller may overwrite. Rows with an id twice are unknown in it.
+
+    Args:
+        shape: layers and experts of the model.
+        schedule: the trace has this rank's sequences of it; None if it has any sequences.
+        rank, num_ranks: of the ranks that the schedule is for.
+        planned: `fingerprints` of this rank's sequences; None if they were not planned by these.
+
+    Raises:
+        InputError: if the trace does not fit.
+    """
+    check_model(trace, shape)
+    if schedule is not None:
+        mine = len(schedule.sequences_of(rank))
+        if schedule.num_ranks != num_ranks or mine != trace.num_sequences:
+            raise InputError(
+                f"the schedule gives rank {rank} of {schedule.num_ranks} {mine} sequences; the session has "
+                f"{num_ranks} ranks and this rank's trace {trace.num_sequences} sequences"
+            )
     copied, repeated = trace.with_repeats_unknown()
     if repeated:
         _warn_of_repeats()
+    if planned is not None:
+        _check_order(copied, planned)
     return copied
 
 
@@ -47,16 +74,16 @@ def fingerprints(trace: RoutingTrace) -> Array:
     return prints
 
 
-def check_order(trace: RoutingTrace, planned: Array) -> None:
+def _check_order(trace: RoutingTrace, planned: Array) -> None:
     """Raises InputError if the sequences of a trace are not the planned ones, in their order.
 
     Args:
         planned: `fingerprints` of this rank's sequences.
     """
-    found = fingerprints(trace)
-    if len(found) == len(planned) and (found != planned).any():
-        first = int(np.flatnonzero(found != planned)[0])
-        place = np.flatnonzero(planned == found[first])
+    prints = fingerprints(trace)
+    if len(prints) == len(planned) and (prints != planned).any():
+        first = int(np.flatnonzero(prints != planned)[0])
+        place = np.flatnonzero(planned == prints[first])
         where = (
             f"it was planned as number {place[0]}" if len(place) else "it was planned for another rank, or not at all"
         )
@@ -75,19 +102,16 @@ def _warn_of_repeats() -> None:
     )
 
 
-def check_countable(trace: RoutingTrace, shape: tuple[int, int]) -> None:
-    """Raises InputError if a trace can't be counted ahead of its step.
-
-    Args:
-        shape: layers and experts of the model.
-    """
-    check_model(trace, shape)
+def countable_trace(trace: RoutingTrace, shape: tuple[int, int]) -> RoutingTrace:
+    """As `own_trace`. Raises InputError also if the trace has no hashes, so that it can't be counted ahead."""
+    own = own_trace(trace, shape)
     if (trace.sequence_hashes == 0).any():
         raise InputError("plan_ahead() needs sequence_hashes of all sequences, by which the plan finds them again")
+    return own
 
 
 def trace_of_micro_steps(rows: Sequence[npt.ArrayLike], num_layers: int, num_experts: int) -> RoutingTrace:
-    """A trace in which each micro-step of a rank is one sequence.
+    """A trace, as from `own_trace`, in which each micro-step of a rank is one sequence.
 
     Args:
         rows: integer ids `[n, L, K]` of each micro-step; negative for unknown routes.
@@ -110,20 +134,4 @@ def trace_of_micro_steps(rows: Sequence[npt.ArrayLike], num_layers: int, num_exp
         if wrong.any():
             raise InputError(f"micro-step {index} has expert id {ids[wrong][0]}; ids should be below {num_experts}")
     trace = RoutingTrace.from_sequences(arrays, num_experts=num_experts)
-    check_model(trace, (num_layers, num_experts))
-    return trace
-
-
-def check_fits(trace: RoutingTrace, schedule: Schedule, rank: int, num_ranks: int, shape: tuple[int, int]) -> None:
-    """Raises InputError if a trace does not fit the model, or the schedule's sequences of a rank.
-
-    Args:
-        shape: layers and experts of the model.
-    """
-    check_model(trace, shape)
-    mine = len(schedule.sequences_of(rank))
-    if schedule.num_ranks != num_ranks or mine != trace.num_sequences:
-        raise InputError(
-            f"the schedule gives rank {rank} of {schedule.num_ranks} {mine} sequences; the session has "
-            f"{num_ranks} ranks and this rank's trace {trace.num_sequences} sequences"
-        )
+    return own_trace(trace, (num_layers, num_experts))

@@ -16,7 +16,7 @@ from trimtab.doctor.machine import check_shared_memory, describe_gpu_variables
 from trimtab.doctor.planned_micro_step import StepSizes
 from trimtab.doctor.self_check import check_path
 from trimtab.report.number_text import bytes_text, plural
-from trimtab.runtime.rows.expert_compute import GROUPED_KERNEL_CAPABILITIES
+from trimtab.runtime.rows.grouped_products import GROUPED_KERNEL_CAPABILITIES
 from trimtab.runtime.transfer.peer_memory import Place, Symmetric
 
 DEVICES = Path("/sys/bus/pci/devices")

@@ -106,13 +106,13 @@ class BalancedLayer:
             self.before_backward()
         outputs, bias = self._compute_homes(rows, counts, probs)
         call = self._dispatcher.rows
-        if call is None or not call.instance.replicas.count:
+        if call is None or not call.layer_call.replicas.count:
             return outputs, bias
-        replica_rows, replicas = self._layer.use_replicas(call.replica_rows, call.instance)
+        replica_rows, replicas = self._layer.use_replicas(call.replica_rows, call.layer_call)
         if replicas.count:
             with replicas.saved_for_backward():
                 replica_rows = self._experts.compute(
-                    replica_rows, call.instance.layout.replica_groups.counts, call.replica_probs, replicas.tensors
+                    replica_rows, call.layer_call.layout.replica_groups.counts, call.replica_probs, replicas.tensors
                 )
         return call.join(outputs, replica_rows), bias
 

@@ -27,7 +27,7 @@ from trimtab.integrations.megatron.reduction_order import ReductionOrder
 from trimtab.integrations.megatron.support import check_slots, check_supported
 from trimtab.planner import Placement
 from trimtab.runtime import MicroStep, PlanReport, Session
-from trimtab.runtime.settings import Mode
+from trimtab.runtime.session_settings import Mode
 from trimtab.trace import RoutingTrace
 
 Routing = Sequence[npt.ArrayLike]

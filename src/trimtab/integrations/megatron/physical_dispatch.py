@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 
 from trimtab.runtime.layer.dispatch import Dispatched, RowDispatcher
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
-from trimtab.runtime.layer.instance import Instance
+from trimtab.runtime.layer.layer_call import LayerCall
 from trimtab.runtime.state.expert_places import ExpertPlaces
 
 
@@ -26,12 +26,12 @@ class Rows(Protocol):
     """The rows of one call, with the methods of Megatron's dispatchers.
 
     Attributes:
-        instance: the call.
+        layer_call: the call.
         replica_rows, replica_probs: of `dispatch_postprocess`, rows `[B, H]` and weights `[B]` of this rank's replicas,
             if any rank has a replica in the call.
     """
 
-    instance: Instance
+    layer_call: LayerCall
     replica_rows: torch.Tensor
     replica_probs: torch.Tensor
 
@@ -97,8 +97,8 @@ class PlannedDispatcher:
                     self._order = self._order.to(routing_map.device)
                 routing_map, probs = (each.index_select(1, self._order) for each in (routing_map, probs))
             return self.plain.dispatch_preprocess(hidden, routing_map, probs)
-        hidden, instance = begun
-        self.rows, hidden, probs = self._make_rows(hidden, probs.gather(1, ids), instance)
+        hidden, layer_call = begun
+        self.rows, hidden, probs = self._make_rows(hidden, probs.gather(1, ids), layer_call)
         return hidden, probs
 
     def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> Any:
@@ -119,7 +119,7 @@ class PlannedDispatcher:
         rows, self.rows = self.rows, None
         if rows is None:
             return self.plain.combine_postprocess(outputs)
-        return self._layer.end(rows.combine_postprocess(outputs), rows.instance)
+        return self._layer.end(rows.combine_postprocess(outputs), rows.layer_call)
 
 
 def _own_topk(router: Any) -> str:
@@ -143,19 +143,19 @@ class MegatronRows:
 
     @classmethod
     def start(
-        cls, dispatcher: PhysicalDispatcher, hidden: torch.Tensor, weights: torch.Tensor, instance: Instance
+        cls, dispatcher: PhysicalDispatcher, hidden: torch.Tensor, weights: torch.Tensor, layer_call: LayerCall
     ) -> tuple[MegatronRows, torch.Tensor, torch.Tensor]:
         """The rows of a call, and what Megatron's `dispatch_preprocess` returns."""
-        dispatcher.instance = instance
-        ids = instance.layout.physical_ids.to(torch.int64)
+        dispatcher.layer_call = layer_call
+        ids = layer_call.layout.physical_ids.to(torch.int64)
         shape = len(ids), dispatcher.num_experts
         routing_map = torch.zeros(shape, dtype=torch.bool, device=ids.device).scatter_(1, ids, value=True)
         probs = torch.zeros(shape, dtype=weights.dtype, device=ids.device).scatter(1, ids, weights)
         hidden, probs = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
-        return cls(dispatcher, instance), hidden, probs
+        return cls(dispatcher, layer_call), hidden, probs
 
-    def __init__(self, dispatcher: PhysicalDispatcher, instance: Instance) -> None:
-        self.instance = instance
+    def __init__(self, dispatcher: PhysicalDispatcher, layer_call: LayerCall) -> None:
+        self.layer_call = layer_call
         self._dispatcher = dispatcher
         self.token_dispatch = dispatcher.token_dispatch
         self.combine_preprocess = dispatcher.combine_preprocess
@@ -166,9 +166,9 @@ class MegatronRows:
         self, hidden: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         hidden, counts, probs = self._dispatcher.dispatch_postprocess(hidden, probs)
-        homes = self.instance.layout.home_groups.counts
+        homes = self.layer_call.layout.home_groups.counts
         counts = counts[: len(homes)]
-        if not self.instance.replicas.count:
+        if not self.layer_call.replicas.count:
             return hidden, counts, probs
         # The backward of `split` writes the gradient of all rows once; that of slices fills it with zeros for each.
         parts = sum(homes), len(hidden) - sum(homes)
@@ -190,10 +190,10 @@ class PhysicalAlltoAll(MoEAlltoAllTokenDispatcher):
         positions: the position of every rank in the expert-parallel group; see `Topology`.
 
     Attributes:
-        instance: the call that runs now.
+        layer_call: the call that runs now.
     """
 
-    instance: Instance
+    layer_call: LayerCall
 
     def __init__(self, moe_layer: MoELayer, num_slots: int, positions: tuple[int, ...], pg_collection: Any) -> None:
         super().__init__(**_physical_experts(moe_layer, num_slots), pg_collection=pg_collection)
@@ -201,7 +201,7 @@ class PhysicalAlltoAll(MoEAlltoAllTokenDispatcher):
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Sizes of this rank's exchange, from the layout. Returns the rows `[H + S]` of its physical experts."""
-        layout = self.instance.layout
+        layout = self.layer_call.layout
         splits = np.empty((2, len(self._positions)), np.int64)
         splits[:, self._positions] = layout.send_splits, layout.recv_splits
         arriving_RG = np.empty_like(layout.arriving_RG)
@@ -231,10 +231,10 @@ class PhysicalFlex(MoEFlexTokenDispatcher):
 
     Attributes:
         num_experts: physical experts of all ranks.
-        instance: the call that runs now.
+        layer_call: the call that runs now.
     """
 
-    instance: Instance
+    layer_call: LayerCall
 
     def __init__(self, moe_layer: MoELayer, num_slots: int, pg_collection: Any) -> None:
         super().__init__(**_physical_experts(moe_layer, num_slots), pg_collection=pg_collection)
@@ -248,7 +248,7 @@ class PhysicalFlex(MoEFlexTokenDispatcher):
         self.hidden_shape = hidden.shape
         manager = self._comm_manager
         if isinstance(manager, _DeepepManager):
-            ids = self.instance.layout.physical_ids.to(torch.int64)
+            ids = self.layer_call.layout.physical_ids.to(torch.int64)
             manager.token_indices, manager.token_probs = ids, probs.gather(1, ids)
         else:
             manager.setup_metadata(routing_map, probs)
@@ -285,20 +285,20 @@ class TrimtabRows:
 
     @classmethod
     def start(
-        cls, hidden: torch.Tensor, weights: torch.Tensor, instance: Instance
+        cls, hidden: torch.Tensor, weights: torch.Tensor, layer_call: LayerCall
     ) -> tuple[TrimtabRows, torch.Tensor, torch.Tensor]:
         """The rows of a call; nothing is sent yet."""
-        return cls(hidden.shape, instance), hidden.reshape(-1, hidden.shape[-1]), weights
+        return cls(hidden.shape, layer_call), hidden.reshape(-1, hidden.shape[-1]), weights
 
-    def __init__(self, shape: torch.Size, instance: Instance) -> None:
-        self.instance = instance
+    def __init__(self, shape: torch.Size, layer_call: LayerCall) -> None:
+        self.layer_call = layer_call
         self._shape, self._dispatcher = shape, RowDispatcher()
         self._arrived: Dispatched | None = None
         self._replica_outputs: list[torch.Tensor] = []
 
     def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = self.instance.layout.physical_ids
-        self._arrived = arrived = self._dispatcher.dispatch(hidden, ids, probs, self.instance)
+        ids = self.layer_call.layout.physical_ids
+        self._arrived = arrived = self._dispatcher.dispatch(hidden, ids, probs, self.layer_call)
         self.replica_rows = arrived.replica_rows
         self.replica_probs = probs.new_ones(len(arrived.replica_rows))
         return arrived.home_rows, probs.new_ones(len(arrived.home_rows))
@@ -306,7 +306,7 @@ class TrimtabRows:
     def dispatch_postprocess(
         self, hidden: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return hidden, torch.tensor(self.instance.layout.home_groups.counts), probs
+        return hidden, torch.tensor(self.layer_call.layout.home_groups.counts), probs
 
     def join(self, home_outputs: torch.Tensor, replica_outputs: torch.Tensor) -> torch.Tensor:
         self._replica_outputs = [replica_outputs]

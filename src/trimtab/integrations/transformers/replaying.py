@@ -14,8 +14,8 @@ from torch import nn
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.integrations.transformers.distributed_experts import in_session
 from trimtab.integrations.transformers.families import decoder_of, family_of, moe_blocks, num_experts, reroute
-from trimtab.integrations.transformers.sharing import in_session
 from trimtab.trace import RoutingTrace
 
 

@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from trimtab.errors import InputError
-from trimtab.integrations.transformers import num_experts, share_experts
+from trimtab.integrations.transformers import distribute_experts, num_experts
 from trimtab.integrations.trl.batch_routes import check_routes, mask_of, positions_of, recorded_routes
 from trimtab.integrations.trl.refused_options import (
     check_arguments,
@@ -94,7 +94,7 @@ class TrimtabGRPOTrainer(GRPOTrainer):
         self.session = Session(num_experts=num_experts(model.config), **{"ranks_per_node": on_node, **options})
         check_same_weights(model, self.session.topology.control)
         autocast = torch.bfloat16 if self.args.bf16 and model.dtype is torch.float32 else None
-        share_experts(model, self.session, compute_dtype=autocast)
+        distribute_experts(model, self.session, compute_dtype=autocast)
         experts = {id(parameter) for parameter in self._experts()}
         model._ddp_params_and_buffers_to_ignore = [
             name for name, parameter in model.named_parameters() if id(parameter) in experts

@@ -66,7 +66,7 @@ class StepPlanning:
         past_PLE: `[P, L, E]` tokens of past steps, latest last; None if there are none.
         threads: layers planned at the same time.
         sliced: replicas and split are planned while the step runs.
-        excluded: names of strategies that are not used; None: all but doing nothing. Limits of rows come first.
+        excluded: names of strategies that are not used. Limits of rows come first.
     """
 
     loads: StepLoads
@@ -77,7 +77,7 @@ class StepPlanning:
     past_PLE: Array | None
     threads: int
     sliced: bool = False
-    excluded: frozenset[str] | None = frozenset()
+    excluded: frozenset[str] = frozenset()
 
     @property
     def layers(self) -> Array:

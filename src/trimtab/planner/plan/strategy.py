@@ -1,7 +1,8 @@
-"""`Strategy`: what a plan changes, homes and replicas; and `Choice`: which strategy is predicted to be fastest."""
+"""`Strategy`: what a plan changes, homes and replicas."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from typing import Any
 STAY, PAST, STEP = "stay", "past loads", "this step's loads"
 # Replicas: none, in the node of their home, or on any node.
 NONE, NEAR, ANY = "none", "in the node", "on any node"
+_FROM_SIMPLE = (NONE, NEAR, ANY)
 
 
 @dataclass(frozen=True)
@@ -40,32 +42,19 @@ class Strategy:
         replicas = f"replicas {self.replicas}"
         return replicas if self.homes == STAY else f"re-home by {self.homes}, {replicas}"
 
+    @property
+    def complexity(self) -> tuple[int, bool]:
+        """More for a strategy that does more: homes that move, replicas in the node, on any node, both."""
+        return _FROM_SIMPLE.index(self.replicas), self.homes != STAY
+
 
 NOTHING = Strategy()
+# Names of all strategies but doing nothing.
+ALL_BUT_NOTHING = frozenset(
+    Strategy(homes, replicas).name for homes in (STAY, PAST, STEP) for replicas in _FROM_SIMPLE
+) - {NOTHING.name}
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The chosen strategy and the others.
-
-    Attributes:
-        strategy: the chosen one.
-        seconds: predicted seconds of a step by name of the strategy, the least first. Moves count in equal parts in the
-            steps of their expected life.
-        move_life: these steps.
-    """
-
-    strategy: Strategy
-    seconds: dict[str, float]
-    move_life: float = 1.0
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a plan's settings say of it; seconds with four digits, as they are part of the plan's hash."""
-        seconds = {name: float(f"{value:.4g}") for name, value in self.seconds.items()}
-        return {"strategy": self.strategy.name, "predicted_s": seconds}
-
-    @property
-    def runner_up(self) -> str:
-        """The best other strategy; "" if there is none."""
-        return next((name for name in self.seconds if name != self.strategy.name), "")
+def facts_of(strategy: Strategy, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """What a plan's settings say of its strategy; seconds with four digits, as they are part of the plan's hash."""
+    return {"strategy": strategy.name, "predicted_s": {name: float(f"{value:.4g}") for name, value in seconds.items()}}

@@ -21,7 +21,7 @@ from trimtab.planner.plan.prediction import Prediction, closing_micro_steps, den
 from trimtab.planner.plan.row_limits import keeps_to
 from trimtab.planner.plan.step_planning import PlannedLayers, StepPlanning, expert_counts
 from trimtab.planner.plan.step_times import moving_seconds, refresh_seconds
-from trimtab.planner.plan.strategy import ANY, NEAR, NONE, NOTHING, PAST, STAY, STEP, Choice, Strategy
+from trimtab.planner.plan.strategy import ANY, NEAR, NONE, NOTHING, PAST, STAY, STEP, Strategy
 from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.paths import choose_paths
 
@@ -44,27 +44,37 @@ PLACING_S, SWAPPING_S = 8e-9, 1e-7
 NANOSECONDS = 1e9
 
 
-class Estimate(NamedTuple):
-    """What the sample tells of a whole step under the chosen strategy.
+class StrategyChoice(NamedTuple):
+    """The chosen strategy, and what the sample tells of a whole step under it.
 
     Attributes:
+        strategy: the chosen one.
+        seconds: predicted seconds of a step by name of the strategy, the least first. Moves count in equal parts in the
+            steps of their expected life.
+        move_life: these steps.
         prediction: predicted time, with moves spread over the life of homes.
-        nothing_s: predicted seconds of doing nothing.
         max_vio_before, max_vio: max/mean - 1 of rank loads, mean over instances: without moves and replicas, and under
             the strategy.
         replicas: of an instance, mean.
         most_returns: most replicas of one home's experts in an instance.
     """
 
+    strategy: Strategy
+    seconds: dict[str, float]
+    move_life: float
     prediction: Prediction
-    nothing_s: float
     max_vio_before: float
     max_vio: float
     replicas: float
     most_returns: int
 
+    @property
+    def saved_s(self) -> float:
+        """Predicted seconds that it saves of a step."""
+        return self.seconds[NOTHING.name] - self.prediction.seconds
 
-def choose_strategy(planning: StepPlanning, *, may_move: bool) -> tuple[Choice, Estimate]:
+
+def choose_strategy(planning: StepPlanning, *, may_move: bool) -> StrategyChoice:
     """The strategy with the least predicted time; doing nothing, if that saves less than `PlanSettings.least_gain`.
 
     Args:
@@ -86,22 +96,13 @@ def choose_strategy(planning: StepPlanning, *, may_move: bool) -> tuple[Choice, 
             found |= sample.predict([moved, replace(NOTHING, homes=each, move_penalty=MOVE_PENALTY)])
     others = {strategy: found[strategy] for strategy in found if strategy != NOTHING and sample.keeps_to(strategy)}
     if sample.keeps_to(NOTHING):
-        excluded = planning.excluded
-        others = {
-            strategy: seconds
-            for strategy, seconds in others.items()
-            if excluded is not None and strategy.name not in excluded
-        }
+        others = {strategy: others[strategy] for strategy in others if strategy.name not in planning.excluded}
     chosen = NOTHING
     if others:
         enough_s = (1 - planning.settings.least_gain) * found[NOTHING].seconds
         if found[_least(others)].seconds <= enough_s or not sample.keeps_to(NOTHING):
             chosen = _least(others)
-    seconds: dict[str, float] = {}
-    for strategy in sorted(found, key=lambda each: (_rounded(found[each]), each.name)):
-        seconds.setdefault(strategy.name, found[strategy].seconds)
-    choice = Choice(chosen, seconds, sample.move_life if chosen.homes != STAY else 1.0)
-    return choice, sample.estimate(chosen, found)
+    return sample.choice(chosen, found)
 
 
 def replicas_anywhere(cluster: ClusterSpec) -> Strategy:
@@ -158,8 +159,11 @@ class _Sample:
                 self._exceeding.add(best)
         return found
 
-    def estimate(self, strategy: Strategy, found: dict[Strategy, Prediction]) -> Estimate:
-        """What the sample tells of a strategy that was predicted."""
+    def choice(self, strategy: Strategy, predicted: dict[Strategy, Prediction]) -> StrategyChoice:
+        """What the sample tells of a strategy, one of those that were predicted."""
+        seconds: dict[str, float] = {}
+        for other in sorted(predicted, key=lambda other: (_rounded(predicted[other]), other.name)):
+            seconds.setdefault(other.name, predicted[other].seconds)
         planned, nothing = self._planned[strategy], self._planned[NOTHING]
         ranks = self._planning.cluster.ranks
         replicas, most = 0, 0
@@ -168,9 +172,10 @@ class _Sample:
             home_P = planned.home_LE[table.instances_P % len(planned.home_LE), table.experts]
             most = max(most, int(np.bincount(table.instances_P * ranks + home_P, minlength=1).max()))
         instances = len(planned.replicas) * len(self._micro_steps) * len(self._layers)
-        return Estimate(
-            found[strategy], found[NOTHING].seconds, nothing.max_vio, planned.max_vio, replicas / instances, most
-        )
+        return StrategyChoice(
+            strategy, seconds, self.move_life if strategy.homes != STAY else 1.0, predicted[strategy],
+            nothing.max_vio, planned.max_vio, replicas / instances, most,
+        )  # fmt: skip
 
     def keeps_to(self, strategy: Strategy) -> bool:
         """Whether the sample keeps to the limits of rows under a strategy."""

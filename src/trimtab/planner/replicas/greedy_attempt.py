@@ -64,7 +64,7 @@ def greedy_attempt(instance, start_loads_R, limits, attempt, found):  # type: ig
     """Place replicas until no rank is above the target or no rank can give more.
 
     Args:
-        instance: an `Instance`.
+        instance: an `InstanceRows`.
         start_loads_R: `[R]` int64 rows of every rank without replicas.
         limits: `Limits`.
         attempt: an `Attempt`.

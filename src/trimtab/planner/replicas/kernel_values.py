@@ -32,7 +32,7 @@ class Homes(NamedTuple):
         return cls(np.asarray(home_E, np.int16), experts_by_home, starts_R)
 
 
-class Instance(NamedTuple):
+class InstanceRows(NamedTuple):
     """Load of one instance, summed over source ranks.
 
     Attributes:

@@ -6,7 +6,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
-from trimtab.planner.replicas.kernel_values import PARTS_PER_WHOLE, Homes, Instance, Limits, Shares
+from trimtab.planner.replicas.kernel_values import PARTS_PER_WHOLE, Homes, InstanceRows, Limits, Shares
 from trimtab.planner.replicas.local_replicas import fill_free_slots, place_local_replicas
 from trimtab.planner.replicas.replica_cost import cost_of_replicas
 from trimtab.planner.replicas.replica_search import place_replicas
@@ -67,7 +67,7 @@ def _plan_layer(counts_MLRE, fixed_MR, layer, homes, limits):  # type: ignore[no
         for e in range(num_experts):
             rows += counts_E[e]
         threshold_load = rows * limits.threshold_parts // (num_ranks * PARTS_PER_WHOLE)
-        instance = Instance(counts_E, fixed_MR[m], homes)
+        instance = InstanceRows(counts_E, fixed_MR[m], homes)
         found, count = _choose_replicas(instance, counts_NE, limits, threshold_load)
         most_rows = limits.most_rows
         if limits.is_exact:

@@ -12,7 +12,7 @@ def level_shares(instance, loads_R, smallest_share, shares, count):  # type: ign
     """Shift tokens between each replica and its home to reduce the difference of their ranks' loads.
 
     Args:
-        instance: an `Instance`.
+        instance: an `InstanceRows`.
         loads_R: `[R]` int64 rows of every rank without replicas; overwritten with those after leveling.
         smallest_share: fewest tokens of a copy, and fewest tokens that stay at home if any do.
         shares: `Shares`, whose first `count` replicas are changed.

@@ -27,7 +27,7 @@ def place_local_replicas(instance, counts_NE, limits, target):  # type: ignore[n
     """Replicas that keep rows in their node, with loads up to the target where that is possible.
 
     Args:
-        instance: an `Instance`.
+        instance: an `InstanceRows`.
         counts_NE: `[N, E]` int64 tokens by source node and expert.
         limits: `Limits`.
         target: load that no rank should exceed, rows.

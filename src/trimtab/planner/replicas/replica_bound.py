@@ -12,7 +12,7 @@ def fewest_replicas_bound(instance, loads_R, threshold_load):  # type: ignore[no
     """For every rank, the number of its largest experts that together have its excess.
 
     Args:
-        instance: an `Instance`.
+        instance: an `InstanceRows`.
         loads_R: `[R]` int64 rows of every rank without replicas.
         threshold_load: load that no rank should exceed, rows.
     """

@@ -15,7 +15,7 @@ def cost_of_replicas(instance, counts_NE, limits, shares, count):  # type: ignor
     A node's copies compute its own tokens first, so an expert's tokens leave the node only beyond what they compute.
 
     Args:
-        instance: an `Instance`.
+        instance: an `InstanceRows`.
         counts_NE: `[N, E]` int64 tokens by source node and expert; not read if rows between nodes have no price.
         limits: `Limits`.
         shares: `Shares`, of which the first `count` count.

@@ -39,7 +39,7 @@ def place_replicas(instance, limits, threshold_load):  # type: ignore[no-untyped
     """Reduce the busiest rank's load in one instance to the threshold with few replicas, near ones first.
 
     Args:
-        instance: an `Instance`.
+        instance: an `InstanceRows`.
         limits: `Limits`; their `threshold_parts` are not used.
         threshold_load: load up to which a rank is not changed, rows.
 

@@ -40,7 +40,7 @@ def meet_limit(instance, shares, count, most_rows):  # type: ignore[no-untyped-d
     """Shift tokens between copies until no rank has more than `most_rows` rows, or as few more as possible.
 
     Args:
-        instance: an `Instance`.
+        instance: an `InstanceRows`.
         shares: `Shares`, whose first `count` replicas are changed. Those that lose all tokens are removed.
         most_rows: rows that a rank may have.
 

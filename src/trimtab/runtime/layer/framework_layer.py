@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from trimtab.runtime.layer.instance import Instance
-from trimtab.runtime.layer.layer import Leave, UseReplicas
-from trimtab.runtime.layer.routed_layer import RoutedLayer
+from trimtab.runtime.layer.layer import Leave, RoutedLayer, UseReplicas
+from trimtab.runtime.layer.layer_call import LayerCall
+from trimtab.runtime.layer.micro_step import Routing
 from trimtab.runtime.ranks.recorder import BACKWARD, DISPATCH, OTHER
 from trimtab.runtime.state.expert_places import ExpertPlaces
 
@@ -41,15 +41,15 @@ class FrameworkLayer(RoutedLayer):
     def balances_live(self) -> bool:
         """Whether a call now is balanced from what the router chooses."""
         routes = self._calls.routes()
-        return routes is not None and routes.live is not None
+        return routes is not None and routes.routing is Routing.BALANCED
 
     @property
     def is_balanced_now(self) -> bool:
         """Whether a call now has planned rows, or rows of a balanced live micro-step."""
         routes = self._calls.routes()
-        return routes is not None and (routes.is_planned or routes.live is not None)
+        return routes is not None and routes.routing in (Routing.PLANNED, Routing.BALANCED)
 
-    def begin(self, hidden: torch.Tensor, expert_ids: torch.Tensor) -> tuple[torch.Tensor, Instance] | None:
+    def begin(self, hidden: torch.Tensor, expert_ids: torch.Tensor) -> tuple[torch.Tensor, LayerCall] | None:
         """Start a call. Collective over the expert-parallel group if rows are unknown, as in live micro-steps.
 
         Args:
@@ -62,28 +62,28 @@ class FrameworkLayer(RoutedLayer):
         """
         if not self.is_balanced_now:
             return None
-        instance = self._calls.bind(self.homes, expert_ids, self._calls.routes())
-        instance.begin_forward()
+        call = self._calls.bind(self.homes, expert_ids, self._calls.routes())
+        call.begin_forward()
         if torch.is_grad_enabled():
-            hidden = _Enter.apply(hidden, instance, *(self.homes.trained if instance.replicas.count else ()))
-        instance.mark(DISPATCH)
-        return hidden, instance
+            hidden = _Enter.apply(hidden, call, *(self.homes.trained if call.replicas.count else ()))
+        call.mark(DISPATCH)
+        return hidden, call
 
-    def use_replicas(self, rows: torch.Tensor, instance: Instance) -> tuple[torch.Tensor, Replicas]:
+    def use_replicas(self, rows: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, Replicas]:
         """This rank's replicas, when home experts have been computed. Waits for their transfers.
 
-        Call it on every rank if `instance.replicas.count` is not 0, and use the returned rows in the output.
+        Call it on every rank if `call.replicas.count` is not 0, and use the returned rows in the output.
 
         Args:
             rows: `[B, H]`, those of this rank's replicas.
         """
-        rows, *slots = UseReplicas.apply(rows, instance)
-        return rows, Replicas(instance, slots)
+        rows, *slots = UseReplicas.apply(rows, call)
+        return rows, Replicas(call, slots)
 
-    def end(self, combined: torch.Tensor, instance: Instance) -> torch.Tensor:
+    def end(self, combined: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """End a call, with the layer's output."""
-        left: torch.Tensor = Leave.apply(combined, instance)
-        instance.end_forward()
+        left: torch.Tensor = Leave.apply(combined, call)
+        call.end_forward()
         return left
 
 
@@ -94,9 +94,9 @@ class Replicas:
         tensors: for each tensor of the experts a stack `[count, ...]`, in the graph.
     """
 
-    def __init__(self, instance: Instance, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, call: LayerCall, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
-        self._instance = instance
+        self._call = call
 
     @property
     def count(self) -> int:
@@ -118,7 +118,7 @@ class Replicas:
     def _unpack(self, packed: torch.Tensor | _Part) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        tensor = self._instance.replica_weights()[packed.tensor]
+        tensor = self._call.replica_weights()[packed.tensor]
         return tensor.as_strided(packed.size, packed.stride, tensor.storage_offset() + packed.offset)
 
 
@@ -137,15 +137,15 @@ class _Enter(torch.autograd.Function):
     backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, instance: Instance, *_parameters: torch.nn.Parameter) -> torch.Tensor:
-        ctx.instance = instance
+    def forward(ctx: Any, hidden: torch.Tensor, call: LayerCall, *_parameters: torch.nn.Parameter) -> torch.Tensor:
+        ctx.call = call
         return hidden.view_as(hidden)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        instance: Instance = ctx.instance
-        added = instance.join_parameters() if instance.replicas.count else ()
-        instance.mark(OTHER + BACKWARD, outside=True)
-        instance.end_backward()
+        call: LayerCall = ctx.call
+        added = call.join_parameters() if call.replicas.count else ()
+        call.mark(OTHER + BACKWARD, outside=True)
+        call.end_backward()
         return grads[0], None, *added

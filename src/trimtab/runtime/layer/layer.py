@@ -1,4 +1,7 @@
-"""`ExpertLayer`: the experts of a MoE layer, distributed over ranks. It replaces the layer's local experts."""
+"""`ExpertLayer`: the experts of a MoE layer, distributed over ranks. It replaces the layer's local experts.
+
+`RoutedLayer` is what all kinds of a session's MoE layers share: their home experts, and replay of the routing.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,77 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.autograd.torch_engine import SubstitutedValues, running_backward
-from trimtab.runtime.layer.dispatch import Dispatcher
-from trimtab.runtime.layer.instance import Instance, LayerCalls
-from trimtab.runtime.layer.routed_layer import RoutedLayer, mark
-from trimtab.runtime.layer.two_phases import run_in_two_phases
+from trimtab.runtime.layer.dispatch import Dispatcher, run_in_two_phases
+from trimtab.runtime.layer.layer_call import LayerCall, LayerCalls
 from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, OTHER
-from trimtab.runtime.rows.expert_compute import ApplyExperts, ExpertWeight, RowGroups
+from trimtab.runtime.rows.grouped_products import ApplyExperts, ExpertWeight, RowGroups
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 
 HomeWeights = Callable[[], Sequence[torch.Tensor]]
+
+
+class RoutedLayer:
+    """A MoE layer of a session.
+
+    Attributes:
+        homes: this rank's experts of the layer.
+    """
+
+    def __init__(self, calls: LayerCalls, homes: HomeExperts) -> None:
+        self.homes = homes
+        self._calls = calls
+
+    def __deepcopy__(self, _memo: object) -> RoutedLayer:
+        raise InputError("a model whose experts are in a session can't be copied; copy it before a session gets them")
+
+    @property
+    def index(self) -> int:
+        """The layer's number among the session's layers, 0 .. L-1."""
+        return self.homes.index
+
+    @property
+    def replays(self) -> bool:
+        """Whether a call of this layer now uses recorded routing."""
+        routes = self._calls.routes()
+        return routes is not None and routes.replays
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The Parameters of this rank's home experts, read now; those of lists one after another."""
+        return self.homes.parameters
+
+    @property
+    def home_experts(self) -> Array:
+        """Logical ids `[E / R]` of this rank's home experts, in the order of rows in the tensors."""
+        return self.homes.home_experts
+
+    def route(self, live_ids: torch.Tensor) -> torch.Tensor:
+        """Replace the router's ids by the recorded ones, if the micro-step has any.
+
+        Call it after the router has chosen ids and before weights are computed from its logits for these ids.
+
+        Args:
+            live_ids: `[T, K]` integers, the router's choice.
+
+        Returns:
+            `[T, K]` int64, the ids for the weights and for calling the layer.
+        """
+        if live_ids.ndim != 2:
+            raise InputError(f"MoE layer {self.index}: route() was given ids {list(live_ids.shape)}, not [T, K]")
+        routes, ids = self._calls.routes(), live_ids.to(torch.int64)
+        if routes is None:
+            return ids
+        ids = routes.replay(self.index, ids)
+        routes.routed[self.index] = mark(ids)
+        return ids
+
+
+def mark(ids: torch.Tensor) -> tuple[int, int]:
+    """Address and version of ids."""
+    return ids.data_ptr(), -1 if ids.is_inference() else ids._version
 
 
 class ExpertLayer(RoutedLayer):
@@ -72,17 +135,17 @@ class ExpertLayer(RoutedLayer):
                 f"MoE layer {self.index} was called with other expert ids than its route() returned; "
                 "in a planned micro-step the recorded routing must be used"
             )
-        instance = self._calls.bind(self.homes, expert_ids, routes)
-        instance.begin_forward()
+        call = self._calls.bind(self.homes, expert_ids, routes)
+        call.begin_forward()
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # Replica gradients are sent in this layer's backward, which autograd would otherwise skip.
             hidden = hidden.detach().requires_grad_()
-        positions, tokens = instance.positions, hidden
+        positions, tokens = call.positions, hidden
         if positions is not None:
             tokens, expert_weights = hidden.index_select(0, positions), expert_weights.index_select(0, positions)
         with torch.autocast(hidden.device.type, enabled=False):
-            combined = self._run(tokens.to(self.homes.dtype), instance, expert_weights).to(hidden.dtype)
-        instance.end_forward()
+            combined = self._run(tokens.to(self.homes.dtype), call, expert_weights).to(hidden.dtype)
+        call.end_forward()
         return combined if positions is None else torch.zeros_like(hidden).index_copy(0, positions, combined)
 
     def _check_shapes(self, hidden: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> None:
@@ -93,34 +156,34 @@ class ExpertLayer(RoutedLayer):
                 f"weights {list(expert_weights.shape)}; they should be [T, H], [T, K] and [T, K]"
             )
 
-    def _run(self, hidden: torch.Tensor, instance: Instance, expert_weights: torch.Tensor) -> torch.Tensor:
-        homes = self._home_weights(in_micro_step=instance.routes is not None)
+    def _run(self, hidden: torch.Tensor, call: LayerCall, expert_weights: torch.Tensor) -> torch.Tensor:
+        homes = self._home_weights(in_micro_step=call.routes is not None)
         # If gradients are joined in backward, all tensors are stacks.
-        hidden, *passed = _Enter.apply(hidden, instance, *(homes if self.homes.joins_in_backward else ()))
+        hidden, *passed = _Enter.apply(hidden, call, *(homes if self.homes.joins_in_backward else ()))
         homes = passed or homes
-        physical_ids = instance.layout.physical_ids
-        arrived = self._dispatcher.dispatch(hidden, physical_ids, expert_weights, instance)
+        physical_ids = call.layout.physical_ids
+        arrived = self._dispatcher.dispatch(hidden, physical_ids, expert_weights, call)
 
         def at_home(rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-            with instance.computing_homes():
+            with call.computing_homes():
                 return self._apply([ExpertWeight(home) for home in homes], rows, groups)
 
         def at_replicas(rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-            rows, *slots = UseReplicas.apply(rows, instance)
-            weights = [ExpertWeight(slot, partial(_fetch_again, instance, t)) for t, slot in enumerate(slots)]
+            rows, *slots = UseReplicas.apply(rows, call)
+            weights = [ExpertWeight(slot, partial(_fetch_again, call, t)) for t, slot in enumerate(slots)]
             return self._apply(weights, rows, groups)
 
-        second = instance.layout.second
+        second = call.layout.second
         if second is not None:
             stay, move = partial(at_home, groups=second.kept_groups), partial(at_replicas, groups=second.came_groups)
-            outputs = [run_in_two_phases(arrived.home_rows, instance, second, stay, move)]
+            outputs = [run_in_two_phases(arrived.home_rows, call, second, stay, move)]
         else:
             outputs = [at_home(arrived.home_rows, arrived.home_groups)]
-            if instance.replicas.count:
+            if call.replicas.count:
                 # After the compute of home experts, which overlaps the transfer.
                 outputs.append(at_replicas(arrived.replica_rows, arrived.replica_groups))
         combined = self._dispatcher.combine(outputs, arrived)
-        left: torch.Tensor = Leave.apply(combined, instance)
+        left: torch.Tensor = Leave.apply(combined, call)
         return left
 
     def _home_weights(self, *, in_micro_step: bool) -> list[torch.Tensor | list[torch.Tensor]]:
@@ -140,9 +203,9 @@ class ExpertLayer(RoutedLayer):
         return weights
 
 
-def _fetch_again(instance: Instance, tensor: int) -> torch.Tensor:
+def _fetch_again(call: LayerCall, tensor: int) -> torch.Tensor:
     """One tensor of the replicas, during backward."""
-    return instance.replica_weights()[tensor]
+    return call.replica_weights()[tensor]
 
 
 class _Enter(torch.autograd.Function):
@@ -153,8 +216,8 @@ class _Enter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, instance: Instance, *homes: torch.Tensor) -> Any:
-        ctx.instance = instance
+    def forward(ctx: Any, hidden: torch.Tensor, call: LayerCall, *homes: torch.Tensor) -> Any:
+        ctx.call = call
         passed = [home.view_as(home) for home in homes]
         frozen = [p for p, trained in zip(passed, ctx.needs_input_grad[2:], strict=True) if not trained]
         ctx.mark_non_differentiable(*frozen)
@@ -163,13 +226,13 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        instance: Instance = ctx.instance
+        call: LayerCall = ctx.call
         grad_hidden, *grad_homes = grads
         # After the dispatch, which overlaps the transfer.
         if any(ctx.needs_input_grad[2:]):
-            grad_homes = [*instance.join_gradients(grad_homes)]
-        instance.mark(OTHER + BACKWARD, outside=True)
-        instance.end_backward()
+            grad_homes = [*call.join_gradients(grad_homes)]
+        call.mark(OTHER + BACKWARD, outside=True)
+        call.end_backward()
         return grad_hidden, None, *grad_homes
 
 
@@ -177,17 +240,17 @@ class Leave(torch.autograd.Function):
     """Identity after the combine. Its backward runs first in the layer's backward."""
 
     @staticmethod
-    def forward(ctx: Any, combined: torch.Tensor, instance: Instance) -> torch.Tensor:
-        instance.mark(OTHER, outside=True)
-        ctx.instance = instance
+    def forward(ctx: Any, combined: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        call.mark(OTHER, outside=True)
+        ctx.call = call
         return combined.view_as(combined)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.instance.mark(COMBINE + BACKWARD)
+        ctx.call.mark(COMBINE + BACKWARD)
         # First, to start transfers of replicas that backward needs.
-        ctx.instance.begin_backward()
+        ctx.call.begin_backward()
         return grads[0], None
 
 
@@ -200,11 +263,11 @@ class UseReplicas(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, instance: Instance) -> Any:
-        ctx.instance = instance
-        instance.replica_node = weakref.ref(ctx)
-        slots = [slot.detach() for slot in instance.replica_weights()]
-        frozen = [slot for slot, is_trained in zip(slots, instance.homes.are_trained, strict=True) if not is_trained]
+    def forward(ctx: Any, rows: torch.Tensor, call: LayerCall) -> Any:
+        ctx.call = call
+        call.replica_node = weakref.ref(ctx)
+        slots = [slot.detach() for slot in call.replica_weights()]
+        frozen = [slot for slot, is_trained in zip(slots, call.homes.are_trained, strict=True) if not is_trained]
         ctx.mark_non_differentiable(*frozen)
         return rows.view_as(rows), *slots
 
@@ -212,7 +275,7 @@ class UseReplicas(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         grad_rows, *grad_slots = grads
-        instance: Instance = ctx.instance
-        if instance.homes.trained:
-            instance.return_gradients(grad_slots)
+        call: LayerCall = ctx.call
+        if call.homes.trained:
+            call.return_gradients(grad_slots)
         return grad_rows, None

@@ -1,4 +1,5 @@
-"""`MicroStep`: a context for the forwards of one micro-step; `RunningStep`: the planned step that it belongs to."""
+"""`MicroStep`: a context for the forwards of one micro-step; `BoundRoutes`: how its layers route their rows;
+`RunningStep`: the planned step that it belongs to."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 
 import numpy as np
@@ -14,21 +16,68 @@ import torch
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import Schedule, StepPlan, Workload
-from trimtab.runtime.layer.device_tables import DeviceTables
 from trimtab.runtime.live.balancer import LiveMicroStep
+from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas, PlanReplicas
+from trimtab.runtime.rows.background_slices import StepSlices
 from trimtab.runtime.rows.layout import place_rows
-from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
-from trimtab.runtime.rows.row_tables import LayerTables, RowTables
-from trimtab.runtime.rows.step_slices import StepSlices
+from trimtab.runtime.rows.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows, PlanReplicas
+from trimtab.runtime.rows.row_tables import LayerTables, RowTables, moved
+from trimtab.runtime.state.flat_memory import carve
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.transfer.streams import BackgroundCopies
+from trimtab.runtime.transfer.streams import BackgroundCopies, Wait
 from trimtab.runtime.transfer.transfers import Transfers
 from trimtab.trace import RoutingTrace
 
 # Most host memory of a rank for the tables of micro-steps, but for the present one and its neighbours.
 KEPT_BYTES = 1 << 30
+
+
+class DeviceTables:
+    """The tables of one micro-step, for one use of it.
+
+    Args:
+        tables: those on the host.
+        copies: uploads them; None if layers read them on the host.
+    """
+
+    def __init__(self, tables: RowTables, copies: BackgroundCopies | None) -> None:
+        self._tables, self._copies = tables, copies
+        # By chunk, tables on the device; and the waits for their uploads, until something has waited.
+        self._uploaded: dict[int, list[LayerTables]] = {}
+        self._waits: dict[int, Wait] = {}
+
+    def of(self, layer: int) -> LayerTables:
+        """The tables of a layer. Compute that is queued from now on waits for their upload."""
+        if self._copies is None:
+            return self._tables.of(layer)
+        number, chunks = self._tables.number_of(layer), self._tables.chunks
+        self._upload(number, self._copies)
+        for other, chunk in enumerate(chunks):
+            if chunk.is_made:
+                self._upload(other, self._copies)
+        if number in self._waits:
+            self._waits.pop(number)()
+        return self._uploaded[number][layer - chunks[number].layers.start]
+
+    def _upload(self, number: int, copies: BackgroundCopies) -> None:
+        if number in self._uploaded:
+            return
+        host, packed = self._tables.of_chunk(number), self._tables.chunks[number].packed
+        with torch.inference_mode(False):
+            memories, self._waits[number] = copies.upload([part.memory for part in packed])
+            arrays = [carve(memory, part.like) for memory, part in zip(memories, packed, strict=True)]
+        self._uploaded[number] = moved(host, arrays)
+
+
+class Routing(Enum):
+    """How the rows of a micro-step are routed."""
+
+    LIVE = "as the router chooses, without a plan"
+    BALANCED = "as the router chooses, with replicas that are chosen after it"
+    UNPLANNED = "as the router chooses, since the rows of a rank are not the planned ones"
+    REPLAYED = "as recorded, to the homes of experts; the plan is not executed"
+    PLANNED = "as recorded, to the copies of experts that the plan chooses"
 
 
 @dataclass(eq=False)
@@ -37,16 +86,17 @@ class BoundRoutes:
 
     Attributes:
         micro_step: the micro-step.
-        tables: recorded ids, and layouts if the plan is executed; None if nothing is recorded, or the batch is not the
-            planned one.
-        transfers: replica transfers; None if the plan is not executed.
+        routing: how its rows are routed.
+        tables: recorded ids if it is `REPLAYED` or `PLANNED`, with layouts if `PLANNED`; None otherwise.
+        transfers: replica transfers if it is `BALANCED` or `PLANNED`; None otherwise.
         plan_number: the plan's number in the session.
-        live: chooses the replicas of a live micro-step; None if it has none.
+        live: chooses the replicas if it is `BALANCED`; None otherwise.
         routed: for each layer, address and version of the ids that its `route` returned last.
         record: stores the experts `[U, K]` that the router chose for tokens `[U]` in a layer.
     """
 
     micro_step: MicroStep
+    routing: Routing
     tables: DeviceTables | None = None
     transfers: Transfers | None = None
     plan_number: int = 0
@@ -66,13 +116,13 @@ class BoundRoutes:
 
     @property
     def replays(self) -> bool:
-        """Whether the micro-step has recorded routing."""
-        return self.tables is not None
+        """Whether rows are routed as recorded."""
+        return self.routing in (Routing.REPLAYED, Routing.PLANNED)
 
     @property
     def is_planned(self) -> bool:
         """Whether the plan is executed."""
-        return self.tables is not None and self.transfers is not None
+        return self.routing is Routing.PLANNED
 
     def tables_of(self, layer: int) -> LayerTables:
         """The tables of a layer of a micro-step with recorded routing."""
@@ -81,18 +131,18 @@ class BoundRoutes:
 
     def replay(self, layer: int, live_ids: torch.Tensor) -> torch.Tensor:
         """`live_ids [T, K]` int64 with the recorded ids in their rows; see `ExpertLayer.route`."""
-        if self.tables is None:
+        if not self.replays:
             return live_ids
-        tables = self.tables.of(layer)
+        tables = self.tables_of(layer)
         recorded = tables.recorded_NK.to(torch.int64)
-        chosen = live_ids if self.positions is None else live_ids.index_select(0, self.positions)
-        if chosen.shape != recorded.shape:
+        own_ids = live_ids if self.positions is None else live_ids.index_select(0, self.positions)
+        if own_ids.shape != recorded.shape:
             raise RuntimeError(
-                f"MoE layer {layer} got {len(chosen)} tokens with {chosen.shape[1]} experts each; the micro-step was "
+                f"MoE layer {layer} got {len(own_ids)} tokens with {own_ids.shape[1]} experts each; the micro-step was "
                 f"planned with {len(recorded)} tokens with {recorded.shape[1]}"
             )
         if tables.known_N is not None:
-            recorded = torch.where(tables.known_N[:, None], recorded, chosen)
+            recorded = torch.where(tables.known_N[:, None], recorded, own_ids)
         return recorded if self.positions is None else live_ids.index_copy(0, self.positions, recorded)
 
 
@@ -151,17 +201,21 @@ class RunningStep:
     """An applied plan, and what this rank needs to run its micro-steps.
 
     Attributes:
+        layers: home experts of all layers.
         plan, workload: those of the expert-parallel group.
         trace: this rank's sequences, ordered by micro-step.
         schedule: the schedule of all data ranks; None if the session has not planned the step.
         transfers: replica transfers; None if micro-steps only replay their routing.
         number: the plan's number in the session.
         num_slots: slots of a rank.
+        uploads: copies tables of rows to the device; None if that is the host.
         slices: replicas that follow while the step runs; None if the plan has all.
         micro_steps: micro-steps in use, by number.
         has_moved: whether experts have moved to other homes since the plan was applied.
     """
 
+    topology: Topology
+    layers: Sequence[HomeExperts]
     plan: StepPlan
     workload: Workload
     trace: RoutingTrace
@@ -169,6 +223,7 @@ class RunningStep:
     transfers: Transfers | None
     number: int
     num_slots: int
+    uploads: BackgroundCopies | None = None
     slices: StepSlices | None = None
     micro_steps: weakref.WeakValueDictionary[int, MicroStep] = field(default_factory=weakref.WeakValueDictionary)
     has_moved: bool = False
@@ -188,61 +243,61 @@ class RunningStep:
             f"micro-step {index!r} is not in the plan; its {self.plan.num_micro_steps} micro-steps are numbered from 0"
         )
 
-    def matches_plan(self, index: int, sequence_hashes: Array | None, rank: int) -> bool:
-        """Whether these are the planned sequences of a rank; True without hashes."""
+    def matches_plan(self, index: int, sequence_hashes: Array | None) -> bool:
+        """Whether these are the planned sequences of this rank; True without hashes."""
         if sequence_hashes is None:
             return True
-        return np.array_equal(sequence_hashes, self.trace.sequence_hashes[self._sequences_of(index, rank)])
+        return np.array_equal(sequence_hashes, self.trace.sequence_hashes[self._sequences_of(index)])
 
-    def bind(
-        self,
-        micro_step: MicroStep,
-        layers: Sequence[HomeExperts],
-        topology: Topology,
-        has_slices: bool,
-        uploads: BackgroundCopies | None,
-    ) -> BoundRoutes:
+    def bind(self, micro_step: MicroStep, has_slices: bool) -> BoundRoutes:
         """Routes and layouts of a micro-step with the planned sequences on all ranks. Not a collective.
 
         Args:
             has_slices: whether its replicas are planned and agreed; it has none otherwise.
-            uploads: copies tables to the device; None if that is the host.
         """
         index = micro_step.index
-        tables = self.tables_of(index, layers, topology, has_slices, uploads is not None)
         bound = BoundRoutes(
-            micro_step, DeviceTables(tables, uploads), transfers=self.transfers, plan_number=self.number
+            micro_step,
+            Routing.REPLAYED if self.transfers is None else Routing.PLANNED,
+            DeviceTables(self.tables_of(index, has_slices), self.uploads),
+            self.transfers,
+            self.number,
         )
         if self.transfers is not None:
-            first_token = self._tokens_of(index, topology.rank).start
+            first_token = self._tokens_of(index).start
             bound.record = lambda layer, tokens_U, ids_UK: self._record(first_token + tokens_U, layer, ids_UK)
         return bound
 
-    def tables_of(
-        self, index: int, layers: Sequence[HomeExperts], topology: Topology, has_slices: bool, is_uploaded: bool
-    ) -> RowTables:
+    def tables_of(self, index: int, has_slices: bool) -> RowTables:
         """The tables of a micro-step, which are made when they are used; see `bind`."""
         key = index, has_slices
         tables = self._tables.get(key)
         if tables is None:
-            tables = self._tables[key] = self.new_tables(index, layers, topology, has_slices, is_uploaded)
+            tables = self._tables[key] = self.new_tables(index, has_slices)
         # A further pass needs the first ones first.
         spare = [other for other in self._tables if abs(other[0] - index) > 1]
-        while spare and sum(each.nbytes for each in self._tables.values()) > KEPT_BYTES:
+        while spare and sum(kept.nbytes for kept in self._tables.values()) > KEPT_BYTES:
             del self._tables[spare.pop()]
         return tables
 
-    def new_tables(
-        self, index: int, layers: Sequence[HomeExperts], topology: Topology, has_slices: bool, is_uploaded: bool
-    ) -> RowTables:
+    def new_tables(self, index: int, has_slices: bool) -> RowTables:
         """Tables of a micro-step that nothing else uses."""
-        make = partial(self._make_tables, index, layers, topology, has_slices)
-        return RowTables(make, len(layers), layers[0].device if is_uploaded else None)
+        pack_for = None if self.uploads is None else self.layers[0].device
+        return RowTables(partial(self._make_tables, index, has_slices), len(self.layers), pack_for)
 
-    def _make_tables(
-        self, index: int, layers: Sequence[HomeExperts], topology: Topology, has_slices: bool, layer: int
-    ) -> LayerTables:
-        ids_NK = self.trace.expert_ids[self._tokens_of(index, topology.rank), layer].copy()
+    def start_tables(self, index: int, has_slices: bool, thread: CallThread) -> None:
+        """Make the tables of a micro-step on a thread, and then those of the next one, if its replicas are here."""
+        started = [(index, has_slices)]
+        if index + 1 < self.plan.num_micro_steps and (self.slices is None or self.slices.is_here(index + 1)):
+            started.append((index + 1, True))
+        for key in started:
+            tables = self.tables_of(*key)
+            if not tables.is_made:
+                thread.start(tables.make_all)
+
+    def _make_tables(self, index: int, has_slices: bool, layer: int) -> LayerTables:
+        topology = self.topology
+        ids_NK = self.trace.expert_ids[self._tokens_of(index), layer].copy()
         is_known_N = ids_NK[:, 0] != self.trace.no_route
         known_N = None if is_known_N.all() else torch.from_numpy(is_known_N)
         tables = LayerTables(torch.from_numpy(ids_NK), known_N)
@@ -251,7 +306,7 @@ class RunningStep:
         planned = PlannedRows.of(
             ids_NK,
             self.workload.token_counts_MLRE[index, layer],
-            PhysicalExperts.of(layers[layer], topology.rank, topology.positions, self.num_slots),
+            PhysicalExperts.of(self.layers[layer], topology.rank, topology.positions, self.num_slots),
             self.replicas.of(index, layer) if has_slices else InstanceReplicas.none(self.plan.num_ranks),
         )
         if self.plan.mixed_ML[index, layer]:
@@ -277,12 +332,12 @@ class RunningStep:
             self._completed = self.trace.expert_ids.copy()
         self._completed[tokens_U, layer] = ids_UK
 
-    def _sequences_of(self, index: int, rank: int) -> Array:
-        return np.flatnonzero(self.plan.schedule.of_rank(rank) == index)
+    def _sequences_of(self, index: int) -> Array:
+        return np.flatnonzero(self.plan.schedule.of_rank(self.topology.rank) == index)
 
-    def _tokens_of(self, index: int, rank: int) -> slice:
+    def _tokens_of(self, index: int) -> slice:
         """The tokens of a micro-step; they are consecutive, since sequences are ordered by micro-step."""
-        mine = self._sequences_of(index, rank)
+        mine = self._sequences_of(index)
         if not len(mine):
             return slice(0, 0)
         return slice(int(self.trace.sequence_starts[mine[0]]), int(self.trace.sequence_starts[mine[-1] + 1]))

@@ -15,7 +15,7 @@ from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.replicas.kernel_values import Limits
 from trimtab.runtime.live.choices import choose_moves, choose_quotas, split_over
 from trimtab.runtime.live.policies import LivePolicy, Predictor, Trials
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.rows.physical_experts import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 
 # The part of the newest counts in the average, as 1 / this.
@@ -35,7 +35,7 @@ class LiveCall:
     """One call of a layer. Transfers know it for as long as it is used.
 
     Attributes:
-        number: of the call, negative and below those before; equal on all ranks.
+        number: of the call, in the order of calls from 0; equal on all ranks.
         layer: the layer.
         replicas: what was chosen.
         moves: whether rows reach replicas in a second phase, from their homes, instead of at once.
@@ -119,7 +119,7 @@ class LiveBalancer:
         limits: of the planner.
 
     Attributes:
-        last: the number of the last call.
+        last: the number of the last call; -1 before the first.
         figures: of the choices.
     """
 
@@ -159,7 +159,7 @@ class LiveBalancer:
         """
         # A prediction is made before, if transfers start before the call.
         before_s, start = self._predicting_s.pop(layer, 0.0), time.perf_counter()
-        self.last -= 1
+        self.last += 1
         homes, home_E = self._layers[layer], self._layers[layer].home_E
         if self._trials:
             self._trials[layer].learn(measured_RS)
@@ -175,7 +175,7 @@ class LiveBalancer:
             replicas = split_over(predicted.experts, predicted.ranks, counts_RE, home_E, self._limits)
         else:
             replicas = InstanceReplicas.none(len(counts_RE))
-        self._ahead = {key: replicas for key, replicas in self._ahead.items() if key[0] < self.last}
+        self._ahead = {key: replicas for key, replicas in self._ahead.items() if key[0] > self.last}
         self._note(layer, counts_RE)
         if self._trials:
             self._trials[layer].use(policy)
@@ -217,12 +217,12 @@ class LiveBalancer:
         """See `ReplicasOfStep`. If it is before the call, transfers start now, and the replicas do not change again."""
         replicas = self._replicas_of(micro_step, layer)
         assert replicas is not None
-        if micro_step < self.last:
+        if micro_step > self.last:
             self._ahead[micro_step, layer] = replicas
         return replicas
 
     def _replicas_of(self, number: int, layer: int) -> InstanceReplicas | None:
-        if number < self.last:
+        if number > self.last:
             ahead = self._ahead.get((number, layer))
             return self._predicted(layer) if ahead is None and self._policy_of(layer) == "predict" else ahead
         call = self._calls.get(number)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.planner.replicas.kernel_values import Homes, Instance, Limits, Shares
+from trimtab.planner.replicas.kernel_values import Homes, InstanceRows, Limits, Shares
 from trimtab.planner.replicas.layer_plan import plan_layer
 from trimtab.planner.replicas.leveling import level_shares
 from trimtab.planner.replicas.split import Quotas, split_tokens
 from trimtab.planner.replicas.whole_experts import InstanceLoad, choose_whole_experts
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.rows.physical_experts import InstanceReplicas
 
 # Tries to level shares; each has four sweeps over the replicas.
 LEVELINGS = 2
@@ -71,7 +71,7 @@ def split_over(experts_P: Array, ranks_P: Array, counts_RE: Array, home_E: Array
         counts_RE, home_E: as in `choose_quotas`.
     """
     counts_E, num_ranks = counts_RE.sum(axis=0), len(counts_RE)
-    instance = Instance(counts_E, np.zeros(num_ranks, np.int64), Homes.of(home_E, num_ranks))
+    instance = InstanceRows(counts_E, np.zeros(num_ranks, np.int64), Homes.of(home_E, num_ranks))
     shares = Shares(experts_P.astype(np.int64), ranks_P.astype(np.int64), np.zeros(len(experts_P), np.int64))
     for _ in range(LEVELINGS):
         loads_R = np.bincount(home_E, counts_E, num_ranks).astype(np.int64)

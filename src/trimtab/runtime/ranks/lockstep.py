@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import Store
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError, RanksDisagreeError
-from trimtab.runtime.ranks.call_thread import CallThread
+from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.ranks.topology import Topology
 
 # Seconds of waiting after which a rank compares logs, and between further comparisons.
@@ -203,8 +203,8 @@ class Lockstep:
                     time.sleep(0.05)
                 try:
                     _raise_first_difference(self._published())
-                except RanksDisagreeError as found:
-                    raise found from error
+                except RanksDisagreeError as difference:
+                    raise difference from error
                 if "timed out" in str(error).lower():
                     raise RanksDisagreeError(self._timeout_text()) from error
             raise
@@ -272,11 +272,11 @@ class Lockstep:
 
         A published log may be a shorter, older version of the rank's log.
         """
-        found = {}
+        logs = {}
         for name in self._peers:
             if _store().check([f"{self._store_key}/{name}"]):
-                found[name] = json.loads(_store().get(f"{self._store_key}/{name}"))
-        return found
+                logs[name] = json.loads(_store().get(f"{self._store_key}/{name}"))
+        return logs
 
     def _waiting_text(self) -> str:
         """Which ranks this one waits for: those whose log does not have its call yet, as far as they have told."""

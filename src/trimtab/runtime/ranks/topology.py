@@ -7,28 +7,19 @@ framework's group. All groups that are created here have that order.
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from trimtab.errors import InputError
 from trimtab.planner import Placement
-
-# Groups for messages during compute, and the blocks (each on one multiprocessor) that a kernel of theirs has at most.
-BACKGROUND = ("weights", "gradients")
-BACKGROUND_CTAS = 8
-# For which a rank waits for others by default. Gloo's own timeout is 30 minutes.
-LONGEST_WAIT = timedelta(minutes=10)
+from trimtab.runtime.ranks.process_groups import group_of, ranks_of, timeout_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +78,7 @@ class Topology:
         data = data or dist.group.WORLD
         if data is None:
             raise RuntimeError("a Session needs torch.distributed; call init_process_group first")
-        members = _ranks_of("group", data)
+        members = ranks_of("group", data)
         if groups < 1 or len(members) % groups:
             raise InputError(f"{groups} expert-parallel groups don't divide {len(members)} ranks")
         if ranks_per_node is not None and ranks_per_node < 1:
@@ -98,7 +89,7 @@ class Topology:
             raise InputError(f"{per_node} ranks a node don't divide the {num_ranks} ranks of an expert-parallel group")
         ranks_GR = [members[start : start + num_ranks] for start in range(0, len(members), num_ranks)]
         return cls._make(
-            ranks_GR, tuple(range(num_ranks)), per_node, timeout or _timeout_of(data), like=data, data=data,
+            ranks_GR, tuple(range(num_ranks)), per_node, timeout or timeout_of(data), like=data, data=data,
             experts=data if groups == 1 else None,
         )  # fmt: skip
 
@@ -125,14 +116,14 @@ class Topology:
             InputError: if this rank is not in its groups. On all ranks: if nodes have different numbers of ranks, or
                 the groups don't line up.
         """
-        expert_ranks = tuple(_ranks_of("expert_group", expert_group))
-        timeout = timeout or _timeout_of(expert_group)
+        expert_ranks = tuple(ranks_of("expert_group", expert_group))
+        timeout = timeout or timeout_of(expert_group)
         dp_ranks: tuple[int, ...] = (dist.get_rank(),)
         nodes_R: tuple[int, ...] = (0,) * len(expert_ranks)
         problem = None
         try:
             if expert_dp_group is not None:
-                dp_ranks = tuple(_ranks_of("expert_dp_group", expert_dp_group))
+                dp_ranks = tuple(ranks_of("expert_dp_group", expert_dp_group))
             if nodes is not None:
                 nodes_R = _number_nodes(nodes, len(expert_ranks))
         except InputError as error:
@@ -172,15 +163,15 @@ class Topology:
         groups, num_ranks = len(ranks_GR), len(positions)
         group, rank = divmod(members.index(dist.get_rank()), num_ranks)
         mine = ranks_GR[group]
-        make = partial(_group, timeout=timeout, backend=dist.get_backend(like))
-        control = _group(members, "control", timeout=timeout, backend="gloo")
+        make = partial(group_of, timeout=timeout, backend=dist.get_backend(like))
+        control = group_of(members, "control", timeout=timeout, backend="gloo")
         if data is None and groups > 1:
             data = make(members, "data")
         experts = experts or make(mine, "experts")
-        expert_control = control if groups == 1 else _group(mine, "control", timeout=timeout, backend="gloo")
+        expert_control = control if groups == 1 else group_of(mine, "control", timeout=timeout, backend="gloo")
         if expert_dp_group is None and groups > 1:
             expert_dp_group = make([ranks_R[rank] for ranks_R in ranks_GR], "expert data parallel")
-        planning = _group(mine, "planning", timeout=timeout, backend="gloo")
+        planning = group_of(mine, "planning", timeout=timeout, backend="gloo")
         first = rank // ranks_per_node * ranks_per_node
         neighbours = mine[first : first + ranks_per_node]
         return cls(
@@ -193,9 +184,9 @@ class Topology:
             expert_control=expert_control,
             node_control=expert_control
             if ranks_per_node == num_ranks
-            else _group(neighbours, "control", timeout=timeout, backend="gloo"),
+            else group_of(neighbours, "control", timeout=timeout, backend="gloo"),
             planning=planning,
-            planning_data=planning if groups == 1 else _group(members, "planning", timeout=timeout, backend="gloo"),
+            planning_data=planning if groups == 1 else group_of(members, "planning", timeout=timeout, backend="gloo"),
             rank=rank,
             num_ranks=num_ranks,
             ranks_per_node=ranks_per_node,
@@ -258,9 +249,9 @@ def _exchange(mine: _Membership, timeout: timedelta) -> dict[int, _Membership]:
     for ranks in (mine.expert_ranks, mine.dp_ranks):
         if len(ranks) > 1:
             gathered: list[dict[int, _Membership]] = [{}] * len(ranks)
-            control = _group(ranks, "control", timeout=timeout, backend="gloo")
+            control = group_of(ranks, "control", timeout=timeout, backend="gloo")
             dist.all_gather_object(gathered, known, group=control)
-            known = {rank: membership for each in gathered for rank, membership in each.items()}
+            known = {rank: membership for memberships in gathered for rank, membership in memberships.items()}
     return known
 
 
@@ -285,14 +276,14 @@ def _line_up(known: Mapping[int, _Membership]) -> list[tuple[int, ...]]:
         raise InputError(
             "expert_group and expert_dp_group don't line up: the i-th ranks of the expert-data-parallel groups of an "
             "expert-parallel group should be an expert-parallel group, in the same order. Expert-parallel groups are "
-            f"{_list({each.expert_ranks for each in known.values()})}, expert-data-parallel groups "
-            f"{_list({each.dp_ranks for each in known.values()})}"
+            f"{_list({membership.expert_ranks for membership in known.values()})}, expert-data-parallel groups "
+            f"{_list({membership.dp_ranks for membership in known.values()})}"
         )
-    for rank, each in sorted(known.items()):
-        if each.nodes != known[me].nodes:
+    for rank, membership in sorted(known.items()):
+        if membership.nodes != known[me].nodes:
             raise InputError(
                 "nodes should have the same layout in all expert-parallel groups; numbered in order of first "
-                f"appearance, they are {list(known[me].nodes)} on rank {me} and {list(each.nodes)} on rank {rank}"
+                f"appearance, they are {list(known[me].nodes)} on rank {me} and {list(membership.nodes)} on rank {rank}"
             )
     return rows
 
@@ -304,107 +295,19 @@ def _number_nodes(nodes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
         InputError: if they are not one integer for each rank, or have different numbers of ranks.
     """
     try:
-        given = [operator.index(node) for node in nodes]
+        nodes_R = [operator.index(node) for node in nodes]
     except TypeError:
         raise InputError(f"nodes is {nodes!r}; it should be the node number of every rank of expert_group") from None
-    if len(given) != num_ranks:
-        raise InputError(f"nodes has {len(given)} node numbers; expert_group has {num_ranks} ranks")
-    ranks_of = Counter(given)
+    if len(nodes_R) != num_ranks:
+        raise InputError(f"nodes has {len(nodes_R)} node numbers; expert_group has {num_ranks} ranks")
+    ranks_of = Counter(nodes_R)
     if len(set(ranks_of.values())) > 1:
-        found = ", ".join(f"{ranks} on node {node}" for node, ranks in ranks_of.items())
-        raise InputError(f"all nodes should have equally many ranks of expert_group; nodes has {found}")
+        counts = ", ".join(f"{ranks} on node {node}" for node, ranks in ranks_of.items())
+        raise InputError(f"all nodes should have equally many ranks of expert_group; nodes has {counts}")
     numbers = {node: number for number, node in enumerate(ranks_of)}
-    return tuple(numbers[node] for node in given)
+    return tuple(numbers[node] for node in nodes_R)
 
 
 def _list(groups: set[tuple[int, ...]]) -> str:
     shown = [str(list(ranks)) for ranks in sorted(groups)[:8]]
     return ", ".join(shown) + (f" and {len(groups) - 8} more" if len(groups) > 8 else "")
-
-
-def _ranks_of(name: str, group: dist.ProcessGroup) -> list[int]:
-    """Global ranks of a group, in its order. Raises InputError if this rank is not one of them."""
-    # On ranks that are not in a group, torch has a number in place of the group.
-    if not isinstance(group, dist.ProcessGroup) or group not in distributed_c10d._world.pg_group_ranks:
-        raise InputError(
-            f"{name} is not a process group of rank {dist.get_rank()}; create the session on the group's ranks only"
-        )
-    return dist.get_process_group_ranks(group)
-
-
-@dataclass
-class _CreatedGroups:
-    """Created groups by ranks, use, backend and timeout, and how many were created for the same ranks and use.
-
-    Sessions of one process share groups, since their number in a process is limited. References are weak, so that the
-    threads of a group end when it is destroyed.
-    """
-
-    groups: WeakValueDictionary[tuple[tuple[int, ...], str, str, timedelta], dist.ProcessGroup] = field(
-        default_factory=WeakValueDictionary
-    )
-    numbers: Counter[tuple[tuple[int, ...], str]] = field(default_factory=Counter)
-
-
-# By default group, since groups are destroyed with the default group in which they were created.
-_created: WeakKeyDictionary[dist.ProcessGroup, _CreatedGroups] = WeakKeyDictionary()
-
-
-def _group(ranks: Sequence[int], use: str, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """The group of these ranks in this order. Collective over these ranks only, if it does not exist yet."""
-    world = dist.group.WORLD
-    assert world is not None
-    created = _created.setdefault(world, _CreatedGroups())
-    key = (tuple(ranks), use, backend, timeout)
-    group = created.groups.get(key)
-    if group is None:
-        group = _new_group(ranks, use, created.numbers[tuple(ranks), use], backend=backend, timeout=timeout)
-        created.numbers[tuple(ranks), use] += 1
-        # The first call of an NCCL group must include all ranks. A barrier would use gloo, if the group also has gloo.
-        if "nccl" in dist.get_backend_config(group):
-            # Connects every pair of ranks, as the first messages would do in the middle of a step.
-            sent = torch.zeros(len(ranks), device="cuda")
-            dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
-        else:
-            dist.barrier(group=group)
-        created.groups[key] = group
-    return group
-
-
-def _new_group(ranks: Sequence[int], use: str, number: int, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """`new_group(use_local_synchronization=True)` with another name, and ranks in the given order.
-
-    torch derives the name from the number of groups in the process. If some ranks have created groups that others have
-    not, such as a group that sends weights to rollout engines, the names differ and the ranks block. Older torch also
-    sorts the ranks.
-    """
-    digest = hashlib.sha1(repr(list(ranks)).encode(), usedforsecurity=False).hexdigest()
-    group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        list(ranks).index(dist.get_rank()),
-        list(ranks),
-        distributed_c10d.Backend(backend),
-        distributed_c10d._get_default_store(),
-        f"trimtab/{use}/{digest}/{number}",  # type: ignore[arg-type]
-        timeout=timeout,
-        backend_options=_options(use, backend, timeout),
-        group_desc=f"trimtab {use}",
-    )
-    distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-    return group
-
-
-def _options(use: str, backend: str, timeout: timedelta) -> object:
-    """Options of an NCCL group that runs during compute: few multiprocessors, which it gets at once."""
-    if use not in BACKGROUND or "nccl" not in backend:
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout
-    options.config.max_ctas = BACKGROUND_CTAS
-    return options
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The shortest timeout of a group's backends, or `LONGEST_WAIT` if that is shorter."""
-    timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
-    return min(LONGEST_WAIT, *timeouts)

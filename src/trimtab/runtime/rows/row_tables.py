@@ -80,13 +80,13 @@ class Chunk:
         # A pass without gradients, in inference mode, may make what a later one saves for backward.
         with self._lock, torch.inference_mode(False):
             if self._tables is None:
-                made = [make(layer) for layer in self.layers]
+                tables = [make(layer) for layer in self.layers]
                 if pack_for is not None:
-                    parts = ([a for each in made for a in each.rows], [a for each in made for a in each.ends])
+                    parts = ([a for table in tables for a in table.rows], [a for table in tables for a in table.ends])
                     self.packed = [Packed.of(part, pack_for) for part in parts]
-                    made = moved(made, [packed.tensors for packed in self.packed])
-                self.nbytes = sum(array.nbytes for each in made for array in (*each.rows, *each.ends))
-                self._tables = made
+                    tables = moved(tables, [packed.tensors for packed in self.packed])
+                self.nbytes = sum(array.nbytes for table in tables for array in (*table.rows, *table.ends))
+                self._tables = tables
             return self._tables
 
 
@@ -139,7 +139,7 @@ def moved(tables: Iterable[LayerTables], copies: Sequence[Sequence[torch.Tensor]
         copies: of all `rows`, and of all `ends`.
     """
     rows, ends = map(iter, copies)
-    return [each.moved(rows, ends) for each in tables]
+    return [table.moved(rows, ends) for table in tables]
 
 
 def chunks_of(num_layers: int) -> list[range]:

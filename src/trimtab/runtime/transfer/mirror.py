@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.runtime.ranks.first_rank import on_first_rank
+from trimtab.runtime.ranks.rank_calls import on_first_rank
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.flat_memory import Like, carve, packed_bytes
 from trimtab.runtime.state.home_experts import HomeExperts

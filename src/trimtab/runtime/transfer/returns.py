@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from trimtab.runtime.autograd.torch_engine import will_run
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas
+from trimtab.runtime.rows.physical_experts import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.message_rounds import Message, post

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from trimtab.planner.replicas.paths import HOST
 from trimtab.runtime.ranks.lockstep import message_tag
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas, ReplicasOfStep
+from trimtab.runtime.rows.physical_experts import InstanceReplicas, ReplicasOfStep
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.counters import Counters

@@ -1,4 +1,4 @@
-"""`CallThread`: runs blocking calls on a thread of its own."""
+"""`on_first_rank`: a call on one rank, whose result all ranks get; `CallThread`: blocking calls on a thread."""
 
 from __future__ import annotations
 
@@ -6,6 +6,39 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from trimtab.errors import InputError
+
+T = TypeVar("T")
+
+
+def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Call a function on the first rank of a group. Returns its result on all ranks. Collective.
+
+    Raises:
+        InputError: on all ranks, if the function raises it.
+        RuntimeError: on other ranks, if the function raises anything else, with the rank and the error.
+    """
+    # The result; if the function failed, whether for its input; and the error's text, since other ranks may not be able
+    # to load its class.
+    message: list[Any] = [None, None, ""]
+    if dist.get_rank(group) == 0:
+        try:
+            message[0] = function()
+        except BaseException as error:
+            first = dist.get_process_group_ranks(group)[0]
+            is_input = isinstance(error, InputError)
+            text = str(error) if is_input else f"rank {first} failed: {type(error).__name__}: {error}"
+            dist.broadcast_object_list([None, is_input, text], group=group, group_src=0)
+            raise
+    dist.broadcast_object_list(message, group=group, group_src=0)
+    result, is_input_error, text = message
+    if is_input_error is not None:
+        raise InputError(text) if is_input_error else RuntimeError(text)
+    return cast(T, result)
 
 
 class CallThread:

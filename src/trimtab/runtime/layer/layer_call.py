@@ -1,4 +1,4 @@
-"""`Instance`: one call of a layer on one rank, from its forward to the end of its backward.
+"""`LayerCall`: one call of a layer on one rank, from its forward to the end of its backward.
 
 `LayerCalls` creates them, from the plan if it has all routes, else after an exchange of counts.
 """
@@ -24,10 +24,8 @@ from trimtab.runtime.live.balancer import LiveCall, LiveMicroStep, Seconds
 from trimtab.runtime.ranks.lockstep import COUNTS, RETURNS, Lockstep, message_tag
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.exchange import RowExchange
-from trimtab.runtime.rows.instance_replicas import InstanceReplicas
-from trimtab.runtime.rows.layout import Layout, place_rows
-from trimtab.runtime.rows.physical_experts import PhysicalExperts, PlannedRows
-from trimtab.runtime.rows.second_phase import SecondPhase
+from trimtab.runtime.rows.layout import Layout, SecondPhase, place_rows
+from trimtab.runtime.rows.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.returns import accumulates
@@ -91,8 +89,8 @@ class LayerCalls:
         self.backward.leave_backward()
         return self.current
 
-    def bind(self, homes: HomeExperts, expert_ids: torch.Tensor, routes: BoundRoutes | None) -> Instance:
-        """Create the instance of a call. Collective if rows are unknown on any rank.
+    def bind(self, homes: HomeExperts, expert_ids: torch.Tensor, routes: BoundRoutes | None) -> LayerCall:
+        """Create the call. Collective if rows are unknown on any rank.
 
         Args:
             expert_ids: `[T, K]`, expert ids of this rank's rows.
@@ -100,28 +98,27 @@ class LayerCalls:
         Raises:
             InputError: on all ranks, if a rank has an id out of range.
         """
-        call: LiveCall | None = None
-        if routes is not None and routes.live is not None:
-            layout, call = self._live_layout(homes, expert_ids, routes.live, routes.positions)
-        elif routes is not None and routes.is_planned:
+        if routes is not None and routes.is_planned:
             tables = routes.tables_of(homes.index)
             layout = tables.layout or self._mixed_layout(homes, expert_ids, routes)
-        else:
-            self.counters.live_calls += routes is None and self.is_planned
-            if torch.is_grad_enabled() and running_backward() is None:
-                self.accumulation.begin_forward()
-            positions = None if routes is None else routes.positions
-            chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
-            experts = PhysicalExperts.of(homes, self.topology.rank, self.topology.positions, self.num_slots)
-            layout = self._complete(homes, PlannedRows.unknown(tuple(chosen.shape), experts), download(chosen))
-        return Instance(self, homes, layout, routes, call)
+            return LayerCall(self, homes, layout, routes)
+        positions = None if routes is None else routes.positions
+        own_ids = expert_ids if positions is None else expert_ids.index_select(0, positions)
+        if routes is not None and routes.live is not None:
+            layout, choice = self._balanced_layout(homes, own_ids, routes.live)
+            return LayerCall(self, homes, layout, routes, choice)
+        self.counters.live_calls += routes is None and self.is_planned
+        if torch.is_grad_enabled() and running_backward() is None:
+            self.accumulation.begin_forward()
+        experts = PhysicalExperts.of(homes, self.topology.rank, self.topology.positions, self.num_slots)
+        layout = self._complete(homes, PlannedRows.unknown(tuple(own_ids.shape), experts), download(own_ids))
+        return LayerCall(self, homes, layout, routes)
 
-    def _live_layout(
-        self, homes: HomeExperts, expert_ids: torch.Tensor, micro_step: LiveMicroStep, positions: torch.Tensor | None
+    def _balanced_layout(
+        self, homes: HomeExperts, own_ids: torch.Tensor, micro_step: LiveMicroStep
     ) -> tuple[Layout, LiveCall]:
         """The layout of an instance whose replicas are chosen now. The host waits for the ids that the router chose."""
-        chosen = expert_ids if positions is None else expert_ids.index_select(0, positions)
-        ids_NK = download(chosen)
+        ids_NK = download(own_ids)
         values_RV = self._exchange_counts(homes, ids_NK, micro_step.balancer.measured(homes.index))
         counts_RE, measured_RS = values_RV[:, : len(homes.home_E)], values_RV[:, len(homes.home_E) :]
         call = micro_step.choose(homes.index, counts_RE, measured_RS)
@@ -165,7 +162,7 @@ class LayerCalls:
         return self.lockstep.agree(COUNTS, layer=homes.index, values=values, problem=problem)
 
 
-class Instance:
+class LayerCall:
     """One call of a layer. Without a plan it has no replicas.
 
     Args:
@@ -176,7 +173,8 @@ class Instance:
     Attributes:
         has_graph: whether a backward can follow.
         replicas: the instance's replicas on all ranks.
-        index: the micro-step's number; -1 if it has none, and lower ones for balanced live calls.
+        index: the number of the planned micro-step; -1 if there is none.
+        number: number of its replicas in transfers: that of the planned micro-step, or of the balanced live call.
         replica_node: the graph node whose backward sends gradients of replicas.
     """
 
@@ -193,9 +191,8 @@ class Instance:
         self.routes = routes
         self.replicas = layout.replicas
         self.index = -1 if routes is None else routes.index
+        self.number = self.index if live is None else live.number
         self._live = live
-        if live is not None:
-            self.index = live.number
         self._calls = calls
         self._layout: Layout | None = layout
         self._splits = layout.send_splits, layout.recv_splits
@@ -309,11 +306,11 @@ class Instance:
         homes_s, self._homes_s = self._homes_s, None
         live = None if self.routes is None else self.routes.live
         if homes_s is None or live is None or self._calls.topology.rank not in self.replicas.ranks:
-            return self._transfers.ring.replicas(self.index, self.homes.index)
+            return self._transfers.ring.replicas(self.number, self.homes.index)
         stop = start_timer(self.homes.device)
-        found = self._transfers.ring.replicas(self.index, self.homes.index)
+        weights = self._transfers.ring.replicas(self.number, self.homes.index)
         live.balancer.waited(homes_s, stop())
-        return found
+        return weights
 
     @contextmanager
     def computing_homes(self) -> Iterator[None]:
@@ -329,14 +326,14 @@ class Instance:
         if not self._made_in_backward:
             self._calls.backward.track()
         self._log(RETURNS)
-        tag = message_tag((self._plan_number, self.index, self.homes.index))
+        tag = message_tag((self._plan_number, self.number, self.homes.index))
         self._transfers.returns.start(self.homes, gradients, self.replicas, tag)
 
     def _prefetch(self, transfers: Transfers) -> None:
         # Copies have the weights of the start of the micro-step.
         if self.replicas.count or self.homes.is_staged:
             transfers.watch.check_unchanged(self.homes)
-        transfers.ring.prefetch(self.index, self.homes.index)
+        transfers.ring.prefetch(self.number, self.homes.index)
 
     def _check_excluded(self) -> None:
         """Raises RuntimeError if the running backward accumulates gradients of experts but not of their replicas."""

@@ -1,4 +1,4 @@
-"""`PlanningAhead`: finished sequences are counted, and homes and strategy chosen, while other sequences generate.
+"""`PlanningInRollout`: finished sequences are counted, and homes and strategy chosen, while other sequences generate.
 
 The work is done on the planner's thread. The first data rank keeps the counts of all ranks by the hash of the sequence,
 so that only counts of later sequences are sent when the step is planned.
@@ -10,34 +10,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 
 from trimtab.array_type import Array
-from trimtab.planner import GroupPlans, Placement, SequenceCounts
+from trimtab.planner import Placement, PlannedStep, SequenceCounts
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.trace import RoutingTrace
 
+# Homes and strategy are chosen again if less than this part of a step's tokens was counted ahead.
+KNOWN_AHEAD = 0.5
 # Most seconds that a step waits for what is planned ahead, before it is planned without.
 PATIENCE_S = 10.0
-
-
-class EarlyPlan(NamedTuple):
-    """What was planned ahead of a step, on the first data rank; on others without plans.
-
-    Attributes:
-        plans: from the sequences counted so far; None if there were none.
-        homes: when they were planned.
-        tokens: of these sequences; of those of them that are in the step, once it is known.
-        seconds: of counting and planning, during the rollout.
-    """
-
-    plans: GroupPlans | None = None
-    homes: Placement | None = None
-    tokens: int = 0
-    seconds: float = 0.0
 
 
 class RankSequences(NamedTuple):
@@ -54,8 +41,15 @@ class RankSequences(NamedTuple):
     counts: SequenceCounts
 
 
-class PlanningAhead:
-    """Counts of one step's finished sequences. `run` is for the planner's thread, all else for the training thread."""
+class PlanningInRollout:
+    """Counts of one step's finished sequences. `run` is for the planner's thread, all else for the training thread.
+
+    Attributes:
+        planned: on the first data rank, planned from the sequences counted so far; None if there were none.
+        homes: when that was planned.
+        tokens: of these sequences; of those of them that are in the step, once it is known.
+        seconds: of counting and planning, during the rollout.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -64,14 +58,17 @@ class PlanningAhead:
         self._waiting = 0
         self._has_failed = False
         self._changed = threading.Condition()
-        self.found = EarlyPlan()
+        self.planned: PlannedStep | None = None
+        self.homes: Placement | None = None
+        self.tokens = 0
+        self.seconds = 0.0
 
     def expect(self) -> None:
         """Announce a `run`."""
         with self._changed:
             self._waiting += 1
 
-    def run(self, trace: RoutingTrace, placement: Placement, plan: Callable[[SequenceCounts], GroupPlans]) -> None:
+    def run(self, trace: RoutingTrace, placement: Placement, plan: Callable[[SequenceCounts], PlannedStep]) -> None:
         """Count sequences, gather the counts on the first data rank, and plan there. Collective over the threads.
 
         Args:
@@ -80,12 +77,12 @@ class PlanningAhead:
         start = time.perf_counter()
         try:
             self._gather(trace)
-            plans = None
             if self._known:
                 # In an order that does not depend on that of arrival.
-                plans = plan(SequenceCounts.concatenate([self._known[key] for key in sorted(self._known)]))
-            tokens = sum(int(counts.lengths[0]) for counts in self._known.values())
-            self.found = EarlyPlan(plans, placement, tokens, self.found.seconds + time.perf_counter() - start)
+                self.planned = plan(SequenceCounts.concatenate([self._known[key] for key in sorted(self._known)]))
+            self.homes = placement
+            self.tokens = sum(int(counts.lengths[0]) for counts in self._known.values())
+            self.seconds += time.perf_counter() - start
         except BaseException as error:
             self._has_failed = True
             logging.getLogger("trimtab").warning("planning ahead failed, the step is planned at once: %r", error)
@@ -104,6 +101,22 @@ class PlanningAhead:
         new = trace if is_new.all() else trace.select(np.flatnonzero(is_new))
         return RankSequences(trace.sequence_hashes, is_new, SequenceCounts.from_trace(new))
 
+    def usable(self, placement: Placement, tokens: int) -> PlannedStep | None:
+        """What was planned, if it was from enough of the step's tokens, and homes are still the same."""
+        if self.planned is None or self.homes is None or self.tokens < KNOWN_AHEAD * tokens:
+            return None
+        return self.planned if np.array_equal(self.homes.home, placement.home) else None
+
+    def credited(self, planned: PlannedStep, tokens: int) -> PlannedStep:
+        """A plan of the step, with what was planned before it.
+
+        Args:
+            tokens: of the step.
+        """
+        is_used = self.planned is not None and planned.strategies_s is self.planned.strategies_s
+        known_ahead = min(1.0, self.tokens / max(1, tokens)) if is_used else 0.0
+        return replace(planned, ahead_s=self.seconds, known_ahead=known_ahead)
+
     def join(self, gathered: Sequence[RankSequences]) -> SequenceCounts:
         """The sequences of all ranks, in rank order, on the first data rank.
 
@@ -121,7 +134,7 @@ class PlanningAhead:
                 for key, new, place in zip(hashes.tolist(), is_new.tolist(), places[:, None], strict=True)
             ]
             known += sum(int(self._known[key].lengths[0]) for key in hashes[~is_new].tolist())
-        self.found = self.found._replace(tokens=known)
+        self.tokens = known
         return SequenceCounts.concatenate(parts)
 
     def _gather(self, trace: RoutingTrace) -> None:

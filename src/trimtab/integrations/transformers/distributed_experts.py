@@ -14,7 +14,7 @@ from trimtab.integrations.transformers.families import Family, family_of, moe_bl
 from trimtab.runtime import ExpertLayer, Session
 
 
-def share_experts(model: nn.Module, session: Session, *, compute_dtype: torch.dtype | None = None) -> None:
+def distribute_experts(model: nn.Module, session: Session, *, compute_dtype: torch.dtype | None = None) -> None:
     """Keep only this rank's home experts in the model, run every MoE block in the session, and replay recorded routing.
 
     Expert parameters keep their names in the module tree, now with shape `[E / R, ...]`, and stay frozen if they
@@ -69,7 +69,7 @@ def check_experts(family: Family, experts: nn.Module, layer: int, num_experts: i
 
 
 def in_session(experts: Any) -> bool:
-    """Whether a session runs these experts, through `share_experts` or transformers' expert parallelism."""
+    """Whether a session runs these experts, through `distribute_experts` or transformers' expert parallelism."""
     implementation = getattr(experts, "ep_implementation", None)
     return isinstance(experts.forward, ExpertLayer) or isinstance(getattr(implementation, "layer", None), ExpertLayer)
 

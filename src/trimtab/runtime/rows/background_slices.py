@@ -29,9 +29,9 @@ from trimtab.planner.plan.row_counts import count_rows
 from trimtab.planner.plan.slices import SlicePlanner, from_bytes, layers_of_rank, rounds_of, to_bytes
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.replicas.replica_table import ReplicaTable
-from trimtab.runtime.ranks.call_thread import CallThread
+from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.instance_replicas import CACHED_MICRO_STEPS, InstanceReplicas
+from trimtab.runtime.rows.physical_experts import CACHED_MICRO_STEPS, InstanceReplicas
 
 # Rounds that the ranks compare when they enter a micro-step.
 COMPARED = 3
@@ -217,11 +217,11 @@ class StepSlices:
         """Figures of what is planned so far."""
         with self._changed:
             planned = sum(plan.num_replicas for plan in self._plans)
-            found: dict[str, float] = {"moe/planned_replicas": planned, "plan/background_s": self._busy_s}
+            figures: dict[str, float] = {"moe/planned_replicas": planned, "plan/background_s": self._busy_s}
             if len(self._plans) == len(self._rounds):
-                found["moe/planned_max_vio"] = self._max_vio
-                found["moe/max_vio_error"] = self._max_vio - self._expected_max_vio
-            return found
+                figures["moe/planned_max_vio"] = self._max_vio
+                figures["moe/max_vio_error"] = self._max_vio - self._expected_max_vio
+            return figures
 
 
 def planner_thread(topology: Topology) -> CallThread:

@@ -1,4 +1,4 @@
-"""`MicroStepRuns`: runs the micro-steps of the applied step, and live ones."""
+"""`SessionMicroSteps`: the part of a `Session` that runs micro-steps, those of the applied step and live ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import torch
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
-from trimtab.runtime.feedback import Feedback
-from trimtab.runtime.layer.instance import LayerCalls
-from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, RunningStep
+from trimtab.planner import StepPlan
+from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, Routing, RunningStep
 from trimtab.runtime.live.balancer import Figures, LiveBalancer, LiveMicroStep
-from trimtab.runtime.rank_experts import RankExperts
-from trimtab.runtime.ranks.call_thread import CallThread
 from trimtab.runtime.ranks.lockstep import LIVE_MICRO_STEP, MICRO_STEP
-from trimtab.runtime.settings import Settings
+from trimtab.runtime.ranks.rank_calls import CallThread
+from trimtab.runtime.session_base import SessionBase
+from trimtab.runtime.session_settings import SessionSettings
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.streams import BackgroundCopies
 
@@ -27,88 +26,127 @@ from trimtab.runtime.transfer.streams import BackgroundCopies
 PATIENCE_S = 1.0
 
 
-class MicroStepRuns:
-    """Agrees on every micro-step with the other ranks, copies changed weights, and binds its routes and tables.
+class SessionMicroSteps(SessionBase):
+    """Micro-steps of a session. The ranks agree on each, copy changed weights, and bind its routes and tables."""
 
-    Attributes:
-        step: the step whose plan was applied last; None before the first plan, and once live micro-steps are balanced.
-        patience_s: most seconds that a micro-step waits for its slices.
-        can_slice: whether the planner's thread still works.
-    """
-
-    def __init__(self, settings: Settings, experts: RankExperts, calls: LayerCalls, feedback: Feedback) -> None:
-        self._settings, self._experts, self._calls, self._feedback = settings, experts, calls, feedback
-        self._topology, self._lockstep, self._counters = calls.topology, calls.lockstep, calls.counters
+    def __init__(self, settings: SessionSettings) -> None:
+        super().__init__(settings)
+        # Number of plans that were applied, and of balanced live runs that were begun.
         self._plans = 0
         self._live: LiveBalancer | None = None
-        self.step: RunningStep | None = None
-        self.patience_s = 0.0
-        self.can_slice = True
+        # The step whose plan was applied last; None before the first plan, and once live micro-steps are balanced.
+        self._step: RunningStep | None = None
+        # Most seconds that a micro-step waits for its slices.
+        self._patience_s = 0.0
+        # Whether the planner's thread still works.
+        self._can_slice = True
 
-    def end_step(self) -> int:
-        """End the last step, before another plan or balanced live micro-steps. Returns the number of what follows."""
-        self._calls.backward.end_plan()
-        self._live = None
-        slices = None if self.step is None else self.step.slices
-        if slices is not None and not slices.end(PATIENCE_S) and self.can_slice:
-            self.can_slice = False
-            logging.getLogger("trimtab").warning(
-                "the planner's thread does not end; plans are made before their step from now on"
-            )
-        self.step = None
-        self._plans += 1
-        return self._plans
+    def micro_step(
+        self,
+        index: int,
+        *,
+        positions: torch.Tensor | None = None,
+        sequence_hashes: Array | None = None,
+    ) -> MicroStep:
+        """A micro-step of the planned step: a context for every forward of its tokens.
 
-    def begin_step(self, step: RunningStep) -> None:
-        """Run the micro-steps of a step. Its first tables are made at once, unless its replicas follow."""
-        self.step = step
-        if step.slices is None and step.plan.num_micro_steps:
-            self._start_tables(step, 0, has_slices=True)
+        Not a collective, but entering it is. Micro-steps may be entered in any order, any number of times (recompute,
+        then update; each pipeline chunk), one at a time; their backwards need no context. Layouts are computed once if
+        the same object is entered again, or `positions` is None.
 
-    def need(self, what: str) -> RunningStep:
-        """The step. Raises RuntimeError if there is none."""
-        if self.step is None:
-            raise RuntimeError(f"{what} needs a planned step; call plan() or apply_plan() first")
-        return self.step
+        Args:
+            index: the micro-step, 0 .. M-1.
+            positions: `[n]` int64, distinct rows of this rank's n planned tokens among the rows that the layers are
+                given, if there are more (padding). The output of the other rows is zero.
+            sequence_hashes: `hash_tokens` of this rank's sequences in the batch, in plan order. If they differ from the
+                planned ones on any rank, the micro-step runs on live routing on all ranks.
 
-    def planned(self, index: int, positions: torch.Tensor | None, sequence_hashes: Array | None) -> MicroStep:
-        """The micro-step; the existing object if it has the same positions."""
-        step = self.need("micro_step()")
-        matches = step.problem(index) is None and step.matches_plan(index, sequence_hashes, self._topology.rank)
+        Raises:
+            RuntimeError: if there is no plan; when it is entered, if another micro-step is open.
+            InputError: when it is entered, on all ranks, if a rank's index is not in the plan, or its positions have a
+                row twice.
+        """
+        step = self._need_step("micro_step()")
+        matches = step.problem(index) is None and step.matches_plan(index, sequence_hashes)
         known = step.micro_steps.get(index)
         if known is not None and matches and known.positions is positions:
             return known
         run = partial(self._running, step, matches, _problem_of(positions))
-        made = MicroStep(index, positions, partial(self._bind, step), run)
+        micro_step = MicroStep(index, positions, partial(self._bind, step), run)
         if matches:
-            step.micro_steps[index] = made
-        return made
+            step.micro_steps[index] = micro_step
+        return micro_step
 
-    def live(self, positions: torch.Tensor | None) -> MicroStep:
-        """A micro-step without a plan."""
+    @property
+    def step_plan(self) -> StepPlan:
+        """The last applied plan of this rank's expert-parallel group; waits for all of its replicas.
+
+        Raises:
+            RuntimeError: if there is no plan.
+        """
+        return self._need_step("step_plan").whole_plan
+
+    @property
+    def rank_loads(self) -> Array:
+        """Tokens `[M, L, R]` int64 that each rank computes in the planned step, if the plan is executed.
+
+        Raises:
+            RuntimeError: if there is no plan.
+        """
+        step = self._need_step("rank_loads")
+        return step.whole_plan.rank_loads(step.workload)
+
+    def live_micro_step(self, *, positions: torch.Tensor | None = None) -> MicroStep:
+        """A micro-step without plan or recorded routing. In mode `live` its layers are balanced, as `policy` says.
+
+        Args:
+            positions: `[n]` int64, rows of this rank's tokens among the rows that the layers are given, which keeps
+                padding out of the experts; all rows by default.
+        """
         run = partial(self._running, None, True, _problem_of(positions))
         return MicroStep(-1, positions, partial(self._bind, None), run)
 
-    def live_metrics(self) -> dict[str, float]:
+    def _end_step(self) -> int:
+        """End the last step, before another plan or balanced live micro-steps. Returns the number of what follows."""
+        self._calls.backward.end_plan()
+        self._live = None
+        slices = None if self._step is None else self._step.slices
+        if slices is not None and not slices.end(PATIENCE_S) and self._can_slice:
+            self._can_slice = False
+            logging.getLogger("trimtab").warning(
+                "the planner's thread does not end; plans are made before their step from now on"
+            )
+        self._step = None
+        self._plans += 1
+        return self._plans
+
+    def _begin_step(self, step: RunningStep) -> None:
+        """Run the micro-steps of a step. Its first tables are made at once, unless its replicas follow."""
+        self._step = step
+        if step.slices is None and step.plan.num_micro_steps:
+            step.start_tables(0, True, self._tables_thread)
+
+    def _need_step(self, what: str) -> RunningStep:
+        """The step. Raises RuntimeError if there is none."""
+        if self._step is None:
+            raise RuntimeError(f"{what} needs a planned step; call plan() or apply_plan() first")
+        return self._step
+
+    def _live_metrics(self) -> dict[str, float]:
         """Figures of choices in live micro-steps since the last call; none if there were none."""
         if self._live is None:
             return {}
         figures, self._live.figures = self._live.figures, Figures()
         return figures.metrics()
 
-    def close(self) -> None:
-        """Stop planning."""
-        if self.step is not None and self.step.slices is not None:
-            self.step.slices.end(0.0)
-
     def _prepare_live(self) -> None:
         """Let live micro-steps be balanced, if the mode says so. Collective when it begins."""
-        if self._settings.mode != "live":
+        if self.settings.mode != "live":
             self._live = None
         elif self._live is None:
-            settings, experts = self._settings, self._experts
-            cluster = ClusterSpec(self._topology.num_ranks, self._topology.ranks_per_node, settings.slots_per_rank)
-            number = self.end_step()
+            settings, experts = self.settings, self._experts
+            cluster = ClusterSpec(self.topology.num_ranks, self.topology.ranks_per_node, settings.slots_per_rank)
+            number = self._end_step()
             # Nothing is read in other ranks' memory if there are no replicas.
             by_messages = settings.paths == "message" or settings.policy == "off" or settings.slots_per_rank == 0
             self._live = LiveBalancer(
@@ -125,21 +163,16 @@ class MicroStepRuns:
         if step is None and self._live is not None:
             return BoundRoutes(
                 micro_step,
+                Routing.BALANCED,
                 transfers=self._experts.transfers,
                 plan_number=self._plans,
                 live=LiveMicroStep(self._live),
             )
-        if step is None or not matches_plan:
-            return BoundRoutes(micro_step)
-        return step.bind(micro_step, self._experts.layers, self._topology, has_slices, self._uploads)
-
-    def _start_tables(self, step: RunningStep, index: int, has_slices: bool) -> None:
-        """Make the row tables of a micro-step on a thread, and then those of the next one."""
-        following = index + 1 < step.plan.num_micro_steps and (step.slices is None or step.slices.is_here(index + 1))
-        for number, has in ((index, has_slices), *([(index + 1, True)] if following else [])):
-            tables = step.tables_of(number, self._experts.layers, self._topology, has, self._uploads is not None)
-            if not tables.is_made:
-                self._tables_thread.start(tables.make_all)
+        if step is None:
+            return BoundRoutes(micro_step, Routing.LIVE)
+        if not matches_plan:
+            return BoundRoutes(micro_step, Routing.UNPLANNED)
+        return step.bind(micro_step, has_slices)
 
     @cached_property
     def _tables_thread(self) -> CallThread:
@@ -162,10 +195,10 @@ class MicroStepRuns:
             matches: whether this rank has the planned sequences.
             problem: why the micro-step can't run on this rank; raised on all ranks.
         """
-        index, recorder = micro_step.index, self._counters.recorder
+        index, recorder = micro_step.index, self.counters.recorder
         if step is not None and (missing := step.problem(index)) is not None:
             problem, index = missing, -1
-        if step is not None and step is not self.step:
+        if step is not None and step is not self._step:
             problem = RuntimeError(f"micro-step {index} is of an earlier plan; call micro_step() again")
         all_match = self._agree_on_micro_step(step, index, matches and problem is None, problem)
         matches_plan = all_match and step is not None
@@ -173,12 +206,12 @@ class MicroStepRuns:
         self._calls.backward.open(micro_step, matches_plan, has_slices)
         try:
             if step is not None and matches_plan:
-                self._start_tables(step, index, has_slices)
+                step.start_tables(index, has_slices, self._tables_thread)
             if step is not None:
                 self._feedback.enter(index)
             routes = self._calls.current = micro_step.routes(matches_plan, has_slices)
             with nullcontext() if recorder is None or step is None else recorder.micro_step(index):
-                self._counters.unplanned_micro_steps += step is not None and not routes.is_planned
+                self.counters.unplanned_micro_steps += step is not None and not routes.is_planned
                 if routes.transfers is not None:
                     routes.transfers.ring.begin(index if routes.live is None else routes.live.balancer.last)
                 yield
@@ -203,20 +236,20 @@ class MicroStepRuns:
         changed, trained, broken = self._experts.transfers.watch.compare(self._experts.changed)
         slices = None if step is None or problem is not None else step.slices
         if slices is not None and not slices.is_agreed(index):
-            self._counters.planning_waited_s += slices.wait(index, self.patience_s)
+            self.counters.planning_waited_s += slices.wait(index, self._patience_s)
         values_RV = self._lockstep.agree(
             LIVE_MICRO_STEP if step is None else MICRO_STEP, micro_step=index,
             values=(changed, matches, *(slices.to_compare() if slices is not None else ())),
             must_match={
                 "gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained,
                 # Choices in live micro-steps depend on them. Those of a plan were compared with it.
-                **(self._settings.shared if step is None else {}),
+                **(self.settings.shared if step is None else {}),
             },
             problem=problem or broken,
         )  # fmt: skip
         if slices is not None:
             slices.agree(values_RV[:, 2:], index)
-            self._counters.late_micro_steps += not slices.is_agreed(index)
+            self.counters.late_micro_steps += not slices.is_agreed(index)
         if step is None:
             self._prepare_live()
         if values_RV[:, 0].any() or self._experts.changed:

@@ -1,0 +1,224 @@
+"""`SessionBase`: settings, ranks, layers and experts of a session, which all its parts share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trimtab.array_type import Array
+from trimtab.errors import InputError
+from trimtab.planner import Placement
+from trimtab.runtime.feedback import Feedback
+from trimtab.runtime.layer.dispatch import Dispatcher, RowDispatcher
+from trimtab.runtime.layer.framework_layer import FrameworkLayer
+from trimtab.runtime.layer.layer import ExpertLayer, HomeWeights
+from trimtab.runtime.layer.layer_call import MEASURED, LayerCalls
+from trimtab.runtime.rank_experts import RankExperts
+from trimtab.runtime.ranks.lockstep import Lockstep
+from trimtab.runtime.ranks.process_groups import tell_wrong_variables
+from trimtab.runtime.rows.background_slices import COMPARED
+from trimtab.runtime.rows.grouped_products import ApplyExperts
+from trimtab.runtime.session_settings import Mode, Paths, SessionSettings
+from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, read_tensors
+from trimtab.runtime.state.optimizer_rows import ExpertState
+from trimtab.runtime.transfer.counters import Counters
+from trimtab.runtime.transfer.transfers import Transfers
+
+
+class SessionBase:
+    """What all parts of a `Session` share.
+
+    Attributes:
+        settings: the arguments; replace them to change values between steps.
+        topology: process groups, and this rank's numbers in them.
+        layers: the layers that a model of torch modules calls, in the order of `add_layer`.
+        counters: counts what `Session.take_metrics` reports.
+    """
+
+    def __init__(self, settings: SessionSettings) -> None:
+        self.settings = settings
+        self.topology = settings.topology()
+        if self.topology.rank == 0 and "nccl" in dist.get_backend(self.topology.experts):
+            tell_wrong_variables()
+        num_experts = settings.num_experts
+        self.layers: list[ExpertLayer] = []
+        self._initial_E: Array = self.topology.initial_placement(1, num_experts).home[0]
+        self._lockstep = Lockstep(
+            self.topology, num_experts=num_experts, max_values=max(num_experts + MEASURED, 3 + COMPARED)
+        )
+        self.counters = Counters(lockstep=self._lockstep)
+        self._experts = RankExperts(settings, self.topology, self._lockstep, self.counters)
+        self._calls = LayerCalls(
+            self.topology, self._lockstep, self.counters, self._experts.backward, self._experts.accumulation,
+            settings.slots_per_rank,
+        )  # fmt: skip
+        self._feedback = Feedback()
+        self._experts.at_backward_end = self._feedback.mark
+
+    @property
+    def mode(self) -> Mode:
+        """The mode; see `Session`. It can be changed between steps."""
+        return self.settings.mode
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        self.settings = replace(self.settings, mode=mode)
+
+    @property
+    def paths(self) -> Paths:
+        """Sources of replicas' weights; see `Session`. It can be changed between steps."""
+        return self.settings.paths
+
+    @paths.setter
+    def paths(self, paths: Paths) -> None:
+        self.settings = replace(self.settings, paths=paths)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer, E."""
+        return self.settings.num_experts
+
+    @property
+    def slots_per_rank(self) -> int:
+        """Most replicas of one layer on a rank."""
+        return self.settings.slots_per_rank
+
+    @property
+    def homes(self) -> list[HomeExperts]:
+        """This rank's experts of each layer."""
+        return self._experts.layers
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The registered optimizers; see `register_optimizers`."""
+        return self._experts.optimizers.registered
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in its expert-parallel group."""
+        return self.topology.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of an expert-parallel group, R."""
+        return self.topology.num_ranks
+
+    @property
+    def placement(self) -> Placement:
+        """The present homes of all experts."""
+        return self._experts.placement
+
+    @property
+    def home_experts(self) -> Array:
+        """Logical ids `[E / R]` of this rank's home experts when a layer is added, ascending."""
+        return np.flatnonzero(self._initial_E == self.rank)
+
+    def add_layer(
+        self,
+        parameters: Sequence[ExpertTensor] | ReadParameters,
+        apply: ApplyExperts,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        weights: HomeWeights | None = None,
+        dispatcher: Dispatcher | None = None,
+    ) -> ExpertLayer:
+        """Add the next MoE layer. Not a collective.
+
+        Args:
+            parameters: the tensors of this rank's `home_experts`, each a stacked Parameter `[E / R, ...]` or a sequence
+                of E / R Parameters `[...]` in the order of `home_experts`; or a function that returns them, which is
+                called whenever they are needed. Train them with an elementwise optimizer, and keep them out of FSDP.
+                Their memory may be replaced at any time outside micro-steps. Sequences are never stacked.
+            apply: computes experts on grouped rows; see `gated_experts`.
+            compute_dtype: compute dtype; that of the parameters by default (float32 masters, bfloat16 compute).
+            weights: returns the same experts `[E / R, ...]`, in the graph, each time that the layer runs, for experts
+                that a framework trains, such as FSDP. Their gradients, including those of replicas, are complete when
+                the layer's backward ends. `parameters` are then only read, and experts do not move.
+            dispatcher: sends rows to physical experts and back; `RowDispatcher` by default.
+
+        Raises:
+            InputError: if a tensor does not hold E / R experts, experts differ in shape from other layers' or within a
+                sequence, another layer has one of the tensors, or `weights` is given with sequences.
+        """
+        read: ReadParameters = parameters if callable(parameters) else partial(_same, parameters)
+        if weights is not None and not all(isinstance(tensor, torch.Tensor) for tensor in read_tensors(read)):
+            raise InputError(
+                f"MoE layer {len(self.homes)}: experts that a framework trains (`weights`) should be stacks"
+            )
+        homes = self._experts.add_layer(
+            read, self._initial_E, compute_dtype=compute_dtype, joins_in_backward=weights is not None
+        )
+        layer = ExpertLayer(self._calls, homes, apply, weights, dispatcher or RowDispatcher())
+        self.layers.append(layer)
+        return layer
+
+    def add_framework_layer(self, parameters: ReadParameters) -> FrameworkLayer:
+        """Add the next MoE layer, which a framework's own dispatcher and matrix products run. Not a collective.
+
+        Live micro-steps balance it with any policy but `feplb`, whose second dispatch a framework does not have.
+        Experts move only after `set_framework_state`. Gradients of replicas are joined to those of `parameters` in
+        backward; the framework sums and clips them.
+
+        Args:
+            parameters: returns the tensors of this rank's `home_experts`, each a sequence of E / R Parameters `[...]`;
+                called whenever they are needed.
+
+        Raises:
+            InputError: as `add_layer`, and if the policy is `feplb`.
+        """
+        if self.settings.policy == "feplb":
+            raise InputError(
+                "policy 'feplb' sends rows in a second dispatch, which a framework's own dispatcher does not have; use "
+                "'quota', 'predict', 'auto' or 'off'"
+            )
+        return FrameworkLayer(self._calls, self._experts.add_layer(parameters, self._initial_E, joins_in_backward=True))
+
+    def set_framework_state(self, state: ExpertState) -> None:
+        """Let plans move the experts of framework layers. Not a collective.
+
+        Args:
+            state: what a framework's optimizers keep of the experts.
+        """
+        self._experts.state = state
+
+    def replicated_parameters(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """The model's parameters that every rank holds: all but the experts. Not a collective.
+
+        Raises:
+            InputError: if the model does not have the session's experts.
+        """
+        experts = {id(parameter) for layer in self.layers for parameter in layer.parameters}
+        others = [parameter for parameter in model.parameters() if id(parameter) not in experts]
+        num_found = len(list(model.parameters())) - len(others)
+        if 0 < num_found < len(experts) or (not num_found and any(not layer.joins_in_backward for layer in self.homes)):
+            raise InputError(
+                f"the model has {num_found} of the session's {len(experts)} expert tensors; if they were replaced, as "
+                "by load_state_dict(assign=True), add layers with a function that returns them"
+            )
+        return others
+
+    def register_optimizers(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Register the optimizers that train the experts. Not a collective.
+
+        Plans then move experts to other homes between steps, with their rows of optimizer state. Without it homes don't
+        change.
+
+        Raises:
+            InputError: if a layer was added with `weights`.
+        """
+        self._experts.need_own("move experts with their optimizer state")
+        self._experts.optimizers.registered = list(optimizers)
+
+    @property
+    def transfers(self) -> Transfers:
+        """Replica transfers; created on first use, when all layers have been added."""
+        return self._experts.transfers
+
+
+def _same(parameters: Sequence[ExpertTensor]) -> Sequence[ExpertTensor]:
+    return parameters

@@ -1,0 +1,394 @@
+"""`SessionSteps`: the part of a `Session` that plans steps with the other ranks, and applies plans."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from trimtab.array_type import Array
+from trimtab.errors import InputError
+from trimtab.planner import Placement, PlannedStep, Schedule, SequenceCounts, StepPlan, Workload
+from trimtab.planner.plan.slices import SlicePlanner, SliceRules
+from trimtab.planner.plan.workload import max_over_mean
+from trimtab.runtime.layer.micro_step import RunningStep
+from trimtab.runtime.plan_report import PlanReport
+from trimtab.runtime.planning_in_rollout import PlanningInRollout
+from trimtab.runtime.ranks.lockstep import (
+    APPLY_PLAN,
+    MOVE,
+    PLAN,
+    PLAN_SEQUENCES,
+    digest,
+)
+from trimtab.runtime.rows.background_slices import StepSlices, planner_thread
+from trimtab.runtime.session_micro_steps import SessionMicroSteps
+from trimtab.runtime.session_settings import SessionSettings
+from trimtab.runtime.step_planner import SessionPlanner
+from trimtab.runtime.trace_checks import countable_trace, fingerprints, own_trace, trace_of_micro_steps
+from trimtab.trace import RoutingTrace
+
+# Most seconds that a micro-step waits for its slices in runs that can be repeated.
+LONGEST_WAIT_S = 60.0
+T = TypeVar("T")
+
+
+class SessionSteps(SessionMicroSteps):
+    """Plans of a session's steps. All methods but `plan_ahead` are collective."""
+
+    def __init__(self, settings: SessionSettings) -> None:
+        super().__init__(settings)
+        # What was planned of the next step during the rollout.
+        self._in_rollout: PlanningInRollout | None = None
+
+    def move(self, placement: Placement) -> None:
+        """Move all experts to given homes, with their rows of optimizer state, between steps. Plans include moves.
+
+        Raises:
+            InputError: if ranks have different numbers of experts, an optimizer has state that can't move, or a layer
+                was added with `weights`.
+            RuntimeError: if gradients are not zero.
+        """
+        self._calls.require_between_micro_steps("move")
+        _, problem = _attempt(self._experts.check_move, placement)
+        same = {"homes": digest(placement.home)} | ({} if problem else self._experts.state_to_move(placement))
+        self._lockstep.agree(MOVE, must_match=same, problem=problem)
+        if self._step is not None and self._experts.num_moved(placement):
+            self._step.has_moved = True
+        self._experts.move(placement)
+
+    def plan(self, trace: RoutingTrace, schedule: Schedule) -> PlanReport:
+        """Plan a step with a given schedule, and apply the plan.
+
+        Args:
+            trace: this rank's sequences, in the order of `schedule.sequences_of(rank)`.
+            schedule: the schedule of all data ranks, the same on every rank.
+
+        Raises:
+            InputError: if trace, schedule and layers are inconsistent.
+        """
+        self._calls.require_between_micro_steps("plan")
+        rank, ranks = self.topology.data_rank, self.topology.num_data_ranks
+        mine, problem = _attempt(own_trace, trace, self._experts.shape, schedule, rank, ranks)
+        places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
+        sliced = self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, problem)
+        assert mine is not None
+        return self._plan(mine, schedule, sliced=sliced)
+
+    def plan_micro_steps(
+        self, rows: Sequence[npt.ArrayLike], *, problem: InputError | None = None, may_move: bool = True
+    ) -> PlanReport:
+        """Plan a step with given micro-steps, and apply the plan.
+
+        Args:
+            rows: for every micro-step the integer ids `[n, L, K]` that were recorded for this rank's n tokens in the
+                session's L layers. The tokens may be packed batches, slices of sequences, or those of one pipeline
+                stage. If a token's route in a layer is unknown, all its K ids are negative. All ranks have the same
+                number of micro-steps, each with any number of tokens.
+            problem: the caller's reason why this rank can't plan; it is raised on all ranks.
+            may_move: the plan may move experts. Plans between the micro-steps of one accumulation may not.
+
+        Raises:
+            InputError: if ids and layers are inconsistent, or ranks differ in the number of micro-steps.
+        """
+        self._calls.require_between_micro_steps("plan_micro_steps")
+        trace, wrong = (None, problem) if problem else _attempt(trace_of_micro_steps, rows, *self._experts.shape)
+        same = {"number of micro-steps": len(rows), "top_k": trace and trace.top_k, "may_move": may_move}
+        sliced = self._agree(PLAN, same, wrong)
+        assert trace is not None
+        ranks = self.topology.num_data_ranks
+        schedule = Schedule(
+            micro_step=np.repeat(np.arange(len(rows), dtype=np.int32), ranks),
+            rank=np.tile(np.arange(ranks, dtype=np.int32), len(rows)),
+            mini_batch_of_micro_step=np.zeros(len(rows), np.int32),
+            num_ranks=ranks,
+        )
+        return self._plan(trace, schedule, sliced=sliced, may_move=may_move)
+
+    def complete_plan(self) -> PlanReport:
+        """Plan the step again, with routes in place of the unknown ones.
+
+        These are the routes of micro-steps that ran without gradients, as in the recompute of log-probabilities. The
+        update then needs no exchange of counts for them. Homes do not change.
+
+        Raises:
+            RuntimeError: if the session has not planned the step.
+        """
+        self._calls.require_between_micro_steps("complete_plan")
+        step = self._step
+        if step is None or step.schedule is None:
+            raise RuntimeError("complete_plan() needs a step that this session has planned")
+        # Its micro-steps have run forward only.
+        self._feedback.begin(None)
+        sliced = self._agree(PLAN, {}, None)
+        report = self._plan(step.completed_trace, step.schedule, sliced=sliced, may_move=False)
+        self._feedback.begin(None)
+        return report
+
+    def plan_ahead(self, trace: RoutingTrace, *, token_budget: int) -> None:
+        """Count finished sequences of the next step while others still generate, and plan homes and strategy from them.
+
+        It returns at once; the work is done on a thread. The next plan counts only the other sequences, and keeps homes
+        and strategy if they were chosen from half of its tokens. Call it any number of times before a plan, equally
+        often on all ranks, at any times. Not for `max_rows_per_rank`, `exact` and modes other than `plan`, where it
+        has no effect on the plan.
+
+        Args:
+            trace: more of this rank's finished sequences, with `sequence_hashes`; it may have none. Some of them may be
+                left out of the step, or train on other ranks.
+            token_budget: most tokens of a rank in a micro-step.
+
+        Raises:
+            InputError: if the trace does not fit the model, or has no hashes.
+        """
+        counted, problem = _attempt(countable_trace, trace, self._experts.shape)
+        # The other ranks wait for this one's counts.
+        mine = trace.part(0, 0) if counted is None else counted
+        in_rollout = self._in_rollout = self._in_rollout or PlanningInRollout(self.topology)
+        planner, placement = self._planner(mine), self._experts.placement
+        may_move = self._experts.state.may_move
+
+        def plan(sequences: SequenceCounts) -> PlannedStep:
+            return planner.plan_ahead(sequences, placement, token_budget=token_budget, may_move=may_move)
+
+        in_rollout.expect()
+        planner_thread(self.topology).start(lambda: in_rollout.run(mine, placement, plan))
+        if problem is not None:
+            raise problem
+
+    def plan_sequences(self, trace: RoutingTrace, *, token_budget: int, mini_batch: Array | None = None) -> PlannedStep:
+        """Plan a step and its schedule, from any distribution of sequences over ranks.
+
+        Then send every sequence to its rank in the `schedule` of the result, and call `apply_plan`.
+
+        Args:
+            trace: this rank's sequences. The schedule numbers the sequences of all ranks in rank order.
+            token_budget: most tokens of a rank in a micro-step.
+            mini_batch: `[S]` mini-batch of the sequences of all ranks, the same on every rank; one mini-batch by
+                default.
+
+        Raises:
+            InputError: if the trace does not fit the model, or a sequence exceeds the budget.
+        """
+        self._calls.require_between_micro_steps("plan_sequences")
+        batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
+        same = {"token_budget": token_budget, "mini_batch": batches}
+        mine, problem = _attempt(own_trace, trace, self._experts.shape)
+        sliced = self._agree(PLAN_SEQUENCES, same, problem)
+        assert mine is not None
+        planned = self._planner(mine).for_sequences(
+            mine, self._experts.placement, may_move=self._experts.state.may_move, sliced=sliced,
+            token_budget=token_budget, mini_batch=mini_batch, in_rollout=self._take_in_rollout(sliced),
+        )  # fmt: skip
+        prints_D: list[Any] = [None] * self.topology.num_data_ranks
+        dist.all_gather_object(prints_D, fingerprints(mine), group=self.topology.control)
+        return replace(planned, sequences=np.concatenate(prints_D))
+
+    def apply_plan(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
+        """Apply a plan of `plan_sequences`. Experts move to the plan's homes.
+
+        Args:
+            planned: the plan.
+            trace: this rank's sequences, in the order of `planned.schedule.sequences_of(rank)`.
+
+        Raises:
+            InputError: as `apply_step_plan`.
+        """
+        hashes = planned.sequences
+        if hashes is not None:
+            hashes = hashes[planned.schedule.sequences_of(self.topology.data_rank)]
+        mine, problem = self._own_trace(trace, planned.plan, hashes)
+        return self._apply_planned(planned, mine, planned.schedule, problem)
+
+    def apply_step_plan(self, plan: StepPlan, trace: RoutingTrace) -> PlanReport:
+        """Apply any plan. Experts move to the plan's homes.
+
+        Args:
+            plan: the plan of this rank's expert-parallel group.
+            trace: this rank's sequences, in the order of `plan.schedule.sequences_of(rank)`.
+
+        Raises:
+            InputError: if the plan is invalid (see `StepPlan.check`), has more slots than this session, or moves homes
+                although no optimizer is registered.
+            RanksDisagreeError: if the ranks have different plans.
+        """
+        mine, problem = self._own_trace(trace, plan, None)
+        return self._apply_planned(PlannedStep(plan.schedule, (plan,)), mine, None, problem)
+
+    def _own_trace(
+        self, trace: RoutingTrace, plan: StepPlan, hashes: Array | None
+    ) -> tuple[RoutingTrace, Exception | None]:
+        """This rank's trace of a plan of its group; or the trace as it is, and why it does not fit."""
+        topology, shape = self.topology, self._experts.shape
+        mine, problem = _attempt(own_trace, trace, shape, plan.schedule, topology.rank, topology.num_ranks, hashes)
+        return trace if mine is None else mine, problem
+
+    def _plan(self, trace: RoutingTrace, schedule: Schedule, *, sliced: bool, may_move: bool = True) -> PlanReport:
+        planned = self._planner(trace).for_schedule(
+            trace, schedule, self._experts.placement, may_move=may_move and self._experts.state.may_move,
+            sliced=sliced, in_rollout=self._take_in_rollout(sliced),
+        )  # fmt: skip
+        return self._apply_planned(planned, trace, schedule)
+
+    def _planner(self, trace: RoutingTrace) -> SessionPlanner:
+        """The planner with the present settings and homes."""
+        settings = self.settings
+        return SessionPlanner.of(
+            self.topology, self._experts.layers, settings, top_k=trace.top_k,
+            move_s_per_expert=None if settings.rates else self._experts.move_s_per_expert,
+            scale=self._feedback.scale, excluded=self._feedback.excluded,
+        )  # fmt: skip
+
+    @property
+    def _shared(self) -> dict[str, object]:
+        """Values that plans depend on, which must be equal on all ranks."""
+        first = self._experts.layers[0]
+        return self.settings.shared | {
+            "optimizers are known": self._experts.state.may_move,
+            "ranks_per_node": self.topology.ranks_per_node,
+            "layers": len(self._experts.layers),
+            "experts": ([tuple(shape) for shape in first.expert_shapes], first.dtype),
+        }
+
+    def _agree(self, call: int, same: Mapping[str, object], problem: Exception | None) -> bool:
+        """Agree with all data ranks on a call that plans; see `Lockstep.agree`.
+
+        Returns:
+            Whether replicas may follow while the step runs.
+        """
+        if self.settings.mode == "rehome" and not self._experts.has_state:
+            problem = problem or InputError(
+                "mode 'rehome' moves experts with the state of their optimizers; register these first"
+            )
+        problem = problem or _attempt(self._require_plans)[1]
+        can_slice = self.settings.slices_plans and self._can_slice
+        is_counted = self._in_rollout is not None and can_slice and self._in_rollout.is_complete()
+        values_RV = self._lockstep.agree(
+            call, must_match={**same, **self._shared}, problem=problem,
+            values=[can_slice, is_counted, *self._feedback.take()], all_data_ranks=True,
+        )  # fmt: skip
+        self._feedback.learn(values_RV[:, 2:], adapts=self.settings.rates is None)
+        if not values_RV[:, 1].all():
+            self._in_rollout = None
+        return bool(values_RV[:, 0].all())
+
+    def _take_in_rollout(self, sliced: bool) -> PlanningInRollout | None:
+        """What was planned of this step during the rollout, once."""
+        in_rollout, self._in_rollout = self._in_rollout, None
+        return in_rollout if sliced and not self._feedback.measures_nothing else None
+
+    def _require_plans(self) -> None:
+        if self.settings.mode == "live":
+            raise InputError(
+                "mode 'live' makes no plans; enter live_micro_step(), or set the session's mode to 'plan' before a plan"
+            )
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        self._require_plans()
+        if not self.settings.executes_plans:
+            return
+        slots = self.settings.slots_per_rank
+        if plan.slots_per_rank > slots:
+            raise InputError(f"the plan is for {plan.slots_per_rank} slots a rank; this session has {slots}")
+        moved = self._experts.num_moved(plan.placement)
+        if moved and not self._experts.state.may_move:
+            raise InputError(
+                f"the plan moves {moved} experts to other homes; register their optimizer with "
+                "register_optimizers(), so that its state moves with them"
+            )
+        self._experts.check_move(plan.placement)
+
+    def _apply_planned(
+        self,
+        planned: PlannedStep,
+        trace: RoutingTrace,
+        schedule: Schedule | None,
+        problem: Exception | None = None,
+    ) -> PlanReport:
+        """Check that all ranks apply the same plan, and apply it: move experts, allocate memory, start micro-steps.
+
+        Args:
+            trace: this rank's sequences.
+            schedule: the schedule of all data ranks; None if the session has not planned the step.
+            problem: why the trace does not fit.
+        """
+        self._calls.require_between_micro_steps("apply_plan")
+        plan, experts, is_executed = planned.plan, self._experts, self.settings.executes_plans
+        problem = problem or _attempt(self._check_plan, plan)[1]
+        same: dict[str, object] = {"the plan": plan.hash, **self._shared}
+        if is_executed and not problem and experts.num_moved(plan.placement):
+            same |= experts.state_to_move(plan.placement)
+        self._lockstep.agree(APPLY_PLAN, must_match=same, problem=problem)
+        workload = planned.workload
+        if workload is None:
+            workload = self._gather_workload(plan, trace)
+        plan.check(workload)
+
+        applied_at = time.perf_counter()
+        slices = planned.slices if is_executed else None
+        before, moved = workload.home_loads(experts.placement.home), experts.num_moved(plan.placement)
+        after = plan.rank_loads(workload) if moved or plan.num_replicas else before
+        if schedule is None:
+            planned = replace(planned, max_vio_before=float(max_over_mean(before).mean() - 1))
+        start = time.perf_counter()
+        number = self._end_step()
+        transfers = experts.transfers if is_executed else None
+        following = None if slices is None else self._start_slices(plan, workload, slices)
+        step = RunningStep(
+            self.topology, experts.layers, plan, workload, trace, schedule, transfers, number,
+            self.settings.slots_per_rank, self._uploads, following,
+        )  # fmt: skip
+        if transfers is not None:
+            with torch.inference_mode(False):
+                experts.move(plan.placement)
+                transfers.prepare(plan, step.replicas, number, slices, by_messages=self.settings.paths == "message")
+        # Optimizers may have written to parameters in ways that don't show.
+        experts.changed = True
+        self._calls.is_planned = True
+        self._begin_step(step)
+        moving_s = time.perf_counter() - start
+        self._feedback.begin(planned if is_executed and schedule is not None else None, moving_s)
+        return PlanReport.of(
+            planned, (before, after), experts.transfers, is_executed=is_executed, homes_moved=moved,
+            moving_s=moving_s, applying_s=time.perf_counter() - applied_at - moving_s,
+            free_bytes=_free_bytes(experts.device),
+        )  # fmt: skip
+
+    def _gather_workload(self, plan: StepPlan, trace: RoutingTrace) -> Workload:
+        """The load of this rank's expert-parallel group under a plan's schedule."""
+        # The ranks of the group, numbered among all data ranks.
+        first = self.topology.group * self.topology.num_ranks
+        schedule = replace(plan.schedule, rank=plan.rank + first, num_ranks=self.topology.num_data_ranks)
+        return self._planner(trace).gather_workloads(trace, schedule)[self.topology.group]
+
+    def _start_slices(self, header: StepPlan, workload: Workload, rules: SliceRules) -> StepSlices:
+        planner = SlicePlanner.of(rules, self.topology.group, workload, header.home)
+        slices = StepSlices(header, planner, self.topology, expected_max_vio=rules.max_vio)
+        planner_thread(self.topology).start(slices.run)
+        # A micro-step waits for its replicas for as long as they are predicted to save, or as long as it takes for runs
+        # that can be repeated.
+        self._patience_s = rules.saved_s / max(1, header.num_micro_steps)
+        if self.settings.rates is not None:
+            self._patience_s = LONGEST_WAIT_S
+        return slices
+
+
+def _attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:
+    """The result of a function, or the error that it raises."""
+    try:
+        return function(*args), None
+    except (InputError, RuntimeError) as error:
+        return None, error
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
