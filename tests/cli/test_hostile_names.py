@@ -48,7 +48,7 @@ def folder(trace_file: Path, tmp_path: Path) -> Path:
         ["simulate", "trace.parquet", "--ranks", "4", "--micro-steps", "2", "--model", "config.json"],
         ["simulate", "trace.parquet", "--ranks", "4", "--model", "bad.json"],
         ["simulate", "trace.parquet", "--ranks", "4", "--cluster", "cluster.toml"],
-        ["trace", "import", "dump.jsonl", "-o", "new.parquet", "--format", "vllm", "--experts", "8"],
+        ["trace", "import", "dump.jsonl", "-o", "new.parquet", "--format", "vllm", "--num-experts", "8"],
         ["trace", "info", "a\x1b]0;b\x07c/x\x1b[2J.parquet"],
         ["trace", "info", NAME],
     ],

@@ -34,6 +34,8 @@ RUNS = (
     "plain", "checkpoint", "checkpoint without early stop", "reentrant checkpoint", "nested checkpoint",
     "nested reentrant checkpoint", "checkpointed experts", "reentrantly checkpointed experts",
 )  # fmt: skip
+# Recorded rows of a trace.
+ROWS = "known", "some unknown", "some with an id twice"
 TOLERANCE = 1e-12
 
 
@@ -123,11 +125,11 @@ def action(function: Action) -> Action:
     return act
 
 
-def begin(state: State, seed: int, checked: bool = False) -> None:
+def begin(state: State, seed: int, checked: bool, top_k: int, frozen: frozenset[int]) -> None:
     """Start another loop on the ranks of a pool."""
     if "loop" in state:
         state.pop("loop").session.close()
-    state["loop"] = start(seed, checked)
+    state["loop"] = start(seed, checked, top_k=top_k, frozen=frozen)
 
 
 def call(state: State, function: Callable[..., None], *args: Any) -> list[int]:
@@ -136,18 +138,25 @@ def call(state: State, function: Callable[..., None], *args: Any) -> list[int]:
     return sorted(state["loop"].pending)
 
 
-def start(seed: int = 3, checked: bool = False, group: dist.ProcessGroup | None = None) -> Loop:
+def start(
+    seed: int = 3,
+    checked: bool = False,
+    group: dist.ProcessGroup | None = None,
+    *,
+    top_k: int = 2,
+    frozen: frozenset[int] = frozenset(),
+) -> Loop:
     """A new model in a new session, with a first plan.
 
     Args:
         checked: let the session verify weights.
         group: of the session; all ranks by default.
+        frozen: layers whose experts are not trained.
     """
     torch.set_num_threads(1)
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     ranks = dist.get_world_size()
-    top_k = int(rng.integers(1, 3))
     lists = ((), ("down",), ALL_LISTS)[seed % 3]
     shape = Shape(layers=int(rng.integers(2, 4)), experts=ranks * 2, top_k=top_k, hidden=4, width=4, lists=lists)
     slots = int(rng.integers(1, 3))
@@ -159,11 +168,10 @@ def start(seed: int = 3, checked: bool = False, group: dist.ProcessGroup | None 
     reference, model = TinyMoE(shape, torch.float64), TinyMoE(shape, torch.float64)
     model.load_state_dict(reference.state_dict())
     model.share(session)
-    frozen = int(rng.integers(0, 2**shape.layers)) if seed % 4 == 1 else 0
     for either in (reference, model):
         for layer, block in enumerate(either.moe_blocks()):
             for parameter in block.expert_parameters():
-                parameter.requires_grad_(not frozen >> layer & 1)
+                parameter.requires_grad_(layer not in frozen)
     first, second = (torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.1, foreach=False) for m in (reference, model))
     session.register_optimizers(second)
     loop = Loop(session, model, reference, (first, second), slots)
@@ -171,8 +179,12 @@ def start(seed: int = 3, checked: bool = False, group: dist.ProcessGroup | None 
     return loop
 
 
-def plan(loop: Loop, seed: int, moves: bool = True, mode: str = "plan") -> None:
-    """Another trace, and a random plan for it."""
+def plan(loop: Loop, seed: int, moves: bool = True, mode: str = "plan", rows: str = "known") -> None:
+    """Another trace, and a random plan for it.
+
+    Args:
+        rows: one of `ROWS`.
+    """
     session, rng = loop.session, np.random.default_rng(seed)
     carried_out = mode in ("plan", "static")
     if carried_out and loop.offloaded_parameters is not None:
@@ -180,9 +192,9 @@ def plan(loop: Loop, seed: int, moves: bool = True, mode: str = "plan") -> None:
     layers, ranks = len(session.layers), session.num_ranks
     trace = random_trace(
         rng, num_sequences=6, max_length=8, num_layers=layers, num_experts=session.num_experts,
-        top_k=loop.model.moe_blocks()[0].top_k, unknown=0.3 if seed % 3 == 1 else 0.0,
+        top_k=loop.model.moe_blocks()[0].top_k, unknown=0.3 if rows == "some unknown" else 0.0,
     )  # fmt: skip
-    if seed % 3 == 2:
+    if rows == "some with an id twice":
         # As frameworks fill rows without a record.
         trace.expert_ids[rng.random(trace.expert_ids.shape[:2]) < 0.3] = 0
     schedule = random_schedule(rng, 6, num_ranks=ranks, num_micro_steps=MICRO_STEPS)

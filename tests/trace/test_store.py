@@ -100,7 +100,7 @@ BEYOND = bytes([0, 8, 1, 1]) + TOKEN[4:]
         ({"step": [0, 0, -1, 0]}, "sequence 2 has step -1; it should be at least 0"),
         ({"prompt_length": [0, -7, 0, 0]}, "sequence 1 has prompt length -7; it should be at least 0"),
         (
-            {"num_tokens": [2**31 - 1] * 4},
+            {"num_tokens": [2**31 - 1] * 4, "windows": [[]] * 4},
             "the file claims to have 8589934588 tokens, which is more than a file of its",
         ),
         ({"num_tokens": [5, -1, 17, 1]}, "sequence 1 claims -1 tokens"),
