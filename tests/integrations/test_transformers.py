@@ -47,7 +47,12 @@ from trimtab.runtime import Session
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison of a shared model with the plain one. `changes` are of the small config."""
+    """One comparison of a shared model with the plain one.
+
+    Attributes:
+        changes: of the small config.
+        trained: parts of names of the parameters that are trained.
+    """
 
     model_type: str
     seed: int
@@ -55,7 +60,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     checkpointing: bool = False
     autocast: bool = False
-    only_attention: bool = False
+    trained: tuple[str, ...] = ("",)
 
     @property
     def rounds(self) -> bool:
@@ -102,7 +107,8 @@ def test_a_shared_model_equals_the_plain_one(model_type: str) -> None:
     for case in (
         Case(model_type, seed=0),
         Case(model_type, seed=1, changes=without_norm(model_type), checkpointing=True),
-        Case(model_type, seed=2, only_attention=True),
+        Case(model_type, seed=2, trained=(".self_attn.",)),
+        Case(model_type, seed=5, trained=(".gate.", ".router.")),
         Case(model_type, seed=3, changes=limit, dtype=torch.bfloat16),
         Case(model_type, seed=4, changes=limit, dtype=torch.float32, autocast=True),
     ):
@@ -116,7 +122,7 @@ def compare_with_plain_model(case: Case) -> None:
     torch.manual_seed(case.seed)
     plain = random_model(small_config(case.model_type, **case.changes), case.dtype)
     for name, parameter in plain.named_parameters():
-        parameter.requires_grad_(".self_attn." in name or not case.only_attention)
+        parameter.requires_grad_(any(part in name for part in case.trained))
     shared = copy_of(plain, case.dtype)
     session = Session(num_experts=num_experts(shared.config), slots_per_rank=2)
     distribute_experts(shared, session, compute_dtype=torch.bfloat16 if case.autocast else None)
