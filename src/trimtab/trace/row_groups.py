@@ -33,7 +33,8 @@ BYTES_A_ROW = 1024
 # Of names of domains and models, and of layers; the index of a layer is below the second number.
 MOST_LETTERS = 256
 MOST_LAYERS, LAYER_INDICES = 4096, 1 << 20
-# What a file may claim to hold in memory, beside so many times its size. Our own files hold 2 to 10 times their size.
+# What a file may claim to hold in memory: so many bytes, and so many times its size. Ids of synthetic presets take
+# 1.5 times their file.
 CLAIMED_BYTES, CLAIMED_TIMES = 512 << 20, 64
 # Memory of the facts of a sequence, with a short name.
 FACTS_BYTES = 128
