@@ -87,7 +87,7 @@ def _descriptor(path: Path) -> int | None:
 def _replacement_of(path: Path) -> Iterator[BinaryIO]:
     target = Path(os.path.realpath(path)) if path.is_symlink() else path
     target.parent.mkdir(parents=True, exist_ok=True)
-    # A name that nobody can foresee, and never a link that somebody has made.
+    # An unpredictable name, opened without following links: another user may have made a link of that name.
     partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
     opened = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
