@@ -12,6 +12,8 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import Placement
 from trimtab.runtime.autograd.accumulation import Accumulation
+from trimtab.runtime.autograd.gradient_watch import GradientWatch
+from trimtab.runtime.autograd.torch_engine import call_after_backward
 from trimtab.runtime.layer.backward import Backward
 from trimtab.runtime.ranks.lockstep import STEP, Lockstep
 from trimtab.runtime.ranks.recorder import REFRESHING
@@ -34,6 +36,7 @@ class RankExperts:
         layers: the home experts of each layer.
         backward: tracks backwards, to complete gradients when they end.
         accumulation: detects gradients that were already summed.
+        gradients: detects gradients that others change.
         optimizers: hooks of optimizer steps.
         changed: whether weights are known to have changed since copies were made.
         at_backward_end: called when a backward has ended.
@@ -48,6 +51,7 @@ class RankExperts:
         self.layers: list[HomeExperts] = []
         self.backward = Backward(self._complete_gradients, self._drop_gradients)
         self.accumulation = Accumulation(self.parameters)
+        self.gradients = GradientWatch()
         self.optimizers = OptimizerWatch(self.parameters, self._before_step, self._after_step)
         self.changed = True
         self.at_backward_end: Callable[[], None] = lambda: None
@@ -215,11 +219,18 @@ class RankExperts:
 
     def _complete_gradients(self) -> None:
         """At the end of a backward: add the replica gradients that are in transfer."""
+        if problem := self.gradients.missing():
+            self._drop_gradients()
+            raise problem
         with self._lockstep.comparing_on_error():
             self._with_transfers(lambda transfers: transfers.returns.finish())
+        self.gradients.leave()
+        # After the callbacks that others have queued meanwhile.
+        call_after_backward(self.gradients.check_left)
         self.at_backward_end()
 
     def _drop_gradients(self) -> None:
         """After a failed backward: drop the replica gradients that are in transfer."""
         self._counters.abandoned_backwards += 1
+        self.gradients.drop()
         self._with_transfers(lambda transfers: transfers.returns.abandon())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
@@ -55,9 +56,11 @@ class SessionBase:
         self._experts = RankExperts(settings, self.topology, self._lockstep, self.counters)
         self._calls = LayerCalls(
             self.topology, self._lockstep, self.counters, self._experts.backward, self._experts.accumulation,
-            settings.slots_per_rank,
+            self._experts.gradients, settings.slots_per_rank,
         )  # fmt: skip
         self._feedback = Feedback()
+        # Names of replicated parameters, in errors.
+        self._names: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
         self._experts.at_backward_end = self._feedback.mark
 
     @property
@@ -194,6 +197,8 @@ class SessionBase:
         """
         experts = {id(parameter) for layer in self.layers for parameter in layer.parameters}
         others = [parameter for parameter in model.parameters() if id(parameter) not in experts]
+        for name, parameter in model.named_parameters():
+            self._names[parameter] = name
         num_found = len(list(model.parameters())) - len(others)
         if 0 < num_found < len(experts) or (not num_found and any(not layer.joins_in_backward for layer in self.homes)):
             raise InputError(

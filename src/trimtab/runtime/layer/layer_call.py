@@ -17,6 +17,7 @@ import torch
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.autograd.accumulation import Accumulation
+from trimtab.runtime.autograd.gradient_watch import GradientWatch
 from trimtab.runtime.autograd.torch_engine import is_within_compiled, running_backward, will_run
 from trimtab.runtime.layer.backward import Backward
 from trimtab.runtime.layer.micro_step import BoundRoutes
@@ -44,6 +45,7 @@ class LayerCalls:
         lockstep: the log of this rank.
         backward: tracks backwards, to complete gradients when they end.
         accumulation: detects gradients that were already summed.
+        gradients: detects gradients that others change.
         num_slots: slots of a rank.
         current: the routes of the open micro-step.
         is_planned: whether a plan was applied; calls outside of micro-steps are then counted.
@@ -54,6 +56,7 @@ class LayerCalls:
     counters: Counters
     backward: Backward
     accumulation: Accumulation
+    gradients: GradientWatch
     num_slots: int
     current: BoundRoutes | None = None
     is_planned: bool = False
@@ -278,6 +281,8 @@ class LayerCall:
                 "backward() before plan(), apply_plan() or move()"
             )
         self._calls.accumulation.begin_backward(running_backward())
+        if not self.homes.joins_in_backward:
+            self._calls.gradients.expect(self.homes.index, self.homes.trained)
         replica_node = None if self.replica_node is None else self.replica_node()
         if replica_node is not None and not will_run(replica_node):
             self._check_excluded()

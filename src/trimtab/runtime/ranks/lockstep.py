@@ -109,6 +109,7 @@ class Lockstep:
         values: Sequence[int] | Array = (),
         problem: Exception | None = None,
         all_data_ranks: bool = False,
+        names: Mapping[str, str] | None = None,
     ) -> Array:
         """Log a call, compare it with the other ranks' calls, and exchange integers. Collective.
 
@@ -118,6 +119,7 @@ class Lockstep:
             values: integers of this rank.
             problem: an error of this rank, which is raised on all ranks.
             all_data_ranks: compare all data ranks, not only the ranks of the expert-parallel group.
+            names: added to names of `must_match` in errors; they may differ between ranks.
 
         Returns:
             `[ranks, V]` int64, `values` of every compared rank: those of the expert-parallel group, or all data ranks.
@@ -137,7 +139,7 @@ class Lockstep:
         # Logs of different expert-parallel groups may differ.
         digests = rows_RW[:, 0].reshape(-1, self._topology.num_ranks)
         if rows_RW[:, 2].any() or (rows_RW[:, 1] != row[1]).any() or (digests != digests[:, :1]).any():
-            self._raise_difference(group, must_match or {}, problem)
+            self._raise_difference(group, must_match or {}, problem, names or {})
         self._agreed = self._last[-1]
         return rows_RW[:, _HEADER : _HEADER + len(values)]
 
@@ -221,7 +223,11 @@ class Lockstep:
             ) from error
 
     def _raise_difference(
-        self, group: dist.ProcessGroup, must_match: Mapping[str, Any], problem: Exception | None
+        self,
+        group: dist.ProcessGroup,
+        must_match: Mapping[str, Any],
+        problem: Exception | None,
+        known_as: Mapping[str, str],
     ) -> None:
         """Raise a problem or the first difference, the same on all ranks of the group. Collective over the group."""
         mine = (self.count, tuple(self._last), {k: repr(v) for k, v in must_match.items()}, _describe(problem))
@@ -243,8 +249,8 @@ class Lockstep:
             for name, value in zip(names, values, strict=True):
                 if value != values[0]:
                     raise RanksDisagreeError(
-                        f"ranks disagree in {_text(self._last[-1])}: {key} is {values[0]} on {names[0]} and "
-                        f"{value} on {name}"
+                        f"ranks disagree in {_text(self._last[-1])}: {' '.join([key, known_as.get(key, '')]).strip()} "
+                        f"is {values[0]} on {names[0]} and {value} on {name}"
                     )
         raise RanksDisagreeError(f"ranks disagree before {_text(self._last[-1])}, more than {KEPT_CALLS} calls ago")
 

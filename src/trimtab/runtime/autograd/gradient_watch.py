@@ -1,0 +1,83 @@
+"""`GradientWatch`: detects gradients of experts that others take or change while a backward runs or ends.
+
+Hooks on autograd's nodes may move a gradient to other memory. `DistributedDataParallel` averages gradients when the
+backward ends, although every rank has other experts. Replica gradients would be lost, or added to what was sent before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trimtab.runtime.autograd.torch_engine import will_run
+
+REMEDY = (
+    "no other module may reduce or move gradients of experts: name them in the model's attribute "
+    "_ddp_params_and_buffers_to_ignore before DistributedDataParallel gets the model, and add layers whose gradients "
+    "a framework keeps in buffers with add_framework_layer()"
+)
+
+
+class GradientWatch:
+    """The gradients of one backward.
+
+    Attributes:
+        compares_values: also compare sums of gradients, since a reduction in place shows neither in address nor in
+            version. The host then waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self.compares_values = True
+        # Parameters that accumulate gradients in this backward, with the number of their layer.
+        self._expected: dict[torch.nn.Parameter, int] = {}
+        self._left: list[tuple[int, int, float]] = []
+
+    def expect(self, layer: int, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Call it in a layer's backward, before gradients of these parameters accumulate."""
+        for parameter in parameters:
+            if parameter not in self._expected and _accumulates(parameter):
+                self._expected[parameter] = layer
+
+    def missing(self) -> RuntimeError | None:
+        """The error if a gradient is not where autograd accumulated it. Call it when the backward ends."""
+        for parameter, layer in self._expected.items():
+            if parameter.grad is None:
+                return RuntimeError(
+                    f"MoE layer {layer}: a hook took the gradient of an expert tensor {list(parameter.shape)} away "
+                    f"during backward; {REMEDY}"
+                )
+        return None
+
+    def leave(self) -> None:
+        """Note the gradients when they are complete, before others' callbacks of the backward run."""
+        self._left = [self._state(parameter) for parameter in self._expected]
+
+    def check_left(self) -> None:
+        """Raises RuntimeError if gradients were changed since `leave`. Call it when all callbacks have run."""
+        expected, self._expected = self._expected, {}
+        for (parameter, layer), state in zip(expected.items(), self._left, strict=True):
+            if self._state(parameter) != state:
+                raise RuntimeError(
+                    f"MoE layer {layer}: the gradient of an expert tensor {list(parameter.shape)} was changed at the "
+                    f"end of the backward; {REMEDY}"
+                )
+
+    def drop(self) -> None:
+        """Call it after a failed backward."""
+        self._expected = {}
+
+    def _state(self, parameter: torch.nn.Parameter) -> tuple[int, int, float]:
+        gradient = parameter.grad
+        if gradient is None:
+            return 0, 0, 0.0
+        total = gradient.sum(dtype=torch.float64).nan_to_num() if self.compares_values else 0.0
+        return gradient.data_ptr(), gradient._version, float(total)
+
+
+def _accumulates(parameter: torch.nn.Parameter) -> bool:
+    """Whether the running backward accumulates a parameter's gradient."""
+    try:
+        return will_run(torch.autograd.graph.get_gradient_edge(parameter).node)
+    except RuntimeError:  # It is an input of torch.autograd.grad.
+        return False
