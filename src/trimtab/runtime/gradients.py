@@ -70,7 +70,7 @@ class SessionGradients(SessionBase):
                 sum_gradients(experts, topology.expert_dp_group)
             sum_gradients(dense, topology.data)
         accumulation.finish(summed)
-        self._experts.gradients.compares_values = False
+        self._experts.gradients.is_thorough = False
         self._experts.changed = True
 
     def _elements_to_compare(self, dense: Sequence[torch.nn.Parameter]) -> _Elements:
@@ -79,7 +79,8 @@ class SessionGradients(SessionBase):
         equal = [*dense, *(parameter for parameter in self._others(dense) if self._equal.get(parameter))]
         now = _Elements.of(equal, self._names)
         before, self._elements = self._elements, now
-        return before or _Elements.of([], {}) if streams.has_streams(self._experts.device) else now
+        is_late = bool(equal) and streams.has_streams(equal[0].device)
+        return before or _Elements.of([], {}) if is_late else now
 
     def _others(self, dense: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         """What the registered optimizers train beside experts and `dense`, but for distributed tensors."""

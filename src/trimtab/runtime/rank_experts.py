@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from trimtab.runtime.state.move_price import MovePrice
 from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
 from trimtab.runtime.state.optimizer_rows import ExpertState, OptimizerState
 from trimtab.runtime.state.parameter_checks import check_compute_dtype, check_new_parameters
-from trimtab.runtime.state.weight_watch import OptimizerWatch
+from trimtab.runtime.state.weight_watch import OptimizerWatch, sampled_bytes
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
 
@@ -54,6 +55,9 @@ class RankExperts:
         self.gradients = GradientWatch()
         self.optimizers = OptimizerWatch(self.parameters, self._before_step, self._after_step)
         self.changed = True
+        # Sampled elements of the experts of layers by number, as they were trained or moved last.
+        self._noted: dict[int, torch.Tensor] = {}
+        self._is_elsewhere = False
         self.at_backward_end: Callable[[], None] = lambda: None
 
     @property
@@ -170,6 +174,39 @@ class RankExperts:
             )
             self._counters.moved_bytes += moved.sent
             self.changed = True
+            self.note_weights()
+
+    @contextmanager
+    def at_first_homes(self) -> Iterator[None]:
+        """A context in which the rows of parameters are those of the first homes."""
+        places = [layer.places for layer in self.layers]
+        for layer in self.layers:
+            layer.places = layer.first_places
+        self.changed = self._is_elsewhere = True
+        try:
+            yield
+        finally:
+            for layer, before in zip(self.layers, places, strict=True):
+                layer.places = before
+            self.changed, self._is_elsewhere = True, False
+
+    def note_weights(self) -> None:
+        """Note sampled elements of experts that are away from their first homes: the present weights are those of the
+        model that is trained."""
+        away = [layer for layer in self.layers if layer.places is not layer.first_places]
+        self._noted = {layer.index: sampled_bytes(layer) for layer in away}
+
+    def foreign_weights(self, layers: Sequence[HomeExperts]) -> Exception | None:
+        """The error if the weights of experts that are away from their first homes were replaced, but by optimizers."""
+        for layer in layers:
+            noted = None if self._is_elsewhere else self._noted.get(layer.index)
+            if noted is not None and not torch.equal(sampled_bytes(layer), noted):
+                return RuntimeError(
+                    f"MoE layer {layer.index}: the weights of experts were replaced while these are away from their "
+                    "first homes. For weights of another model that are loaded by position, enter session.first_homes() "
+                    "around the pass; after new weights of this model call session.weights_changed()"
+                )
+        return None
 
     def refresh(self) -> None:
         """Copy the present weights to staging memory, mirrors and symmetric memory. Collective."""
@@ -193,8 +230,11 @@ class RankExperts:
         return 0 if self._transfers is None else self._transfers.peer_memory_bytes
 
     def close(self) -> None:
-        """Release threads and shared memory."""
+        """Release threads and memory. What is used again is created again."""
         self._with_transfers(lambda transfers: transfers.ring.close())
+        self._transfers, self.changed = None, True
+        for layer in self.layers:
+            layer.drop_staging()
 
     def _with_transfers(self, call: Callable[[Transfers], None]) -> None:
         if self._transfers is not None:
@@ -204,6 +244,8 @@ class RankExperts:
         self._with_transfers(lambda transfers: transfers.ring.complete())
         if not holds_experts:
             return
+        if self._is_elsewhere:
+            raise RuntimeError("an optimizer that trains experts can't step within first_homes()")
         if self._topology.expert_dp_group is not None and self.accumulation.is_open:
             raise RuntimeError(
                 "an optimizer steps while gradients of experts are not summed over expert-parallel groups; call "
@@ -214,6 +256,11 @@ class RankExperts:
 
     def _after_step(self, holds_experts: bool) -> None:
         self.changed = True
+        if holds_experts and self._framework_state is None:
+            self.note_weights()
+        else:
+            # A framework copies new weights to the parameters after the step.
+            self._noted = {}
         if self._transfers is not None:
             self._transfers.watch.steps += holds_experts
 

@@ -52,11 +52,12 @@ class SessionBase:
         self._lockstep = Lockstep(
             self.topology, num_experts=num_experts, max_values=max(num_experts + MEASURED, 3 + COMPARED)
         )
+        self._lockstep.resume = lambda: self.topology.take_groups(self.settings.topology())
         self.counters = Counters(lockstep=self._lockstep)
         self._experts = RankExperts(settings, self.topology, self._lockstep, self.counters)
         self._calls = LayerCalls(
             self.topology, self._lockstep, self.counters, self._experts.backward, self._experts.accumulation,
-            self._experts.gradients, settings.slots_per_rank,
+            self._experts.gradients, settings.slots_per_rank, self._experts.foreign_weights,
         )  # fmt: skip
         self._feedback = Feedback()
         # Names of replicated parameters, in errors.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from trimtab.runtime.autograd.torch_engine import will_run
 
@@ -23,14 +24,16 @@ class GradientWatch:
     """The gradients of one backward.
 
     Attributes:
-        compares_values: also compare sums of gradients, since a reduction in place shows neither in address nor in
-            version. The host then waits for the device.
+        is_thorough: also compare sums of gradients, since a reduction in place shows neither in address nor in version,
+            and the addresses at which autograd left them. The host then waits for the device.
     """
 
     def __init__(self) -> None:
-        self.compares_values = True
+        self.is_thorough = True
         # Parameters that accumulate gradients in this backward, with the number of their layer.
         self._expected: dict[torch.nn.Parameter, int] = {}
+        self._addresses: dict[torch.nn.Parameter, int] = {}
+        self._hooks: list[RemovableHandle] = []
         self._left: list[tuple[int, int, float]] = []
 
     def expect(self, layer: int, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -38,13 +41,18 @@ class GradientWatch:
         for parameter in parameters:
             if parameter not in self._expected and _accumulates(parameter):
                 self._expected[parameter] = layer
+                if self.is_thorough:
+                    # It runs before hooks on the node.
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._note_address))
 
     def missing(self) -> RuntimeError | None:
         """The error if a gradient is not where autograd accumulated it. Call it when the backward ends."""
+        self._remove_hooks()
         for parameter, layer in self._expected.items():
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None or self._addresses.pop(parameter, gradient.data_ptr()) != gradient.data_ptr():
                 return RuntimeError(
-                    f"MoE layer {layer}: a hook took the gradient of an expert tensor {list(parameter.shape)} away "
+                    f"MoE layer {layer}: a hook has moved the gradient of an expert tensor {list(parameter.shape)} "
                     f"during backward; {REMEDY}"
                 )
         return None
@@ -65,14 +73,33 @@ class GradientWatch:
 
     def drop(self) -> None:
         """Call it after a failed backward."""
-        self._expected = {}
+        self._remove_hooks()
+        self._expected, self._addresses = {}, {}
+
+    def _note_address(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, torch.nn.Parameter)
+        assert parameter.grad is not None
+        self._addresses[parameter] = parameter.grad.data_ptr()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _state(self, parameter: torch.nn.Parameter) -> tuple[int, int, float]:
         gradient = parameter.grad
         if gradient is None:
             return 0, 0, 0.0
-        total = gradient.sum(dtype=torch.float64).nan_to_num() if self.compares_values else 0.0
+        total = gradient.sum(dtype=torch.float64).nan_to_num() if self.is_thorough else 0.0
         return gradient.data_ptr(), gradient._version, float(total)
+
+
+def has_hooks(parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter has hooks on its gradient, but for those of this module."""
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return bool(parameter._backward_hooks) or not all(
+        isinstance(getattr(hook, "__self__", None), GradientWatch) for hook in hooks
+    )
 
 
 def _accumulates(parameter: torch.nn.Parameter) -> bool:

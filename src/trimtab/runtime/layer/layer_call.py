@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +33,8 @@ from trimtab.runtime.transfer.returns import accumulates
 from trimtab.runtime.transfer.streams import download, start_timer
 from trimtab.runtime.transfer.transfers import Transfers
 
+# In errors.
+A_MICRO_STEP = "a micro-step"
 # Integers of the last measured forward that ranks exchange with their counts in live micro-steps.
 MEASURED = 2
 
@@ -47,8 +49,10 @@ class LayerCalls:
         accumulation: detects gradients that were already summed.
         gradients: detects gradients that others change.
         num_slots: slots of a rank.
+        problem_of_weights: the error if layers have the weights of another model; for calls outside of micro-steps.
         current: the routes of the open micro-step.
         is_planned: whether a plan was applied; calls outside of micro-steps are then counted.
+        is_at_first_homes: whether the parameters have the weights of another model; see `Session.first_homes`.
     """
 
     topology: Topology
@@ -58,8 +62,10 @@ class LayerCalls:
     accumulation: Accumulation
     gradients: GradientWatch
     num_slots: int
+    problem_of_weights: Callable[[Sequence[HomeExperts]], Exception | None]
     current: BoundRoutes | None = None
     is_planned: bool = False
+    is_at_first_homes: bool = False
 
     def require_outside_backward(self, what: str) -> None:
         """Raises RuntimeError within a backward."""
@@ -68,6 +74,8 @@ class LayerCalls:
                 f"{what} can't begin within a backward; keep it out of hooks, and of functions that are checkpointed"
             )
         self.backward.leave_backward()
+        if self.is_at_first_homes and what != A_MICRO_STEP:
+            raise RuntimeError(f"{what} can't begin within first_homes(), which is for passes without gradients")
 
     def require_between_micro_steps(self, what: str) -> None:
         """Raises RuntimeError within a backward or a micro-step."""
@@ -101,6 +109,10 @@ class LayerCalls:
         Raises:
             InputError: on all ranks, if a rank has an id out of range.
         """
+        if self.is_at_first_homes and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"MoE layer {homes.index} was called with gradients within first_homes(), which is for passes without"
+            )
         if routes is not None and routes.is_planned:
             tables = routes.tables_of(homes.index)
             layout = tables.layout or self._mixed_layout(homes, expert_ids, routes)
@@ -114,7 +126,10 @@ class LayerCalls:
         if torch.is_grad_enabled() and running_backward() is None:
             self.accumulation.begin_forward()
         experts = PhysicalExperts.of(homes, self.topology.rank, self.topology.positions, self.num_slots)
-        layout = self._complete(homes, PlannedRows.unknown(tuple(own_ids.shape), experts), download(own_ids))
+        is_outside = routes is None and running_backward() is None
+        problem = self.problem_of_weights([homes]) if is_outside else None
+        planned = PlannedRows.unknown(tuple(own_ids.shape), experts)
+        layout = self._complete(homes, planned, download(own_ids), problem)
         return LayerCall(self, homes, layout, routes)
 
     def _balanced_layout(
@@ -147,14 +162,18 @@ class LayerCalls:
             routes.record(homes.index, planned.unknown_tokens, ids_UK)
         return layout
 
-    def _complete(self, homes: HomeExperts, planned: PlannedRows, ids_UK: Array) -> Layout:
+    def _complete(
+        self, homes: HomeExperts, planned: PlannedRows, ids_UK: Array, problem: Exception | None = None
+    ) -> Layout:
         """The layout with the unknown rows, whose counts the ranks exchange. Collective."""
-        counts_RE = self._exchange_counts(homes, ids_UK)
+        counts_RE = self._exchange_counts(homes, ids_UK, problem=problem)
         return place_rows(planned.complete(ids_UK, counts_RE)).on(homes.device)
 
-    def _exchange_counts(self, homes: HomeExperts, ids_UK: Array, others: Sequence[int] = ()) -> Array:
+    def _exchange_counts(
+        self, homes: HomeExperts, ids_UK: Array, others: Sequence[int] = (), problem: Exception | None = None
+    ) -> Array:
         """Rows of every rank by expert, and other integers of every rank: `[R, E + len(others)]`. Collective."""
-        num_experts, problem = len(homes.home_E), None
+        num_experts = len(homes.home_E)
         if ids_UK.size and not 0 <= ids_UK.min() <= ids_UK.max() < num_experts:
             wrong = ids_UK.min() if ids_UK.min() < 0 else ids_UK.max()
             problem = InputError(
