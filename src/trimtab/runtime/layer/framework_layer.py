@@ -49,12 +49,22 @@ class FrameworkLayer(RoutedLayer):
         routes = self._calls.routes()
         return routes is not None and routes.routing in (Routing.PLANNED, Routing.BALANCED)
 
-    def begin(self, hidden: torch.Tensor, expert_ids: torch.Tensor) -> tuple[torch.Tensor, LayerCall] | None:
-        """Start a call. Collective over the expert-parallel group if rows are unknown, as in live micro-steps.
+    @property
+    def may_deviate(self) -> bool:
+        """Whether a call now may have other ids than `route` returned."""
+        routes = self._calls.routes()
+        return routes is not None and routes.may_deviate
+
+    def begin(
+        self, hidden: torch.Tensor, expert_ids: torch.Tensor, problem: Exception | None = None
+    ) -> tuple[torch.Tensor, LayerCall] | None:
+        """Start a call. Collective over the expert-parallel group if rows are unknown or may deviate, as in live
+        micro-steps.
 
         Args:
             hidden: the layer's input, of any shape.
             expert_ids: `[T, K]`, as `route` returned them; in live micro-steps the router's choice.
+            problem: why the ids can't be used, if they may deviate; raised on all ranks.
 
         Returns:
             `hidden` for the dispatch, and the call; None outside of planned and balanced live micro-steps, where the
@@ -62,7 +72,7 @@ class FrameworkLayer(RoutedLayer):
         """
         if not self.is_balanced_now:
             return None
-        call = self._calls.bind(self.homes, expert_ids, self._calls.routes())
+        call = self._calls.bind(self.homes, expert_ids, self._calls.routes(), problem)
         call.begin_forward()
         if torch.is_grad_enabled():
             hidden = _Enter.apply(hidden, call, *(self.homes.trained if call.replicas.count else ()))
