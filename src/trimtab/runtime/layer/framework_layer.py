@@ -29,9 +29,12 @@ class FrameworkLayer(RoutedLayer):
         return self.homes.places.with_ranks_at(self._calls.topology.positions)
 
     def recorded_ids(self, tokens: int, top_k: int) -> torch.Tensor | None:
-        """The recorded ids `[T, K]` int64 of a call now; None if it needs `route` with the router's choice."""
+        """The recorded ids `[T, K]` int64 of a call now; None if it needs `route` with the router's choice.
+
+        That is in a step's first micro-step, where both are compared, and where routes are unknown.
+        """
         routes = self._calls.routes()
-        if routes is None or not routes.replays or routes.positions is not None:
+        if routes is None or not routes.replays or routes.positions is not None or routes.index == 0:
             return None
         tables = routes.tables_of(self.index)
         fits = tables.known_N is None and tables.recorded_NK.shape == (tokens, top_k)
