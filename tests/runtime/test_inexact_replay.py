@@ -1,4 +1,4 @@
-"""Rows that differ from the plan, tokens whose output nothing uses: results of one process, or an error on all ranks."""
+"""Rows that differ from the plan, and tokens that nothing reads: results of one process, or an error on all ranks."""
 
 from __future__ import annotations
 
