@@ -297,15 +297,15 @@ def warnings_of() -> Iterator[list[str]]:
 @runs_on_ranks()
 def test_agreement_of_the_router_with_the_record(mode: Any) -> None:
     session, model, _ = models(mode=mode)
-    layer, tokens = model.moe_blocks()[0].layer, 10
+    layer, tokens = model.moe_blocks()[0].layer, 50
     assert layer is not None
     rows = np.tile(np.arange(2), (tokens, SHAPE.layers, 1))
     rows[0] = -1
-    unread = np.arange(tokens) == 9
+    unread = np.arange(tokens) >= 9
     session.plan_micro_steps([rows, rows], unread=[unread, unread])
     with warnings_of() as messages:
         # Of 8 tokens that are known and read, 4 have both experts, in another order, 2 have one, 2 none.
-        live = torch.tensor([[0, 1]] + [[1, 0]] * 4 + [[5, 1]] * 2 + [[6, 7]] * 2 + [[0, 1]])
+        live = torch.tensor([[0, 1]] + [[1, 0]] * 4 + [[5, 1]] * 2 + [[6, 7]] * 2 + [[0, 7]] * 41)
         for index in range(2):
             with torch.inference_mode(), session.micro_step(index):
                 layer.route(live)
