@@ -377,10 +377,15 @@ def test_unread_tokens_have_planned_experts_without_auxiliary_losses(state: Stat
         planned = session.planned(pair.function, routing, unread=[unread] * MICRO_BATCHES)
         pair.step(pair.other, planned)
         assert session.take_metrics()["moe/mixed_instances"] == 0
-        for name, value in (("moe_z_loss_coeff", 0.1), ("moe_router_enable_expert_bias", True)):
+        options: list[dict[str, Any]] = [
+            {"moe_z_loss_coeff": 0.1}, {"moe_router_enable_expert_bias": True},
+            {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "aux_loss"},
+            {"moe_aux_loss_coeff": [0.0, 0.1], "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+        ]  # fmt: skip
+        for values in options:
             with (
-                mock.patch.object(pair.other.config, name, value),
-                pytest.raises(InputError, match=f"{name}={value} uses the routes of all tokens"),
+                mock.patch.multiple(pair.other.config, **values),
+                pytest.raises(InputError, match=f"{next(iter(values))}=.* uses the routes of all tokens"),
             ):
                 session.plan(routing, MICRO_BATCHES, unread=[unread] * MICRO_BATCHES)
         session.plan(routing, MICRO_BATCHES)

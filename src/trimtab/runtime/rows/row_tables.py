@@ -51,6 +51,12 @@ class LayerTables:
         """The ends of groups, which autograd keeps longer."""
         return [] if self.layout is None else self.layout.ends
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        partial = 0 if self.partial is None else self.partial.physical_NK.nbytes
+        return partial + sum(array.nbytes for array in (*self.rows, *self.ends))
+
     def moved(self, rows: Iterator[torch.Tensor], ends: Iterator[torch.Tensor]) -> LayerTables:
         """The same tables with the next of `rows` and `ends`, copies of its own."""
         recorded_NK, known_N = next(rows), None if self.known_N is None else next(rows)
@@ -90,7 +96,7 @@ class Chunk:
                     parts = ([a for table in tables for a in table.rows], [a for table in tables for a in table.ends])
                     self.packed = [Packed.of(part, pack_for) for part in parts]
                     tables = moved(tables, [packed.tensors for packed in self.packed])
-                self.nbytes = sum(array.nbytes for table in tables for array in (*table.rows, *table.ends))
+                self.nbytes = sum(table.nbytes for table in tables)
                 self._tables = tables
             return self._tables
 
