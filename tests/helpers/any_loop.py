@@ -7,10 +7,11 @@ optimizer state.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,8 +24,10 @@ from helpers.moe_model import ALL_LISTS, WITHOUT_CHECKPOINTS, Shape, TinyMoE, ma
 from helpers.planned_steps import rows_of
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
 from trimtab.errors import InputError
-from trimtab.planner import Placement, Schedule, Workload
-from trimtab.runtime import Session
+from trimtab.planner import Placement, PlannedStep, Schedule, Workload
+from trimtab.planner.plan.pass_times import PARTS
+from trimtab.planner.plan.strategy import NOTHING
+from trimtab.runtime import Session, step_planner
 from trimtab.trace import RoutingTrace
 
 State = dict[str, Any]
@@ -35,7 +38,7 @@ RUNS = (
     "nested reentrant checkpoint", "checkpointed experts", "reentrantly checkpointed experts",
 )  # fmt: skip
 # Recorded rows of a trace.
-ROWS = "known", "some unknown", "some with an id twice"
+ROWS = "known", "some unknown", "some with an id twice", "some unread"
 TOLERANCE = 1e-12
 
 
@@ -65,6 +68,7 @@ class Loop:
     """The state of one rank.
 
     Attributes:
+        unread_T: `[T]` bool, tokens of the trace whose output is not used.
         writes: how often `write` changed the weights.
         pending: forwards whose backward has not run, by number.
         is_finished: whether gradients are complete.
@@ -79,6 +83,7 @@ class Loop:
     slots: int
     trace: RoutingTrace = field(init=False)
     schedule: Schedule = field(init=False)
+    unread_T: np.ndarray = field(init=False)
     tokens: torch.Tensor = field(init=False)
     labels: torch.Tensor = field(init=False)
     changes: Changes = field(default_factory=Changes)
@@ -96,17 +101,47 @@ class Loop:
         return rows_of(self.trace, np.flatnonzero(chosen))
 
     def loss(self, model: TinyMoE, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(self.tokens[rows])
-        return F.cross_entropy(logits, self.labels[rows], reduction="sum") / len(self.tokens), logits
+        """Loss of the tokens that are read, and their logits."""
+        is_read, logits = torch.from_numpy(~self.unread_T[rows.numpy()]), model(self.tokens[rows])
+        logits, labels = logits[is_read], self.labels[rows][is_read]
+        return F.cross_entropy(logits, labels, reduction="sum") / len(self.tokens), logits
 
-    def expect(self, rows: torch.Tensor, run: str, skipped: frozenset[int], live: bool) -> tuple[torch.Tensor, Any]:
+    def recorded_ids(self) -> np.ndarray:
+        """`[T, L, K]` int64, -1 where the route is unknown or has an id twice, or the token is not read."""
+        ids = self.trace.expert_ids.astype(np.int64)
+        is_unknown = (ids == self.trace.no_route).any(axis=2) | (np.diff(np.sort(ids)) == 0).any(axis=2)
+        ids[is_unknown | self.unread_T[:, None]] = -1
+        return ids
+
+    def chosen_ids(self, seed: int) -> np.ndarray:
+        """`[T, L, K]` int64, ids that some tokens get in place of the recorded ones; -1 for the others."""
+        rng, recorded = np.random.default_rng(seed), self.recorded_ids()
+        tokens, layers, top_k = recorded.shape
+        chosen = np.argsort(rng.random((tokens, layers, self.session.num_experts)), axis=2)[:, :, :top_k]
+        kind = rng.integers(0, 6, (tokens, layers))
+        kind[(recorded[:, :, 0] < 0) & (kind < 2)] = 3
+        # The same ids in another order; the last one replaced, perhaps by itself; all of them replaced.
+        chosen[kind == 0] = recorded[kind == 0][:, ::-1]
+        is_other = (kind == 1) & (chosen[:, :, -1:] != recorded[:, :, :-1]).all(axis=2)
+        chosen[is_other, :-1] = recorded[is_other, :-1]
+        chosen[(kind > 2) | self.unread_T[:, None]] = -1
+        return chosen
+
+    def expect(
+        self,
+        rows: torch.Tensor,
+        run: str,
+        skipped: frozenset[int],
+        live: bool,
+        chosen: np.ndarray | None = None,
+    ) -> tuple[torch.Tensor, Any]:
         """Loss and logits of the reference model for the same rows."""
+        ids_TLK = self.recorded_ids()
+        if chosen is not None:
+            ids_TLK = np.where(chosen < 0, ids_TLK, chosen)
         self.reference.run_block, self.reference.skipped = WITHOUT_CHECKPOINTS.get(run, "plain"), skipped
         for layer, block in enumerate(self.reference.moe_blocks()):
-            ids = self.trace.expert_ids[rows.numpy(), layer].astype(np.int64)
-            is_unknown = (ids == self.trace.no_route).any(axis=1) | (np.diff(np.sort(ids)) == 0).any(axis=1)
-            ids[is_unknown] = -1
-            block.recorded_ids = None if live else torch.from_numpy(ids)
+            block.recorded_ids = None if live else torch.from_numpy(ids_TLK[rows.numpy(), layer])
         return self.loss(self.reference, rows)
 
 
@@ -197,8 +232,20 @@ def plan(loop: Loop, seed: int, moves: bool = True, mode: str = "plan", rows: st
     if rows == "some with an id twice":
         # As frameworks fill rows without a record.
         trace.expert_ids[rng.random(trace.expert_ids.shape[:2]) < 0.3] = 0
+    unread_T = np.zeros(trace.num_tokens, bool)
+    if rows == "some unread":
+        # Padding, and the last tokens of sequences, for some of which zeros were recorded.
+        unread_T = rng.random(trace.num_tokens) < 0.2
+        unread_T[trace.sequence_starts[1:] - 1] = True
+        trace.expert_ids[unread_T] = np.where(rng.random(int(unread_T.sum())) < 0.5, trace.no_route, 0)[:, None, None]
+        if mode == "static":
+            mode = "plan"  # Others move experts.
     schedule = random_schedule(rng, 6, num_ranks=ranks, num_micro_steps=MICRO_STEPS)
     mode_before, session.mode = session.mode, mode  # type: ignore[assignment]
+    if rows == "some unread":
+        _plan_unread(loop, trace, schedule, unread_T, seed)
+        _begin(loop, trace, schedule, unread_T, rng)
+        return
     placement = random_placement(rng, layers, session.num_experts, ranks) if moves else session.placement
     chosen = random_plan(
         rng, Workload.from_trace(trace.with_repeats_unknown()[0], schedule), schedule, slots=loop.slots,
@@ -216,7 +263,36 @@ def plan(loop: Loop, seed: int, moves: bool = True, mode: str = "plan", rows: st
     if carried_out and not np.array_equal(chosen.home, session.placement.home):
         _zero(loop, True)  # Gradients of experts that move are dropped, if they are zeros.
     session.apply_step_plan(chosen, mine)
-    loop.trace, loop.schedule = trace, schedule
+    _begin(loop, trace, schedule, unread_T, rng)
+
+
+def _plan_unread(loop: Loop, trace: RoutingTrace, schedule: Schedule, unread_T: np.ndarray, seed: int) -> None:
+    """Plan micro-steps with unread tokens, at the present homes."""
+    session = loop.session
+
+    def random_planned(
+        loads: Sequence[Workload], schedule: Schedule, placement: Placement, *_: Any, **__: Any
+    ) -> PlannedStep:
+        chosen = random_plan(
+            np.random.default_rng(seed), loads[0], schedule, slots=loop.slots, placement=placement,
+            ranks_per_node=session.topology.ranks_per_node,
+        )  # fmt: skip
+        return PlannedStep(schedule, (chosen,), NOTHING, {"nothing": 1.0}, dict.fromkeys(PARTS, 1.0))
+
+    places = [(schedule.micro_step == index) & (schedule.rank == session.rank) for index in range(MICRO_STEPS)]
+    rows_M = [rows_of(trace, np.flatnonzero(chosen)).numpy() for chosen in places]
+    with mock.patch.object(step_planner, "plan_schedule", random_planned):
+        report = session.plan_micro_steps(
+            [trace.expert_ids[rows].astype(np.int64) for rows in rows_M],
+            unread=[unread_T[rows] for rows in rows_M],
+            may_move=False,
+        )
+    assert report.mixed_instances == 0
+
+
+def _begin(loop: Loop, trace: RoutingTrace, schedule: Schedule, unread_T: np.ndarray, rng: np.random.Generator) -> None:
+    """Go on with a planned step."""
+    loop.trace, loop.schedule, loop.unread_T = trace, schedule, unread_T
     loop.tokens, loop.labels = (torch.from_numpy(rng.integers(0, 11, trace.num_tokens)) for _ in range(2))
     loop.changes = loop.changes._replace(plans=loop.changes.plans + 1)
     compare(loop)
@@ -230,6 +306,7 @@ def forward(
     at_once: bool = False,
     skipped: frozenset[int] = frozenset(),
     inference: bool = False,
+    deviates: int | None = None,
 ) -> None:
     """A micro-step's forward.
 
@@ -238,6 +315,7 @@ def forward(
         number: of the pending backward; without gradients if None.
         at_once: run the backward inside the micro-step.
         inference: run in inference mode.
+        deviates: some tokens get other ids than the recorded ones, drawn with this seed. One rank announces it.
     """
     if loop.offloaded_parameters is not None:
         with pytest.raises(InputError, match="has no memory now"), loop.session.micro_step(index):
@@ -246,19 +324,37 @@ def forward(
     mine = loop.rows(index, loop.session.rank)
     rows = loop.rows(index)
     with torch.inference_mode() if inference else torch.set_grad_enabled(number is not None):
-        expected, expected_logits = loop.expect(rows, run, skipped, live=False)
+        chosen = None if deviates is None else loop.chosen_ids(deviates)
+        expected, expected_logits = loop.expect(rows, run, skipped, False, chosen)
         loop.model.run_block, loop.model.skipped = run, skipped
-        with loop.session.micro_step(index):
+        if chosen is not None:
+            layers = range(len(loop.session.layers))
+            loop.model.chosen_ids = [torch.from_numpy(chosen[mine.numpy(), layer]) for layer in layers]
+        before = loop.session.counters.deviating_rows
+        is_announced = deviates is not None and deviates % loop.session.num_ranks == loop.session.rank
+        with loop.session.micro_step(index, may_deviate=is_announced):
             loss, logits = loop.loss(loop.model, mine)
             if number is not None:
                 carried_out = loop.session.mode in ("plan", "static")
                 loop.pending[number] = Pending(loss, expected, loop.changes, carried_out)
                 if at_once:
                     _backward(loop, number)
-    places = torch.searchsorted(rows, mine)
+    loop.model.chosen_ids = None
+    deviating = (
+        0 if chosen is None else _count_deviating(chosen[mine.numpy()], loop.recorded_ids()[mine.numpy()], skipped)
+    )
+    assert loop.session.counters.deviating_rows - before == deviating
+    is_read = ~loop.unread_T
+    places = torch.searchsorted(rows[is_read[rows.numpy()]], mine[is_read[mine.numpy()]])
     error = relative_error(logits, expected_logits[places])
     assert error < TOLERANCE, ("logits", error)
     compare(loop)
+
+
+def _count_deviating(chosen_NLK: np.ndarray, recorded_NLK: np.ndarray, skipped: frozenset[int]) -> int:
+    is_recorded = (chosen_NLK[..., None] == recorded_NLK[:, :, None]).any(axis=3)
+    deviates = ~is_recorded & (chosen_NLK >= 0) & (recorded_NLK >= 0)
+    return int(deviates[:, [layer for layer in range(deviates.shape[1]) if layer not in skipped]].sum())
 
 
 @action
@@ -271,7 +367,9 @@ def live(loop: Loop, seed: int, run: str, number: int | None) -> None:
         expected, expected_logits = loop.expect(rows, run, frozenset(), live=True)
         loop.model.run_block, loop.model.skipped = run, frozenset()
         loss, logits = loop.loss(loop.model, mine)
-    assert relative_error(logits, expected_logits[mine]) < TOLERANCE, "live logits"
+    is_read, is_mine_read = ~loop.unread_T, ~loop.unread_T[mine.numpy()]
+    places = torch.from_numpy(np.cumsum(is_read) - 1)[mine[is_mine_read]]
+    assert relative_error(logits, expected_logits[places]) < TOLERANCE, "live logits"
     if number is not None:
         loop.pending[number] = Pending(loss, expected, loop.changes, False)
 

@@ -44,6 +44,7 @@ class MicroStepCase:
         slices: replicas are planned while the step runs: `in time`; `late` by random delays; in the first step the
             planner of one rank `fails` or `stalls`. None: before it.
         given: give the session process groups of scattered ranks, and scattered nodes.
+        deviates: some tokens get other experts than the recorded ones.
     """
 
     seed: int
@@ -55,6 +56,7 @@ class MicroStepCase:
     groups: int = 1
     given: bool = False
     slices: str | None = None
+    deviates: bool = False
 
 
 def events(order: str, num_micro_steps: int, num_chunks: int, warm_up: int) -> Iterator[tuple[str, int, int]]:
@@ -152,8 +154,12 @@ class _Comparison:
         mine = rank_T == session.topology.data_rank
         rows_M = [np.flatnonzero(mine & (micro_step_T == m)) for m in range(num_micro_steps)]
 
+        others = np.argsort(rng.random(scores.shape), axis=-1)[:, :, : shape.top_k]
+        is_other_TL = rng.random(scores.shape[:2]) < (0.2 if case.deviates else 0)
+        self.chosen_ids = np.where(is_other_TL[:, :, None], others, -1)
         for layer, block in enumerate(self.reference.moe_blocks()):
-            block.recorded_ids = torch.from_numpy(ids_TLK[:, layer])
+            used = np.where(is_other_TL[:, layer, None], others[:, layer], ids_TLK[:, layer])
+            block.recorded_ids = torch.from_numpy(used)
         expected_logits = self.reference(tokens)
         expected = F.cross_entropy(expected_logits, labels, reduction="sum") / num_tokens
         expected.backward()
@@ -162,18 +168,21 @@ class _Comparison:
         with mock.patch.object(step_planner, "plan_schedule", self.random_plans), random_slices(self.delay):
             report = session.plan_micro_steps([ids_TLK[rows] for rows in rows_M])
             assert report.mixed_instances == is_mixed_ML.sum()
-            steps = [session.micro_step(m) for m in range(num_micro_steps)]
+            steps = [session.micro_step(m, may_deviate=case.deviates) for m in range(num_micro_steps)]
             if case.complete:
                 for step, rows in zip(steps, rows_M, strict=True):
                     with torch.no_grad(), step:
+                        self._choose(rows)
                         error = relative_error(self.model(tokens[rows]), expected_logits[rows])
                         assert error < TOLERANCE, (case, "recompute")
-                assert self._take_metrics()["moe/mixed_instances"] == is_mixed_ML.sum()
+                num_exchanged = is_mixed_ML.size if case.deviates else is_mixed_ML.sum()
+                assert self._take_metrics()["moe/mixed_instances"] == num_exchanged
                 assert session.complete_plan().mixed_instances == 0
-                steps = [session.micro_step(m) for m in range(num_micro_steps)]
+                steps = [session.micro_step(m, may_deviate=case.deviates) for m in range(num_micro_steps)]
         loss = self.run_schedule(steps, rows_M, tokens, labels, expected_logits)
         mixed = self._take_metrics()["moe/mixed_instances"]
-        assert mixed == 0 if case.complete or not is_mixed_ML.any() else mixed >= is_mixed_ML.sum()
+        if not case.deviates:
+            assert mixed == 0 if case.complete or not is_mixed_ML.any() else mixed >= is_mixed_ML.sum()
         session.finish_gradients(self.model.replicated())
         dist.all_reduce(loss)
         assert relative_error(loss, expected.detach()) < TOLERANCE, (case, "loss")
@@ -187,6 +196,12 @@ class _Comparison:
         state = session.logical_state_dict(self.model)
         for name, wanted in self.reference.state_dict().items():
             assert relative_error(state[name], wanted) < TOLERANCE, (case, name, "weights")
+
+    def _choose(self, rows: Array) -> None:
+        """Let the model use the case's other ids for these tokens, in forwards from now on."""
+        if self.case.deviates:
+            layers = range(self.shape.layers)
+            self.model.chosen_ids = [torch.from_numpy(self.chosen_ids[rows, layer]) for layer in layers]
 
     def _take_metrics(self) -> dict[str, float]:
         metrics = self.session.take_metrics()
@@ -212,6 +227,7 @@ class _Comparison:
             rows = rows_M[m]
             if kind == "forward":
                 with steps[m]:
+                    self._choose(rows)
                     if chunk == 0:
                         x = self.model.embed(tokens[rows])
                     else:

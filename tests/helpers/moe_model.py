@@ -64,10 +64,14 @@ class MoEBlock(nn.Module):
     def expert_parameters(self) -> list[nn.Parameter]:
         return [p for t in (self.gate_up, self.down) for p in ([t] if isinstance(t, nn.Parameter) else t)]
 
-    def forward(self, x: torch.Tensor, checkpoint_experts: str = "") -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, checkpoint_experts: str = "", chosen_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         logits = self.router(x)
         if self.layer is not None:
             ids = self.layer.route(logits.topk(self.top_k).indices)
+            if chosen_ids is not None:
+                ids = torch.where(chosen_ids < 0, ids, chosen_ids)
             weights = logits.softmax(-1).gather(1, ids)
             if checkpoint_experts:
                 reentrant = checkpoint_experts == "reentrant"
@@ -94,6 +98,7 @@ class TinyMoE(nn.Module):
         run_block: how blocks run, see `_RUN`.
         before_block: called with the index of each block and its input, which it returns.
         skipped: blocks that are left out.
+        chosen_ids: for each block in a session, ids `[n, K]` in place of the recorded ones, which stay where it is -1.
     """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, run_block: str = "plain") -> None:
@@ -105,6 +110,7 @@ class TinyMoE(nn.Module):
         self.run_block = run_block
         self.before_block: Callable[[int, torch.Tensor], torch.Tensor] | None = None
         self.skipped: frozenset[int] = frozenset()
+        self.chosen_ids: list[torch.Tensor] | None = None
 
     def share(self, session: Session, dispatcher: Dispatcher | None = None) -> None:
         for block in self.moe_blocks():
@@ -130,7 +136,9 @@ class TinyMoE(nn.Module):
             if index in self.skipped:
                 continue
             # Bound here: a checkpointed block may be recomputed after later forwards that run otherwise.
-            mix_and_experts = partial(_mix_and_experts, mix, block, _CHECKPOINTED_EXPERTS.get(self.run_block, ""))
+            chosen_ids = None if self.chosen_ids is None else self.chosen_ids[index]
+            checkpoint_experts = _CHECKPOINTED_EXPERTS.get(self.run_block, "")
+            mix_and_experts = partial(_mix_and_experts, mix, block, checkpoint_experts, chosen_ids)
             x = _RUN.get(self.run_block, _RUN["plain"])(mix_and_experts, x)
         return x
 
@@ -163,8 +171,10 @@ def _home(tensor: Experts, home: Array) -> Experts:
     return _experts(torch.stack([tensor[int(e)].detach() for e in home]), isinstance(tensor, nn.ParameterList))
 
 
-def _mix_and_experts(mix: nn.Module, block: MoEBlock, checkpoint_experts: str, x: torch.Tensor) -> torch.Tensor:
-    mixed: torch.Tensor = x + block(torch.tanh(mix(x)), checkpoint_experts)
+def _mix_and_experts(
+    mix: nn.Module, block: MoEBlock, checkpoint_experts: str, chosen_ids: torch.Tensor | None, x: torch.Tensor
+) -> torch.Tensor:
+    mixed: torch.Tensor = x + block(torch.tanh(mix(x)), checkpoint_experts, chosen_ids)
     return mixed
 
 

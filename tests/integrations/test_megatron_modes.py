@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -326,3 +326,67 @@ def test_an_exception_in_the_users_forward_leaves_the_next_step_clean(state: Sta
         for _ in range(2):
             assert pair.error(pair.step(pair.other, planned)) < 1e-12
         assert session.take_metrics()["moe/unplanned_micro_steps"] == 0
+
+
+def deviating(seed: int) -> Callable[..., Any]:
+    """A hook of a router, by which some tokens get other experts, with the same weights."""
+
+    def replace_experts(_router: Any, _args: Any, output: Any) -> Any:
+        probs, routing_map = output
+        rng = np.random.default_rng((seed, dist.get_rank()))
+        order = torch.from_numpy(np.where(rng.random((len(probs), 1)) < 0.3, rng.permutation(8), np.arange(8)))
+        return probs.gather(1, order), routing_map.gather(1, order)
+
+    return replace_experts
+
+
+@runs_on_ranks()
+def test_routers_may_choose_other_experts_than_the_plan(state: State) -> None:
+    pair = pair_of(state)
+    with pair.balanced() as session, ExitStack() as hooks:
+        # Routers of later layers would choose other experts than the recorded ones.
+        for model in (pair.plain, pair.other):
+            router = list(model.moe_layers())[-1].router
+            hooks.callback(router.register_forward_hook(deviating(3)).remove)
+        expected = pair.step(pair.plain, pair.function)
+        for announces in ((True, True), (False, True)):
+            planned = session.planned(pair.function, pair.routing, may_deviate=announces[dist.get_rank()])
+            assert pair.error(pair.step(pair.other, planned), expected) < 1e-12
+            metrics = session.take_metrics()
+            assert metrics["moe/deviating_rows"] > 0
+            # Of the first micro-batch: the routers' own choice, before the hook.
+            assert metrics["moe/replay_agreement"] == 1.0
+
+        def drop(_router: Any, _args: Any, output: Any) -> Any:
+            return output[0], output[1] & (torch.arange(len(output[1]))[:, None] > 0)
+
+        if dist.get_rank():
+            hooks.callback(router.register_forward_hook(drop).remove)
+        planned = session.planned(pair.function, pair.routing, may_deviate=True)
+        with pytest.raises(RuntimeError, match="a router gave tokens 0 to 2 experts; with may_deviate=True"):
+            pair.step(pair.other, planned)
+
+
+@runs_on_ranks()
+def test_unread_tokens_have_planned_experts_without_auxiliary_losses(state: State) -> None:
+    pair = pair_of(state)
+    routing, unread = [ids.copy() for ids in pair.routing], np.arange(len(pair.routing[0])) == len(pair.routing[0]) - 1
+    for ids in routing:
+        ids[unread] = -1
+    with pair.balanced() as session:
+        planned = session.planned(pair.function, routing, unread=[unread] * MICRO_BATCHES)
+        pair.step(pair.other, planned)
+        assert session.take_metrics()["moe/mixed_instances"] == 0
+        options: list[dict[str, Any]] = [
+            {"moe_z_loss_coeff": 0.1}, {"moe_router_enable_expert_bias": True},
+            {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "aux_loss"},
+            {"moe_aux_loss_coeff": [0.0, 0.1], "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+        ]  # fmt: skip
+        for values in options:
+            with (
+                mock.patch.multiple(pair.other.config, **values),
+                pytest.raises(InputError, match=f"{next(iter(values))}=.* uses the routes of all tokens"),
+            ):
+                session.plan(routing, MICRO_BATCHES, unread=[unread] * MICRO_BATCHES)
+        session.plan(routing, MICRO_BATCHES)
+        assert session.report.mixed_instances

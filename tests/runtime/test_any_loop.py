@@ -19,6 +19,7 @@ from helpers.rank_pool import RankPool, shared_pool
 
 seeds = st.integers(0, 1 << 20)
 runs = st.sampled_from(any_loop.RUNS)
+deviations = st.one_of(st.none(), seeds)
 micro_steps = st.integers(0, any_loop.MICRO_STEPS - 1)
 # The experts of all layers are trained, those of some, or none. (Hypothesis draws numbers more evenly than it samples.)
 FROZEN_LAYERS = [frozenset[int](), frozenset({0}), frozenset[int](), frozenset({1, 2}), frozenset({0, 1, 2})]
@@ -44,21 +45,21 @@ class AnyLoop(RuleBasedStateMachine):
 
     @rule(seed=seeds, moves=st.booleans(), mode=st.sampled_from(["plan", "plan", "plan", "static", "shadow", "off"]))
     def plan(self, seed: int, moves: bool, mode: str) -> None:
-        self.do(any_loop.plan, seed, moves, mode, any_loop.ROWS[seed % 3])
+        self.do(any_loop.plan, seed, moves, mode, any_loop.ROWS[seed % 4])
 
-    @rule(index=micro_steps, run=runs, skipped=st.frozensets(st.integers(0, 2), max_size=1))
-    def forward(self, index: int, run: str, skipped: frozenset[int]) -> None:
+    @rule(index=micro_steps, run=runs, skipped=st.frozensets(st.integers(0, 2), max_size=1), deviates=deviations)
+    def forward(self, index: int, run: str, skipped: frozenset[int], deviates: int | None) -> None:
         self.number += 1
-        self.do(any_loop.forward, index, run, self.number, False, skipped)
+        self.do(any_loop.forward, index, run, self.number, False, skipped, False, deviates)
 
-    @rule(index=micro_steps, run=runs)
-    def forward_and_backward(self, index: int, run: str) -> None:
+    @rule(index=micro_steps, run=runs, deviates=deviations)
+    def forward_and_backward(self, index: int, run: str, deviates: int | None) -> None:
         self.number += 1
-        self.do(any_loop.forward, index, run, self.number, True)
+        self.do(any_loop.forward, index, run, self.number, True, frozenset(), False, deviates)
 
-    @rule(index=micro_steps, run=runs, seed=seeds)
-    def recompute(self, index: int, run: str, seed: int) -> None:
-        self.do(any_loop.forward, index, run, None, False, frozenset(), seed % 3 > 0)
+    @rule(index=micro_steps, run=runs, seed=seeds, deviates=deviations)
+    def recompute(self, index: int, run: str, seed: int, deviates: int | None) -> None:
+        self.do(any_loop.forward, index, run, None, False, frozenset(), seed % 3 > 0, deviates)
 
     @rule(seed=seeds, run=runs, with_backward=st.booleans())
     def live(self, seed: int, run: str, with_backward: bool) -> None:

@@ -18,16 +18,19 @@ def test_every_metric_is_its_own_counter() -> None:
     counters = Counters(
         peer_bytes=1, host_bytes=2, mirror_bytes=3, gradient_bytes=4, moved_bytes=5, refresh_s=6.0, waited_s=7.0,
         unplanned_micro_steps=8, live_calls=9, mixed_instances=10, abandoned_backwards=11,
-        late_micro_steps=12, planning_waited_s=13.0,
+        late_micro_steps=12, planning_waited_s=13.0, deviating_rows=14, agreeing=15, compared=20,
     )  # fmt: skip
     expected = {
         "transfer/peer_bytes": 1, "transfer/host_bytes": 2, "transfer/mirror_bytes": 3, "transfer/gradient_bytes": 4,
         "transfer/moved_bytes": 5, "transfer/refresh_s": 6.0, "transfer/exposed_s": 7.0,
         "moe/unplanned_micro_steps": 8, "moe/live_layer_calls": 9, "moe/mixed_instances": 10,
         "moe/abandoned_backwards": 11, "moe/late_micro_steps": 12, "plan/waited_s": 13.0,
+        "moe/deviating_rows": 14, "moe/replay_agreement": 0.75,
     }  # fmt: skip
     assert counters.metrics() == expected
     counters.clear()
+    # It has a value only where rows were compared.
+    expected.pop("moe/replay_agreement")
     assert counters.metrics() == dict.fromkeys(expected, 0)
 
 

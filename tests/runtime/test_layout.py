@@ -13,6 +13,7 @@ from trimtab.array_type import Array
 from trimtab.planner import Workload
 from trimtab.runtime.rows.layout import Layout, place_rows
 from trimtab.runtime.rows.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows
+from trimtab.runtime.state.expert_places import ExpertPlaces
 
 Row = tuple[int, int, int]  # source rank, token, expert
 
@@ -87,3 +88,42 @@ def test_every_copy_computes_its_planned_tokens() -> None:
                 assert replica[:count] == expected[rank, "replica", slot], seed
                 replica = replica[count:]
             assert (home, replica) == ([], []), seed
+
+
+def test_rows_keep_their_planned_copy_unless_their_expert_is_another() -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        num_ranks, num_experts, top_k = int(rng.integers(1, 4)), 6, int(rng.integers(1, 4))
+        trace = random_trace(
+            rng, num_sequences=6, max_length=9, num_layers=1, num_experts=num_experts, top_k=top_k, unknown=0.2
+        )
+        schedule = random_schedule(rng, 6, num_ranks=num_ranks, num_micro_steps=1)
+        workload, placement = Workload.from_trace(trace, schedule), random_placement(rng, 1, num_experts, num_ranks)
+        replicas = InstanceReplicas.of(random_plan(rng, workload, schedule, slots=2, placement=placement), 0, 0)
+        places = ExpertPlaces.first(placement.home[0])
+        homes: Any = SimpleNamespace(home_E=places.home_E, rows_E=places.rows_E)
+        parts, physical = [], []
+        for rank in range(num_ranks):
+            experts = PhysicalExperts.of(homes, rank, range(num_ranks), 2)
+            recorded = np.ascontiguousarray(trace.select(schedule.sequences_of(rank)).expert_ids[:, 0])
+            planned = PlannedRows.of(recorded, workload.token_counts_MLRE[0, 0], experts, replicas)
+            ids = np.argsort(rng.random((len(recorded), num_experts)))[:, :top_k]
+            is_kept = (rng.random(len(ids)) < 0.5) & (recorded[:, 0] < num_experts)
+            ids[is_kept] = rng.permuted(recorded[is_kept], axis=1)
+            rows, num_deviating = planned.with_ids(ids)
+            expected, differ = experts.home_ids_E[ids], 0
+            for n, k in np.ndindex(ids.shape):
+                if ids[n, k] in recorded[n]:
+                    expected[n, k] = planned.physical_NK[n, recorded[n].tolist().index(ids[n, k])]
+                else:
+                    differ += int(recorded[n, 0] < num_experts)
+            assert np.array_equal(rows.physical_NK, expected)
+            assert num_deviating == differ
+            parts.append(rows)
+            physical.append(expected)
+        sent_RP = np.stack([rows.sent_P for rows in parts])
+        for rank, rows in enumerate(parts):
+            arriving_RG = rows.receiving(sent_RP).arriving_RG
+            for source, group in np.ndindex(arriving_RG.shape):
+                number = rank * rows.experts.num_local + group
+                assert arriving_RG[source, group] == (physical[source] == number).sum(), seed

@@ -34,7 +34,8 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.shape[:1] == (HOME,) and tensor.ndim == 3:
+            is_weight = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.ndim == 3
+            if is_weight and tensor.shape[0] == HOME:
                 self.large.append(str(func))
         return result
 

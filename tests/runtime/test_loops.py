@@ -221,7 +221,7 @@ def test_ids_are_those_that_route_returned() -> None:
 def test_a_wait_may_be_interrupted() -> None:
     """The result of an interrupted wait is not taken for that of the next one."""
     loop = start()
-    lockstep = Lockstep(loop.session.topology, num_experts=loop.session.num_experts, max_values=0)
+    lockstep = Lockstep(loop.session.topology, num_experts=4, slots_per_rank=1, max_values=0)
     gate, done = threading.Event(), list[bool]()
 
     def interrupt(*_: object) -> None:

@@ -28,13 +28,13 @@ RUNS = ("plain", "checkpoint", "reentrant checkpoint", "nested checkpoint")
 @pytest.mark.longer
 @pytest.mark.parametrize(("ranks", "groups", "count"), [(2, 1, 8), (3, 1, 2), (4, 1, 2), (4, 2, 2)])
 def test_rows_of_any_micro_steps_in_any_order(ranks: int, groups: int, count: int) -> None:
-    """Slices of sequences, unknown routes, several active micro-steps, chunks, both dispatchers."""
+    """Slices of sequences, unknown routes, rows that deviate, several active micro-steps, chunks, both dispatchers."""
     rng = np.random.default_rng(ranks + groups)
     cases = [
         MicroStepCase(
             seed, order=ORDERS[seed % 4], unknown=UNKNOWN[(seed + seed // 4) % 4], run_block=str(rng.choice(RUNS)),
             plain=bool(rng.integers(2)), complete=bool(rng.integers(2)), groups=groups,
-            given=ranks == 4 and bool(rng.integers(2)),
+            given=ranks == 4 and bool(rng.integers(2)), deviates=seed % 3 == 1,
         )
         for seed in range(examples(short=count, long=24 * count))
     ]  # fmt: skip

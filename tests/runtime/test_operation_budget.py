@@ -102,7 +102,8 @@ def test_a_planned_layer_launches_no_more_than_today(
             output = layer(hidden, ids, weights)
         with Launched() as backward:
             output.backward(gradient)
-    for launched, operations, passes in ((routing, 1, 0.1), (forward, 17, 15.1), (backward, 42, 28.5)):
+    # Three operations of routing compare the router's choice with the record, for `moe/replay_agreement`.
+    for launched, operations, passes in ((routing, 4, 0.2), (forward, 17, 15.1), (backward, 42, 28.5)):
         assert not WAITS & {*launched.names}
         assert len(launched.names) <= operations, launched.names
         assert launched.row_passes <= passes

@@ -52,7 +52,9 @@ def run_with(slices: str) -> tuple[dict[str, float], list[str]]:
         mock.patch.object(log, "warning", lambda text, *values: warnings.append(text % values)),
         mock.patch.object(session_micro_steps, "PATIENCE_S", 0.05),
     ):
-        return compare_micro_steps([MicroStepCase(7, order="1F1B", unknown=0.0, slices=slices)]), warnings
+        metrics = compare_micro_steps([MicroStepCase(7, order="1F1B", unknown=0.0, slices=slices)])
+    # Routing is random here.
+    return metrics, [text for text in warnings if "experts that were recorded" not in text]
 
 
 def test_a_step_with_a_failed_planner_is_right_and_names_it() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
 from trimtab.errors import InputError
-from trimtab.integrations.transformers.distributed_experts import check_experts, follow_layer
+from trimtab.integrations.transformers.distributed_experts import auxiliary_loss, check_experts, follow_layer
 from trimtab.integrations.transformers.families import family_of, moe_blocks
 from trimtab.runtime import ExpertLayer, Session
 
@@ -56,6 +56,7 @@ def use_session(model: Any, session: Session) -> None:
     config = model.config.distributed_config
     if config.fsdp_cpu_offload:
         raise InputError("the experts are offloaded to the CPU between uses; load the model without fsdp_cpu_offload")
+    session.auxiliary_loss = partial(auxiliary_loss, model.config)
     for block in blocks.values():
         experts = block.experts
         sharded = [getattr(experts, name) for name in family.parameters]

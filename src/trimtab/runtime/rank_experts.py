@@ -203,7 +203,7 @@ class RankExperts:
             if noted is not None and not torch.equal(sampled_bytes(layer), noted):
                 return RuntimeError(
                     f"MoE layer {layer.index}: the weights of experts were replaced while these are away from their "
-                    "first homes. For weights of another model that are loaded by position, enter session.first_homes() "
+                    "first homes. For weights of another model, loaded by position, enter session.first_homes() "
                     "around the pass; after new weights of this model call session.weights_changed()"
                 )
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,9 @@ from trimtab.runtime.ranks.recorder import Recorder
 from trimtab.runtime.session_settings import SessionSettings, takes_arguments_of
 from trimtab.runtime.session_steps import SessionSteps
 from trimtab.runtime.state.logical_state import LogicalState
+
+# Below this part of recorded experts that the router chooses, too, a warning is logged once.
+LEAST_AGREEMENT = 0.5
 
 
 class Session(SessionSteps, SessionGradients):
@@ -34,6 +38,7 @@ class Session(SessionSteps, SessionGradients):
     @takes_arguments_of(SessionSettings)
     def __init__(self, settings: SessionSettings) -> None:
         super().__init__(settings)
+        self._has_told_agreement = False
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
@@ -111,13 +116,22 @@ class Session(SessionSteps, SessionGradients):
             over calls; `live/choosing_s`, seconds of choosing; of calls with replicas on this rank, `live/homes_s`,
             seconds of home experts, and `live/covered`, the part in which compute then waited less than 5% of that
             time for weights;
-            `moe/mixed_instances`: planned instances with unknown rows; `moe/live_layer_calls`: calls of layers outside
-            micro-steps while there was a plan; `moe/abandoned_backwards`: failed backwards with replica gradients in
-            transfer.
+            `moe/mixed_instances`: planned instances with unknown rows, or with rows that may deviate;
+            `moe/deviating_rows`: rows of recorded tokens that were computed by other experts; `moe/replay_agreement`,
+            if recorded rows were replayed: the part of them whose expert the router chose, too;
+            `moe/live_layer_calls`: calls of layers outside micro-steps while there was a plan;
+            `moe/abandoned_backwards`: failed backwards with replica gradients in transfer.
         """
         metrics = self.counters.metrics() | {"transfer/cpu_s": self._experts.take_cpu_s()}
         metrics |= self._feedback.metrics() | {"transfer/peer_memory_bytes": self._experts.peer_memory_bytes}
         metrics |= self._live_metrics()
+        agreement = metrics.get("moe/replay_agreement", 1.0)
+        if agreement < LEAST_AGREEMENT and not self._has_told_agreement:
+            self._has_told_agreement = True
+            logging.getLogger("trimtab").warning(
+                "the router chooses only %.0f%% of the experts that were recorded; check that layers, tokens and "
+                "weights are those of the recording", 100 * agreement
+            )  # fmt: skip
         if self._step is not None and self._step.slices is not None:
             metrics |= self._step.slices.metrics()
         self.counters.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -39,6 +39,8 @@ class SessionBase:
         topology: process groups, and this rank's numbers in them.
         layers: the layers that a model of torch modules calls, in the order of `add_layer`.
         counters: counts what `Session.take_metrics` reports.
+        auxiliary_loss: returns the options of a loss or a bias that uses the routes of all tokens, "" if there is none;
+            set by integrations, which know the model.
     """
 
     def __init__(self, settings: SessionSettings) -> None:
@@ -46,18 +48,21 @@ class SessionBase:
         self.topology = settings.topology()
         if self.topology.rank == 0 and "nccl" in dist.get_backend(self.topology.experts):
             tell_wrong_variables()
-        num_experts = settings.num_experts
+        num_experts, num_slots = settings.num_experts, settings.slots_per_rank
         self.layers: list[ExpertLayer] = []
+        self.auxiliary_loss: Callable[[], str] = str
         self._initial_E: Array = self.topology.initial_placement(1, num_experts).home[0]
+        physical = num_experts + self.topology.num_ranks * num_slots
         self._lockstep = Lockstep(
-            self.topology, num_experts=num_experts, max_values=max(num_experts + MEASURED, 3 + COMPARED)
-        )
+            self.topology, num_experts=num_experts, slots_per_rank=num_slots,
+            max_values=max(num_experts + MEASURED, physical, 4 + COMPARED),
+        )  # fmt: skip
         self._lockstep.resume = lambda: self.topology.take_groups(self.settings.topology())
         self.counters = Counters(lockstep=self._lockstep)
         self._experts = RankExperts(settings, self.topology, self._lockstep, self.counters)
         self._calls = LayerCalls(
             self.topology, self._lockstep, self.counters, self._experts.backward, self._experts.accumulation,
-            self._experts.gradients, settings.slots_per_rank, self._experts.foreign_weights,
+            self._experts.gradients, num_slots, self._experts.foreign_weights,
         )  # fmt: skip
         self._feedback = Feedback()
         # Names of replicated parameters, in errors.

@@ -48,6 +48,7 @@ class SessionMicroSteps(SessionBase):
         *,
         positions: torch.Tensor | None = None,
         sequence_hashes: Array | None = None,
+        may_deviate: bool = False,
     ) -> MicroStep:
         """A micro-step of the planned step: a context for every forward of its tokens.
 
@@ -61,6 +62,11 @@ class SessionMicroSteps(SessionBase):
                 given, if there are more (padding). The output of the other rows is zero.
             sequence_hashes: `hash_tokens` of this rank's sequences in the batch, in plan order. If they differ from the
                 planned ones on any rank, the micro-step runs on live routing on all ranks.
+            may_deviate: this rank may call layers with other ids than their `route` returned. Rows with an expert that
+                was recorded for their token are computed as planned, others at the home of their expert;
+                `max_rows_per_rank` and `exact` hold for the former. If any rank says so, all ranks exchange numbers of
+                rows in each layer, for which the host waits. Layers that checkpointing recomputes need the ids of
+                their forward again.
 
         Raises:
             RuntimeError: if there is no plan; when it is entered, if another micro-step is open.
@@ -70,10 +76,10 @@ class SessionMicroSteps(SessionBase):
         step = self._need_step("micro_step()")
         matches = step.problem(index) is None and step.matches_plan(index, sequence_hashes)
         known = step.micro_steps.get(index)
-        if known is not None and matches and known.positions is positions:
+        if known is not None and matches and known.positions is positions and known.may_deviate == may_deviate:
             return known
         run = partial(self._running, step, matches, _problem_of(positions))
-        micro_step = MicroStep(index, positions, partial(self._bind, step), run)
+        micro_step = MicroStep(index, positions, partial(self._bind, step), run, may_deviate=may_deviate)
         if matches:
             step.micro_steps[index] = micro_step
         return micro_step
@@ -133,7 +139,7 @@ class SessionMicroSteps(SessionBase):
         """Run the micro-steps of a step. Its first tables are made at once, unless its replicas follow."""
         self._step = step
         if step.slices is None and step.plan.num_micro_steps:
-            step.start_tables(0, True, self._tables_thread)
+            step.start_tables(0, True, False, self._tables_thread)
 
     def _need_step(self, what: str) -> RunningStep:
         """The step. Raises RuntimeError if there is none."""
@@ -167,7 +173,7 @@ class SessionMicroSteps(SessionBase):
             experts.changed = True
 
     def _bind(
-        self, step: RunningStep | None, micro_step: MicroStep, matches_plan: bool, has_slices: bool
+        self, step: RunningStep | None, micro_step: MicroStep, matches_plan: bool, has_slices: bool, may_deviate: bool
     ) -> BoundRoutes:
         if step is None and self._live is not None:
             return BoundRoutes(
@@ -181,7 +187,7 @@ class SessionMicroSteps(SessionBase):
             return BoundRoutes(micro_step, Routing.LIVE)
         if not matches_plan:
             return BoundRoutes(micro_step, Routing.UNPLANNED)
-        return step.bind(micro_step, has_slices)
+        return step.bind(micro_step, has_slices, may_deviate)
 
     @cached_property
     def _tables_thread(self) -> CallThread:
@@ -211,16 +217,19 @@ class SessionMicroSteps(SessionBase):
             problem = RuntimeError(f"micro-step {index} is planned; enter it after first_homes()")
         if step is not None and step is not self._step:
             problem = RuntimeError(f"micro-step {index} is of an earlier plan; call micro_step() again")
-        all_match = self._agree_on_micro_step(step, index, matches and problem is None, problem)
+        all_match, may_deviate = self._agree_on_micro_step(
+            step, index, matches and problem is None, micro_step.may_deviate, problem
+        )
         matches_plan = all_match and step is not None
         has_slices = step is None or step.has_slices(index)
-        self._calls.backward.open(micro_step, matches_plan, has_slices)
+        routes_now = partial(micro_step.routes, matches_plan, has_slices, may_deviate)
+        self._calls.backward.open(index, routes_now)
         try:
             if step is not None and matches_plan:
-                step.start_tables(index, has_slices, self._tables_thread)
+                step.start_tables(index, has_slices, may_deviate, self._tables_thread)
             if step is not None:
                 self._feedback.enter(index)
-            routes = self._calls.current = micro_step.routes(matches_plan, has_slices)
+            routes = self._calls.current = routes_now()
             with nullcontext() if recorder is None or step is None else recorder.micro_step(index):
                 self.counters.unplanned_micro_steps += step is not None and not routes.is_planned
                 if routes.transfers is not None:
@@ -234,12 +243,12 @@ class SessionMicroSteps(SessionBase):
             self._feedback.mark()
 
     def _agree_on_micro_step(
-        self, step: RunningStep | None, index: int, matches: bool, problem: Exception | None
-    ) -> bool:
+        self, step: RunningStep | None, index: int, matches: bool, may_deviate: bool, problem: Exception | None
+    ) -> tuple[bool, bool]:
         """Agree on the micro-step with the other ranks, and refresh copies of changed weights.
 
         Returns:
-            Whether all ranks have the planned sequences.
+            Whether all ranks have the planned sequences, and whether any rank's rows may deviate from the plan.
         """
         self._calls.require_between_micro_steps(A_MICRO_STEP)
         if torch.is_grad_enabled():
@@ -252,7 +261,7 @@ class SessionMicroSteps(SessionBase):
             self.counters.planning_waited_s += slices.wait(index, self._patience_s)
         values_RV = self._lockstep.agree(
             LIVE_MICRO_STEP if step is None else MICRO_STEP, micro_step=index,
-            values=(changed, matches, *(slices.to_compare() if slices is not None else ())),
+            values=(changed, matches, may_deviate, *(slices.to_compare() if slices is not None else ())),
             must_match={
                 "gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained,
                 # Choices in live micro-steps depend on them. Those of a plan were compared with it.
@@ -261,7 +270,7 @@ class SessionMicroSteps(SessionBase):
             problem=problem or broken or (None if has_plan else self._experts.foreign_weights(self.homes)),
         )  # fmt: skip
         if slices is not None:
-            slices.agree(values_RV[:, 2:], index)
+            slices.agree(values_RV[:, 3:], index)
             self.counters.late_micro_steps += not slices.is_agreed(index)
         if step is None:
             self._prepare_live()
@@ -269,7 +278,7 @@ class SessionMicroSteps(SessionBase):
             self._experts.refresh()
             if self._live is not None:
                 self._live.weights_changed()
-        return bool(values_RV[:, 1].all())
+        return bool(values_RV[:, 1].all()), bool(values_RV[:, 2].any())
 
 
 def _problem_of(positions: torch.Tensor | None) -> InputError | None:

@@ -29,6 +29,7 @@ from trimtab.runtime.ranks.lockstep import (
     digest,
 )
 from trimtab.runtime.rows.background_slices import StepSlices, planner_thread
+from trimtab.runtime.rows.unread_rows import assign_unread
 from trimtab.runtime.session_micro_steps import SessionMicroSteps
 from trimtab.runtime.session_settings import SessionSettings
 from trimtab.runtime.step_planner import SessionPlanner
@@ -83,7 +84,12 @@ class SessionSteps(SessionMicroSteps):
         return self._plan(mine, schedule, sliced=sliced)
 
     def plan_micro_steps(
-        self, rows: Sequence[npt.ArrayLike], *, problem: InputError | None = None, may_move: bool = True
+        self,
+        rows: Sequence[npt.ArrayLike],
+        *,
+        unread: Sequence[npt.ArrayLike] | None = None,
+        problem: InputError | None = None,
+        may_move: bool = True,
     ) -> PlanReport:
         """Plan a step with given micro-steps, and apply the plan.
 
@@ -92,17 +98,32 @@ class SessionSteps(SessionMicroSteps):
                 session's L layers. The tokens may be packed batches, slices of sequences, or those of one pipeline
                 stage. If a token's route in a layer is unknown, all its K ids are negative. All ranks have the same
                 number of micro-steps, each with any number of tokens.
+            unread: for every micro-step a mask `[n]` bool of tokens whose output nothing uses: neither a loss, those of
+                routers included, nor another token, by attention say. The last token of a sequence is one, and
+                padding. The plan gives them distinct experts that even out the ranks, whatever their ids are, and they
+                replay these. Given on all ranks or on none.
             problem: the caller's reason why this rank can't plan; it is raised on all ranks.
             may_move: the plan may move experts. Plans between the micro-steps of one accumulation may not.
 
         Raises:
-            InputError: if ids and layers are inconsistent, or ranks differ in the number of micro-steps.
+            InputError: if ids and layers are inconsistent, ranks differ in the number of micro-steps, or `unread` is
+                given although the model has an auxiliary loss, as far as an integration knows of it.
         """
         self._calls.require_between_micro_steps("plan_micro_steps")
-        trace, wrong = (None, problem) if problem else _attempt(trace_of_micro_steps, rows, *self._experts.shape)
+        if problem is None and unread is not None and (loss := self.auxiliary_loss()):
+            problem = InputError(
+                f"unread tokens can't get experts by the plan: {loss} uses the routes of all tokens; leave out unread, "
+                "or switch it off"
+            )
+        shape = self._experts.shape
+        trace, wrong = (None, problem) if problem else _attempt(trace_of_micro_steps, rows, *shape, unread)
         same = {"number of micro-steps": len(rows), "top_k": trace and trace.top_k, "may_move": may_move}
-        sliced = self._agree(PLAN, same, wrong)
+        sliced = self._agree(PLAN, same | {"unread is given": unread is not None}, wrong)
         assert trace is not None
+        unread_T = None
+        if unread is not None:
+            unread_T = np.concatenate([np.asarray(mask) for mask in unread])
+            assign_unread(trace, unread_T, self._experts.layers, self.topology)
         ranks = self.topology.num_data_ranks
         schedule = Schedule(
             micro_step=np.repeat(np.arange(len(rows), dtype=np.int32), ranks),
@@ -110,7 +131,7 @@ class SessionSteps(SessionMicroSteps):
             mini_batch_of_micro_step=np.zeros(len(rows), np.int32),
             num_ranks=ranks,
         )
-        return self._plan(trace, schedule, sliced=sliced, may_move=may_move)
+        return self._plan(trace, schedule, sliced=sliced, may_move=may_move, unread_T=unread_T)
 
     def complete_plan(self) -> PlanReport:
         """Plan the step again, with routes in place of the unknown ones.
@@ -128,7 +149,7 @@ class SessionSteps(SessionMicroSteps):
         # Its micro-steps have run forward only.
         self._feedback.begin(None)
         sliced = self._agree(PLAN, {}, None)
-        report = self._plan(step.completed_trace, step.schedule, sliced=sliced, may_move=False)
+        report = self._plan(step.completed_trace, step.schedule, sliced=sliced, may_move=False, unread_T=step.unread_T)
         self._feedback.begin(None)
         return report
 
@@ -239,12 +260,20 @@ class SessionSteps(SessionMicroSteps):
         mine, problem = _attempt(own_trace, trace, shape, plan.schedule, topology.rank, topology.num_ranks, hashes)
         return trace if mine is None else mine, problem
 
-    def _plan(self, trace: RoutingTrace, schedule: Schedule, *, sliced: bool, may_move: bool = True) -> PlanReport:
+    def _plan(
+        self,
+        trace: RoutingTrace,
+        schedule: Schedule,
+        *,
+        sliced: bool,
+        may_move: bool = True,
+        unread_T: Array | None = None,
+    ) -> PlanReport:
         planned = self._planner(trace).for_schedule(
             trace, schedule, self._experts.placement, may_move=may_move and self._experts.state.may_move,
             sliced=sliced, in_rollout=self._take_in_rollout(sliced),
         )  # fmt: skip
-        return self._apply_planned(planned, trace, schedule)
+        return self._apply_planned(planned, trace, schedule, unread_T=unread_T)
 
     def _planner(self, trace: RoutingTrace) -> SessionPlanner:
         """The planner with the present settings and homes."""
@@ -320,6 +349,7 @@ class SessionSteps(SessionMicroSteps):
         trace: RoutingTrace,
         schedule: Schedule | None,
         problem: Exception | None = None,
+        unread_T: Array | None = None,
     ) -> PlanReport:
         """Check that all ranks apply the same plan, and apply it: move experts, allocate memory, start micro-steps.
 
@@ -327,6 +357,7 @@ class SessionSteps(SessionMicroSteps):
             trace: this rank's sequences.
             schedule: the schedule of all data ranks; None if the session has not planned the step.
             problem: why the trace does not fit.
+            unread_T: `[T]` bool, tokens of the trace whose output is not used.
         """
         self._calls.require_between_micro_steps("apply_plan")
         plan, experts, is_executed = planned.plan, self._experts, self.settings.executes_plans
@@ -352,7 +383,7 @@ class SessionSteps(SessionMicroSteps):
         following = None if slices is None else self._start_slices(plan, workload, slices)
         step = RunningStep(
             self.topology, experts.layers, plan, workload, trace, schedule, transfers, number,
-            self.settings.slots_per_rank, self._uploads, following,
+            self.settings.slots_per_rank, self._uploads, following, unread_T,
         )  # fmt: skip
         if transfers is not None:
             with torch.inference_mode(False):

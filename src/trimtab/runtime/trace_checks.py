@@ -110,11 +110,14 @@ def countable_trace(trace: RoutingTrace, shape: tuple[int, int]) -> RoutingTrace
     return own
 
 
-def trace_of_micro_steps(rows: Sequence[npt.ArrayLike], num_layers: int, num_experts: int) -> RoutingTrace:
+def trace_of_micro_steps(
+    rows: Sequence[npt.ArrayLike], num_layers: int, num_experts: int, unread: Sequence[npt.ArrayLike] | None = None
+) -> RoutingTrace:
     """A trace, as from `own_trace`, in which each micro-step of a rank is one sequence.
 
     Args:
         rows: integer ids `[n, L, K]` of each micro-step; negative for unknown routes.
+        unread: for each micro-step `[n]` bool, tokens whose ids are not read: their routes are unknown.
 
     Raises:
         InputError: if there are none, or shapes, dtypes or ids are wrong.
@@ -129,9 +132,26 @@ def trace_of_micro_steps(rows: Sequence[npt.ArrayLike], num_layers: int, num_exp
                 f"[tokens, layers, top_k], with as many layers and experts a token as micro-step 0, "
                 f"{list(arrays[0].shape)}"
             )
-        arrays[index] = np.where(ids < 0, unknown, ids) if ids.dtype.kind == "i" else ids
+        is_unknown = ids < 0
+        if unread is not None:
+            is_unknown = is_unknown | _mask_of(unread, index, len(arrays), len(ids))[:, None, None]
+        if is_unknown.any():
+            arrays[index] = np.where(is_unknown, unknown, ids.astype(np.int64))
         wrong = (arrays[index] >= num_experts) & (arrays[index] != unknown)
         if wrong.any():
             raise InputError(f"micro-step {index} has expert id {ids[wrong][0]}; ids should be below {num_experts}")
     trace = RoutingTrace.from_sequences(arrays, num_experts=num_experts)
     return own_trace(trace, (num_layers, num_experts))
+
+
+def _mask_of(unread: Sequence[npt.ArrayLike], index: int, num_micro_steps: int, num_tokens: int) -> Array:
+    """The mask `[n]` of a micro-step. Raises InputError if it does not fit."""
+    if len(unread) != num_micro_steps:
+        raise InputError(f"unread has {len(unread)} masks; it should have {num_micro_steps}, one for each micro-step")
+    mask = np.asarray(unread[index])
+    if mask.dtype != np.bool_ or mask.shape != (num_tokens,):
+        raise InputError(
+            f"unread of micro-step {index} is {list(mask.shape)} of {mask.dtype}; it should be [{num_tokens}] of bool, "
+            "one for each of its tokens"
+        )
+    return mask

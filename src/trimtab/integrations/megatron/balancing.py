@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +25,7 @@ from trimtab.integrations.megatron.physical_dispatch import (
     PlannedDispatcher,
 )
 from trimtab.integrations.megatron.reduction_order import ReductionOrder
-from trimtab.integrations.megatron.support import check_slots, check_supported
+from trimtab.integrations.megatron.support import auxiliary_loss, check_slots, check_supported
 from trimtab.planner import Placement
 from trimtab.runtime import MicroStep, PlanReport, Session
 from trimtab.runtime.session_settings import Mode
@@ -88,6 +89,7 @@ def balance(
         nodes=nodes if nodes is not None else _nodes(layers[0].ep_group), mode=mode, slots_per_rank=slots_per_rank,
         **options,
     )  # fmt: skip
+    session.auxiliary_loss = partial(auxiliary_loss, config)
     balanced = [BalancedLayer(layer, session, groups, dispatcher) for layer in layers]
     return MegatronSession(session, chunks, balanced)
 
@@ -206,7 +208,14 @@ class MegatronSession:
 
         return clear
 
-    def planned(self, forward_backward: Callable[..., Any], routing: Routing) -> Callable[..., Any]:
+    def planned(
+        self,
+        forward_backward: Callable[..., Any],
+        routing: Routing,
+        *,
+        unread: Sequence[npt.ArrayLike] | None = None,
+        may_deviate: bool = False,
+    ) -> Callable[..., Any]:
         """Megatron's forward-backward function with a plan: `session.planned(get_forward_backward_func(), routing)`.
 
         Call the result with Megatron's arguments, on all ranks, with `forward_only` too. The step is planned when it is
@@ -214,12 +223,16 @@ class MegatronSession:
 
         Args:
             routing: recorded routing of the micro-batches, in order.
+            unread: for every micro-batch a mask `[n]` bool of tokens whose output nothing uses; see
+                `Session.plan_micro_steps`.
+            may_deviate: this rank's routers may choose other experts than `router_replay` gives them, as many for each
+                token; see `Session.micro_step`.
         """
 
         def run(*, num_microbatches: int, **others: Any) -> Any:
-            self.plan(routing, num_microbatches)
-            session = self.session
-            steps = [] if session is None else [session.micro_step(index) for index in range(num_microbatches)]
+            self.plan(routing, num_microbatches, unread=unread)
+            session, numbers = self.session, range(num_microbatches)
+            steps = [] if session is None else [session.micro_step(i, may_deviate=may_deviate) for i in numbers]
             return self._run(forward_backward, steps, num_microbatches=num_microbatches, **others)
 
         return run
@@ -294,11 +307,14 @@ class MegatronSession:
             trace = replace(trace, expert_ids=trace.expert_ids[:, numbers], layer_indices=trace.layer_indices[numbers])
         self.session.plan_ahead(trace, token_budget=token_budget)
 
-    def plan(self, routing: Routing, num_microbatches: int) -> PlanReport | None:
+    def plan(
+        self, routing: Routing, num_microbatches: int, *, unread: Sequence[npt.ArrayLike] | None = None
+    ) -> PlanReport | None:
         """Plan a step; `planned` calls it. Returns None on a pipeline stage without MoE layers.
 
         Raises:
-            InputError: if the routing does not fit the micro-batches or the model; in mode `live`.
+            InputError: if the routing does not fit the micro-batches or the model; if `unread` is given to a model with
+                an auxiliary loss, a z-loss or a bias by expert; in mode `live`.
         """
         self._need_model()
         if self.session is not None and self.session.mode == "live":
@@ -314,7 +330,7 @@ class MegatronSession:
                 raise problem
             return None
         self._gather_parameters()
-        self.report = self.session.plan_micro_steps(rows, problem=problem)
+        self.report = self.session.plan_micro_steps(rows, unread=unread, problem=problem)
         return self.report
 
     def take_metrics(self) -> dict[str, float]:

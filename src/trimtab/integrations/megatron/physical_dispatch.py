@@ -89,7 +89,10 @@ class PlannedDispatcher:
                 f"MoE layer {self._layer.index}: its router did not ask router_replay for the plan's experts, in "
                 f"{_own_topk(self._router)}; let it call router_replay.get_replay_topk(), as Megatron's own does"
             )
-        begun = None if ids is None else self._layer.begin(hidden, ids)
+        problem = None
+        if ids is not None and self._layer.may_deviate:
+            ids, problem = _ids_of(routing_map, ids)
+        begun = None if ids is None else self._layer.begin(hidden, ids, problem)
         if begun is None:
             # Megatron's dispatcher numbers experts by rank and row.
             if not self.places.are_first:
@@ -120,6 +123,17 @@ class PlannedDispatcher:
         if rows is None:
             return self.plain.combine_postprocess(outputs)
         return self._layer.end(rows.combine_postprocess(outputs), rows.layer_call)
+
+
+def _ids_of(routing_map: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, Exception | None]:
+    """The experts `[T, K]` of a router's map `[T, E]`, which may be others than `ids` of its top-k; or an error."""
+    experts_T = routing_map.sum(dim=1)
+    if (experts_T == ids.shape[1]).all():
+        return routing_map.nonzero()[:, 1].view(ids.shape), None
+    return ids, RuntimeError(
+        f"a router gave tokens {int(experts_T.min())} to {int(experts_T.max())} experts; with may_deviate=True every "
+        f"token should have {ids.shape[1]}"
+    )
 
 
 def _own_topk(router: Any) -> str:

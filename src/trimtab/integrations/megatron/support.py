@@ -58,6 +58,20 @@ def check_slots(layer: MoELayer, slots_per_rank: int) -> None:
         )
 
 
+def auxiliary_loss(config: Any) -> str:
+    """The options of a model by which a loss or a bias depends on the routes of all tokens; "" if there is none."""
+    coefficients = config.moe_aux_loss_coeff
+    several = coefficients if isinstance(coefficients, list | tuple) else [coefficients]
+    found = {
+        "moe_aux_loss_coeff": coefficients
+        if config.moe_router_load_balancing_type != "none" and any(several)
+        else None,
+        "moe_z_loss_coeff": config.moe_z_loss_coeff,
+        "moe_router_enable_expert_bias": config.moe_router_enable_expert_bias,
+    }
+    return ", ".join(f"{name}={value}" for name, value in found.items() if value)
+
+
 def _options_of(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in sorted(names()) if hasattr(config, name)}
 

@@ -34,6 +34,7 @@ def distribute_experts(model: nn.Module, session: Session, *, compute_dtype: tor
     blocks = moe_blocks(model)
     for index, block in blocks.items():
         check_experts(family, block.experts, index, session.num_experts)
+    session.auxiliary_loss = partial(auxiliary_loss, config)
     for block in blocks.values():
         experts, home = block.experts, torch.from_numpy(session.home_experts)
         for name in family.parameters:
@@ -44,6 +45,13 @@ def distribute_experts(model: nn.Module, session: Session, *, compute_dtype: tor
         layer = session.add_layer(read, family.apply(experts), compute_dtype=compute_dtype)
         experts.forward = layer
         follow_layer(getattr(block, family.router), layer, config)
+
+
+def auxiliary_loss(config: Any) -> str:
+    """The options of a model by which a loss depends on the routes of all tokens; "" if there is none."""
+    coefficient = getattr(config, "router_aux_loss_coef", 0)
+    is_on = getattr(config, "output_router_logits", False) and coefficient
+    return f"output_router_logits=True with router_aux_loss_coef={coefficient}" if is_on else ""
 
 
 def follow_layer(router: nn.Module, layer: ExpertLayer, config: Any) -> None:

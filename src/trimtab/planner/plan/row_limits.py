@@ -25,7 +25,8 @@ def require_known_routes(settings: PlanSettings, mixed_GML: Sequence[Array]) -> 
             micro_step, layer = np.argwhere(mixed_ML)[0].tolist()
             raise InputError(
                 f"rows of a rank can't be limited: micro-step {micro_step}, MoE layer {layer} has tokens of unknown "
-                "route; record all routes, or plan without max_rows_per_rank and exact"
+                "route; record all routes, mark tokens that nothing reads as unread, or plan without max_rows_per_rank "
+                "and exact"
             )
 
 

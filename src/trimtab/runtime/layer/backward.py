@@ -23,7 +23,7 @@ from trimtab.runtime.autograd.torch_engine import (
     running_backward,
     running_node,
 )
-from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep
+from trimtab.runtime.layer.micro_step import BoundRoutes
 
 # Micro-steps whose ranges are kept.
 KEPT_FORWARDS = 512
@@ -36,17 +36,13 @@ class _NodeRange:
     Attributes:
         start, end: the range, without `end`; infinite while the micro-step is open.
         index: the micro-step's number.
-        matches_plan: whether all ranks have the planned tokens.
-        has_slices: whether its replicas were planned and agreed.
-        micro_step: the micro-step; None after another plan was applied.
+        routes: returns its routes, as the ranks agreed on them; None after another plan was applied.
     """
 
     start: int
     end: float
     index: int
-    matches_plan: bool
-    has_slices: bool
-    micro_step: MicroStep | None
+    routes: Callable[[], BoundRoutes] | None
 
 
 class Backward:
@@ -72,21 +68,25 @@ class Backward:
         # The last backward in which a layer was recomputed, and the routes of its micro-step.
         self._rerun: tuple[int | None, BoundRoutes | None] | None = None
 
-    def open(self, micro_step: MicroStep, matches_plan: bool, has_slices: bool) -> None:
-        """Call it when a micro-step begins; see `MicroStep.routes`.
+    def open(self, index: int, routes: Callable[[], BoundRoutes]) -> None:
+        """Call it when a micro-step begins.
+
+        Args:
+            index: the micro-step's number.
+            routes: returns its routes, as the ranks agreed on them.
 
         Raises:
             RuntimeError: if another thread began earlier micro-steps of the plan; sequence numbers are per thread.
         """
         thread = threading.get_ident()
-        if thread != self._thread and any(forward.micro_step is not None for forward in self._forwards):
+        if thread != self._thread and any(forward.routes is not None for forward in self._forwards):
             raise RuntimeError("micro-steps of one plan were begun by different threads; use one thread for a session")
         self._thread = thread
         self._forwards_of.setdefault(thread, [])
         self.leave_backward()
         if len(self._forwards) == KEPT_FORWARDS:
             self._dropped = int(self._forwards.pop(0).end)
-        self._forwards.append(_NodeRange(next_node(), math.inf, micro_step.index, matches_plan, has_slices, micro_step))
+        self._forwards.append(_NodeRange(next_node(), math.inf, index, routes))
         self._is_open = True
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class Backward:
     def end_plan(self) -> None:
         """Call it when another plan is applied. Micro-steps of the plan before can't be recomputed."""
         for forward in itertools.chain.from_iterable(self._forwards_of.values()):
-            forward.micro_step = None
+            forward.routes = None
 
     def leave_backward(self) -> None:
         """Call it outside of any backward. A tracked backward that has not ended has failed.
@@ -170,12 +170,12 @@ class Backward:
             self._check_other_threads(number)
             return None
         forward = self._forwards[place]
-        if forward.micro_step is None:
+        if forward.routes is None:
             raise RuntimeError(
                 f"a checkpointed MoE layer of micro-step {forward.index} is recomputed after another plan was applied; "
                 "call backward() for all micro-steps of a plan before the next one"
             )
-        return forward.micro_step.routes(forward.matches_plan, forward.has_slices)
+        return forward.routes()
 
     def _check_other_threads(self, number: int) -> None:
         """Raises RuntimeError if the node may be of a micro-step of an earlier plan that another thread began."""

@@ -29,9 +29,12 @@ class FrameworkLayer(RoutedLayer):
         return self.homes.places.with_ranks_at(self._calls.topology.positions)
 
     def recorded_ids(self, tokens: int, top_k: int) -> torch.Tensor | None:
-        """The recorded ids `[T, K]` int64 of a call now; None if it needs `route` with the router's choice."""
+        """The recorded ids `[T, K]` int64 of a call now; None if it needs `route` with the router's choice.
+
+        That is in a step's first micro-step, where both are compared, and where routes are unknown.
+        """
         routes = self._calls.routes()
-        if routes is None or not routes.replays or routes.positions is not None:
+        if routes is None or not routes.replays or routes.positions is not None or routes.index == 0:
             return None
         tables = routes.tables_of(self.index)
         fits = tables.known_N is None and tables.recorded_NK.shape == (tokens, top_k)
@@ -49,12 +52,22 @@ class FrameworkLayer(RoutedLayer):
         routes = self._calls.routes()
         return routes is not None and routes.routing in (Routing.PLANNED, Routing.BALANCED)
 
-    def begin(self, hidden: torch.Tensor, expert_ids: torch.Tensor) -> tuple[torch.Tensor, LayerCall] | None:
-        """Start a call. Collective over the expert-parallel group if rows are unknown, as in live micro-steps.
+    @property
+    def may_deviate(self) -> bool:
+        """Whether a call now may have other ids than `route` returned."""
+        routes = self._calls.routes()
+        return routes is not None and routes.may_deviate
+
+    def begin(
+        self, hidden: torch.Tensor, expert_ids: torch.Tensor, problem: Exception | None = None
+    ) -> tuple[torch.Tensor, LayerCall] | None:
+        """Start a call. Collective over the expert-parallel group if rows are unknown or may deviate, as in live
+        micro-steps.
 
         Args:
             hidden: the layer's input, of any shape.
             expert_ids: `[T, K]`, as `route` returned them; in live micro-steps the router's choice.
+            problem: why the ids can't be used, if they may deviate; raised on all ranks.
 
         Returns:
             `hidden` for the dispatch, and the call; None outside of planned and balanced live micro-steps, where the
@@ -62,7 +75,7 @@ class FrameworkLayer(RoutedLayer):
         """
         if not self.is_balanced_now:
             return None
-        call = self._calls.bind(self.homes, expert_ids, self._calls.routes())
+        call = self._calls.bind(self.homes, expert_ids, self._calls.routes(), problem)
         call.begin_forward()
         if torch.is_grad_enabled():
             hidden = _Enter.apply(hidden, call, *(self.homes.trained if call.replicas.count else ()))

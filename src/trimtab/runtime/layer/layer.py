@@ -76,7 +76,8 @@ class RoutedLayer:
         routes, ids = self._calls.routes(), live_ids.to(torch.int64)
         if routes is None:
             return ids
-        ids = routes.replay(self.index, ids)
+        # A layer that runs again in backward was compared in its forward.
+        ids = routes.replay(self.index, ids, self._calls.counters if running_backward() is None else None)
         routes.routed[self.index] = mark(ids)
         return ids
 
@@ -119,7 +120,8 @@ class ExpertLayer(RoutedLayer):
 
         Raises:
             InputError: if the shapes are inconsistent.
-            RuntimeError: in a planned micro-step, if `expert_ids` is not the tensor that `route` returned.
+            RuntimeError: in a planned micro-step, if `expert_ids` is not the tensor that `route` returned, unless the
+                micro-step was entered with `may_deviate=True`.
             RanksDisagreeError: if other ranks made another call.
         """
         self._check_shapes(hidden, expert_ids, expert_weights)
@@ -127,13 +129,15 @@ class ExpertLayer(RoutedLayer):
         if (
             routes is not None
             and routes.replays
+            and not routes.may_deviate
             # A layer that runs again in backward has passed this check, and may get copies.
             and running_backward() is None
             and routes.routed.get(self.index) != mark(expert_ids)
         ):
             raise RuntimeError(
                 f"MoE layer {self.index} was called with other expert ids than its route() returned; "
-                "in a planned micro-step the recorded routing must be used"
+                "in a planned micro-step the recorded routing must be used, unless it is entered as "
+                "micro_step(index, may_deviate=True)"
             )
         call = self._calls.bind(self.homes, expert_ids, routes)
         call.begin_forward()

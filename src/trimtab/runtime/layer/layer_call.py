@@ -1,6 +1,6 @@
 """`LayerCall`: one call of a layer on one rank, from its forward to the end of its backward.
 
-`LayerCalls` creates them, from the plan if it has all routes, else after an exchange of counts.
+`LayerCalls` creates them, from the plan if it has all rows, else after an exchange of counts.
 """
 
 from __future__ import annotations
@@ -100,36 +100,47 @@ class LayerCalls:
         self.backward.leave_backward()
         return self.current
 
-    def bind(self, homes: HomeExperts, expert_ids: torch.Tensor, routes: BoundRoutes | None) -> LayerCall:
-        """Create the call. Collective if rows are unknown on any rank.
+    def bind(
+        self,
+        homes: HomeExperts,
+        expert_ids: torch.Tensor,
+        routes: BoundRoutes | None,
+        problem: Exception | None = None,
+    ) -> LayerCall:
+        """Create the call. Collective if rows are unknown on any rank, or may deviate from the plan.
 
         Args:
             expert_ids: `[T, K]`, expert ids of this rank's rows.
+            problem: why this rank's ids can't be used, if they may deviate from the plan; raised on all ranks.
 
         Raises:
             InputError: on all ranks, if a rank has an id out of range.
+            RuntimeError: on all ranks, if a rank has other rows than planned, or in backward than in forward.
         """
         if self.is_at_first_homes and torch.is_grad_enabled():
             raise RuntimeError(
                 f"MoE layer {homes.index} was called with gradients within first_homes(), which is for passes without"
             )
-        if routes is not None and routes.is_planned:
-            tables = routes.tables_of(homes.index)
-            layout = tables.layout or self._mixed_layout(homes, expert_ids, routes)
-            return LayerCall(self, homes, layout, routes)
+        tables = routes.tables_of(homes.index) if routes is not None and routes.replays else None
+        if tables is not None and tables.layout is not None:
+            return LayerCall(self, homes, tables.layout, routes)
         positions = None if routes is None else routes.positions
         own_ids = expert_ids if positions is None else expert_ids.index_select(0, positions)
         if routes is not None and routes.live is not None:
             layout, choice = self._balanced_layout(homes, own_ids, routes.live)
             return LayerCall(self, homes, layout, routes, choice)
-        self.counters.live_calls += routes is None and self.is_planned
-        if torch.is_grad_enabled() and running_backward() is None:
-            self.accumulation.begin_forward()
-        experts = PhysicalExperts.of(homes, self.topology.rank, self.topology.positions, self.num_slots)
-        is_outside = routes is None and running_backward() is None
-        problem = self.problem_of_weights([homes]) if is_outside else None
-        planned = PlannedRows.unknown(tuple(own_ids.shape), experts)
-        layout = self._complete(homes, planned, download(own_ids), problem)
+        planned = None if tables is None else tables.partial
+        if planned is None:
+            self.counters.live_calls += routes is None and self.is_planned
+            if torch.is_grad_enabled() and running_backward() is None:
+                self.accumulation.begin_forward()
+            if routes is None and running_backward() is None:
+                problem = problem or self.problem_of_weights([homes])
+            experts = PhysicalExperts.of(homes, self.topology.rank, self.topology.positions, self.num_slots)
+            planned = PlannedRows.unknown(tuple(own_ids.shape), experts)
+        elif routes is not None:
+            self.counters.mixed_instances += routes.is_planned
+        layout = self._exchanged_layout(homes, download(own_ids), planned, routes, problem)
         return LayerCall(self, homes, layout, routes)
 
     def _balanced_layout(
@@ -148,40 +159,63 @@ class LayerCalls:
         second = SecondPhase.of(homes, rank, layout.home_groups.counts, call.replicas).on(homes.device)
         return replace(layout.on(homes.device), replicas=call.replicas, second=second), call
 
-    def _mixed_layout(self, homes: HomeExperts, expert_ids: torch.Tensor, routes: BoundRoutes) -> Layout:
-        """The layout of an instance with unknown rows. The host waits for the ids that the router chose for them."""
-        planned = routes.tables_of(homes.index).partial
-        assert planned is not None
-        tokens_U = torch.from_numpy(planned.unknown_tokens).to(expert_ids.device)
-        if routes.positions is not None:
-            tokens_U = routes.positions.index_select(0, tokens_U)
-        ids_UK = download(expert_ids.index_select(0, tokens_U))
-        layout = self._complete(homes, planned, ids_UK)
-        self.counters.mixed_instances += 1
-        if routes.record is not None and not torch.is_grad_enabled():
-            routes.record(homes.index, planned.unknown_tokens, ids_UK)
-        return layout
-
-    def _complete(
-        self, homes: HomeExperts, planned: PlannedRows, ids_UK: Array, problem: Exception | None = None
+    def _exchanged_layout(
+        self,
+        homes: HomeExperts,
+        ids_NK: Array,
+        planned: PlannedRows,
+        routes: BoundRoutes | None,
+        problem: Exception | None,
     ) -> Layout:
-        """The layout with the unknown rows, whose counts the ranks exchange. Collective."""
-        counts_RE = self._exchange_counts(homes, ids_UK, problem=problem)
-        return place_rows(planned.complete(ids_UK, counts_RE)).on(homes.device)
+        """The layout of an instance in which a rank's rows may not be the planned ones: they are unknown, or deviate.
 
-    def _exchange_counts(
-        self, homes: HomeExperts, ids_UK: Array, others: Sequence[int] = (), problem: Exception | None = None
-    ) -> Array:
+        The host has waited for the ids. The ranks exchange how many rows they send to each physical expert. Collective.
+        """
+        rows, deviating = planned, 0
+        problem = problem or _problem_of(homes, ids_NK, planned)
+        if problem is None:
+            rows, deviating = planned.with_ids(ids_NK)
+            problem = None if routes is None else _problem_of_rerun(homes, rows, routes)
+        sent_RP = self.lockstep.agree(COUNTS, layer=homes.index, values=rows.sent_P, problem=problem)
+        if running_backward() is None:
+            self.counters.deviating_rows += deviating
+        unknown_U = planned.unknown_tokens
+        if len(unknown_U) and routes is not None and routes.record is not None and not torch.is_grad_enabled():
+            routes.record(homes.index, unknown_U, ids_NK[unknown_U])
+        return place_rows(rows.receiving(sent_RP)).on(homes.device)
+
+    def _exchange_counts(self, homes: HomeExperts, ids_NK: Array, others: Sequence[int]) -> Array:
         """Rows of every rank by expert, and other integers of every rank: `[R, E + len(others)]`. Collective."""
-        num_experts = len(homes.home_E)
-        if ids_UK.size and not 0 <= ids_UK.min() <= ids_UK.max() < num_experts:
-            wrong = ids_UK.min() if ids_UK.min() < 0 else ids_UK.max()
-            problem = InputError(
-                f"MoE layer {homes.index} was given expert id {wrong}; ids should be from 0 to {num_experts - 1}"
-            )
-        counts_E = np.zeros(0, np.int64) if problem else np.bincount(ids_UK.reshape(-1), minlength=num_experts)
-        values = [*counts_E.tolist(), *others] if others else counts_E
-        return self.lockstep.agree(COUNTS, layer=homes.index, values=values, problem=problem)
+        num_experts, problem = len(homes.home_E), _problem_of(homes, ids_NK)
+        counts_E = np.zeros(0, np.int64) if problem else np.bincount(ids_NK.reshape(-1), minlength=num_experts)
+        return self.lockstep.agree(COUNTS, layer=homes.index, values=[*counts_E.tolist(), *others], problem=problem)
+
+
+def _problem_of(homes: HomeExperts, ids_NK: Array, planned: PlannedRows | None = None) -> Exception | None:
+    """The error of a layer's ids, or None."""
+    num_experts = len(homes.home_E)
+    if planned is not None and ids_NK.shape != planned.ids_NK.shape:
+        return RuntimeError(
+            f"MoE layer {homes.index} was called with expert ids {list(ids_NK.shape)}; the micro-step was planned with "
+            f"{list(planned.ids_NK.shape)}"
+        )
+    if not ids_NK.size or 0 <= ids_NK.min() <= ids_NK.max() < num_experts:
+        return None
+    wrong = ids_NK.min() if ids_NK.min() < 0 else ids_NK.max()
+    return InputError(f"MoE layer {homes.index} was given expert id {wrong}; ids should be from 0 to {num_experts - 1}")
+
+
+def _problem_of_rerun(homes: HomeExperts, rows: PlannedRows, routes: BoundRoutes) -> RuntimeError | None:
+    """The error of a layer that checkpointing recomputes with other rows than in its forward, or None."""
+    key = homes.index, hash(rows.physical_NK.tobytes())
+    if running_backward() is None:
+        routes.micro_step.forwards.add(key)
+    elif key not in routes.micro_step.forwards:
+        return RuntimeError(
+            f"MoE layer {homes.index} was recomputed in backward with other expert ids than its forward had; keep the "
+            "ids that the forward used, or choose them outside of what is checkpointed"
+        )
+    return None
 
 
 class LayerCall:

@@ -25,6 +25,7 @@ from trimtab.runtime.rows.physical_experts import InstanceReplicas, PhysicalExpe
 from trimtab.runtime.rows.row_tables import LayerTables, RowTables, moved
 from trimtab.runtime.state.flat_memory import carve
 from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.streams import BackgroundCopies, Wait
 from trimtab.runtime.transfer.transfers import Transfers
 from trimtab.trace import RoutingTrace
@@ -91,6 +92,7 @@ class BoundRoutes:
         transfers: replica transfers if it is `BALANCED` or `PLANNED`; None otherwise.
         plan_number: the plan's number in the session.
         live: chooses the replicas if it is `BALANCED`; None otherwise.
+        may_deviate: whether layers may be called with other ids than the recorded ones.
         routed: for each layer, address and version of the ids that its `route` returned last.
         record: stores the experts `[U, K]` that the router chose for tokens `[U]` in a layer.
     """
@@ -101,6 +103,7 @@ class BoundRoutes:
     transfers: Transfers | None = None
     plan_number: int = 0
     live: LiveMicroStep | None = None
+    may_deviate: bool = False
     routed: dict[int, tuple[int, int]] = field(default_factory=dict)
     record: Callable[[int, Array, Array], None] | None = None
 
@@ -129,8 +132,12 @@ class BoundRoutes:
         assert self.tables is not None
         return self.tables.of(layer)
 
-    def replay(self, layer: int, live_ids: torch.Tensor) -> torch.Tensor:
-        """`live_ids [T, K]` int64 with the recorded ids in their rows; see `ExpertLayer.route`."""
+    def replay(self, layer: int, live_ids: torch.Tensor, counters: Counters | None) -> torch.Tensor:
+        """`live_ids [T, K]` int64 with the recorded ids in their rows; see `ExpertLayer.route`.
+
+        Args:
+            counters: compare the two; None if nothing does.
+        """
         if not self.replays:
             return live_ids
         tables = self.tables_of(layer)
@@ -141,6 +148,8 @@ class BoundRoutes:
                 f"MoE layer {layer} got {len(own_ids)} tokens with {own_ids.shape[1]} experts each; the micro-step was "
                 f"planned with {len(recorded)} tokens with {recorded.shape[1]}"
             )
+        if counters is not None:
+            counters.compare_routing(own_ids, recorded, tables.read_N, tables.num_read)
         if tables.known_N is not None:
             recorded = torch.where(tables.known_N[:, None], recorded, own_ids)
         return recorded if self.positions is None else live_ids.index_copy(0, self.positions, recorded)
@@ -156,19 +165,25 @@ class MicroStep:
     Attributes:
         index: its number in the step; -1 for a live one.
         positions: `[n]` int64, rows of this rank's tokens among those that layers are given; None for all rows.
+        may_deviate: whether this rank may call layers with other ids than the recorded ones.
+        forwards: hashes of the rows of forwards whose counts were exchanged, with their layers.
     """
 
     def __init__(
         self,
         index: int,
         positions: torch.Tensor | None,
-        bind: Callable[[MicroStep, bool, bool], BoundRoutes],
+        bind: Callable[[MicroStep, bool, bool, bool], BoundRoutes],
         run: Callable[[MicroStep], AbstractContextManager[None]],
+        *,
+        may_deviate: bool = False,
     ) -> None:
         self.index = index
         self.positions = positions
+        self.may_deviate = may_deviate
+        self.forwards: set[tuple[int, int]] = set()
         self._bind, self._run = bind, run
-        self._bound: weakref.WeakValueDictionary[tuple[bool, bool], BoundRoutes] = weakref.WeakValueDictionary()
+        self._bound: weakref.WeakValueDictionary[tuple[bool, bool, bool], BoundRoutes] = weakref.WeakValueDictionary()
         self._open: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> MicroStep:
@@ -182,17 +197,18 @@ class MicroStep:
         assert running is not None
         running.__exit__(*error)  # type: ignore[arg-type]
 
-    def routes(self, matches_plan: bool, has_slices: bool) -> BoundRoutes:
+    def routes(self, matches_plan: bool, has_slices: bool, may_deviate: bool = False) -> BoundRoutes:
         """Routes and layouts, computed again unless an earlier result is still in use. Not a collective.
 
         Args:
             matches_plan: whether all ranks have the planned tokens, as exchanged when the micro-step was entered.
             has_slices: whether the micro-step's replicas are planned and agreed.
+            may_deviate: whether any rank may call layers with other ids than the recorded ones.
         """
-        key = matches_plan, has_slices
+        key = matches_plan, has_slices, may_deviate
         bound = self._bound.get(key)
         if bound is None:
-            bound = self._bound[key] = self._bind(self, matches_plan, has_slices)
+            bound = self._bound[key] = self._bind(self, *key)
         return bound
 
 
@@ -210,6 +226,7 @@ class RunningStep:
         num_slots: slots of a rank.
         uploads: copies tables of rows to the device; None if that is the host.
         slices: replicas that follow while the step runs; None if the plan has all.
+        unread_T: `[T]` bool, this rank's tokens whose output is not used; None if all are used.
         micro_steps: micro-steps in use, by number.
         has_moved: whether experts have moved to other homes since the plan was applied.
     """
@@ -225,10 +242,11 @@ class RunningStep:
     num_slots: int
     uploads: BackgroundCopies | None = None
     slices: StepSlices | None = None
+    unread_T: Array | None = None
     micro_steps: weakref.WeakValueDictionary[int, MicroStep] = field(default_factory=weakref.WeakValueDictionary)
     has_moved: bool = False
     _completed: Array | None = None
-    _tables: dict[tuple[int, bool], RowTables] = field(default_factory=dict)
+    _tables: dict[tuple[int, bool, bool], RowTables] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.replicas: PlanReplicas | StepSlices = self.slices or PlanReplicas(self.plan)
@@ -249,67 +267,71 @@ class RunningStep:
             return True
         return np.array_equal(sequence_hashes, self.trace.sequence_hashes[self._sequences_of(index)])
 
-    def bind(self, micro_step: MicroStep, has_slices: bool) -> BoundRoutes:
+    def bind(self, micro_step: MicroStep, has_slices: bool, may_deviate: bool) -> BoundRoutes:
         """Routes and layouts of a micro-step with the planned sequences on all ranks. Not a collective.
 
         Args:
             has_slices: whether its replicas are planned and agreed; it has none otherwise.
+            may_deviate: whether any rank may call layers with other ids than the recorded ones.
         """
         index = micro_step.index
         bound = BoundRoutes(
             micro_step,
             Routing.REPLAYED if self.transfers is None else Routing.PLANNED,
-            DeviceTables(self.tables_of(index, has_slices), self.uploads),
+            DeviceTables(self.tables_of(index, has_slices, may_deviate), self.uploads),
             self.transfers,
             self.number,
+            may_deviate=may_deviate,
         )
         if self.transfers is not None:
             first_token = self._tokens_of(index).start
             bound.record = lambda layer, tokens_U, ids_UK: self._record(first_token + tokens_U, layer, ids_UK)
         return bound
 
-    def tables_of(self, index: int, has_slices: bool) -> RowTables:
+    def tables_of(self, index: int, has_slices: bool, may_deviate: bool = False) -> RowTables:
         """The tables of a micro-step, which are made when they are used; see `bind`."""
-        key = index, has_slices
+        key = index, has_slices, may_deviate
         tables = self._tables.get(key)
         if tables is None:
-            tables = self._tables[key] = self.new_tables(index, has_slices)
+            tables = self._tables[key] = self.new_tables(*key)
         # A further pass needs the first ones first.
         spare = [other for other in self._tables if abs(other[0] - index) > 1]
         while spare and sum(kept.nbytes for kept in self._tables.values()) > KEPT_BYTES:
             del self._tables[spare.pop()]
         return tables
 
-    def new_tables(self, index: int, has_slices: bool) -> RowTables:
+    def new_tables(self, index: int, has_slices: bool, may_deviate: bool = False) -> RowTables:
         """Tables of a micro-step that nothing else uses."""
         pack_for = None if self.uploads is None else self.layers[0].device
-        return RowTables(partial(self._make_tables, index, has_slices), len(self.layers), pack_for)
+        return RowTables(partial(self._make_tables, index, has_slices, may_deviate), len(self.layers), pack_for)
 
-    def start_tables(self, index: int, has_slices: bool, thread: CallThread) -> None:
+    def start_tables(self, index: int, has_slices: bool, may_deviate: bool, thread: CallThread) -> None:
         """Make the tables of a micro-step on a thread, and then those of the next one, if its replicas are here."""
-        started = [(index, has_slices)]
+        started = [(index, has_slices, may_deviate)]
         if index + 1 < self.plan.num_micro_steps and (self.slices is None or self.slices.is_here(index + 1)):
-            started.append((index + 1, True))
+            started.append((index + 1, True, may_deviate))
         for key in started:
             tables = self.tables_of(*key)
             if not tables.is_made:
                 thread.start(tables.make_all)
 
-    def _make_tables(self, index: int, has_slices: bool, layer: int) -> LayerTables:
-        topology = self.topology
-        ids_NK = self.trace.expert_ids[self._tokens_of(index), layer].copy()
+    def _make_tables(self, index: int, has_slices: bool, may_deviate: bool, layer: int) -> LayerTables:
+        topology, tokens = self.topology, self._tokens_of(index)
+        ids_NK = self.trace.expert_ids[tokens, layer].copy()
         is_known_N = ids_NK[:, 0] != self.trace.no_route
-        known_N = None if is_known_N.all() else torch.from_numpy(is_known_N)
-        tables = LayerTables(torch.from_numpy(ids_NK), known_N)
-        if self.transfers is None:
+        is_read_N = np.ones_like(is_known_N) if self.unread_T is None else ~self.unread_T[tokens]
+        known_N, read_N = (None if mask_N.all() else torch.from_numpy(mask_N) for mask_N in (is_known_N, is_read_N))
+        tables = LayerTables(torch.from_numpy(ids_NK), known_N, read_N, int((is_known_N & is_read_N).sum()))
+        if self.transfers is None and not may_deviate:
             return tables
+        has_replicas = has_slices and self.transfers is not None
         planned = PlannedRows.of(
             ids_NK,
             self.workload.token_counts_MLRE[index, layer],
             PhysicalExperts.of(self.layers[layer], topology.rank, topology.positions, self.num_slots),
-            self.replicas.of(index, layer) if has_slices else InstanceReplicas.none(self.plan.num_ranks),
+            self.replicas.of(index, layer) if has_replicas else InstanceReplicas.none(self.plan.num_ranks),
         )
-        if self.plan.mixed_ML[index, layer]:
+        if may_deviate or self.plan.mixed_ML[index, layer]:
             return replace(tables, partial=planned)
         return replace(tables, layout=place_rows(planned))
 

@@ -70,16 +70,18 @@ class Lockstep:
 
     Args:
         topology: process groups; comparisons use `expert_control` and `control`.
-        num_experts: experts of a layer; compared before the first exchange.
-        max_values: maximum number of integers that `agree` can exchange, the same on all ranks with as many experts.
+        num_experts, slots_per_rank: experts of a layer, and slots of a rank; compared before the first exchange.
+        max_values: maximum number of integers that `agree` can exchange, the same on all ranks with as many experts and
+            slots.
 
     Attributes:
         count: number of calls so far.
         resume: creates process groups again; called by the first comparison after `suspend`.
     """
 
-    def __init__(self, topology: Topology, *, num_experts: int, max_values: int) -> None:
-        self._topology, self._num_experts = topology, num_experts
+    def __init__(self, topology: Topology, *, num_experts: int, slots_per_rank: int, max_values: int) -> None:
+        self._topology = topology
+        self._sizes = {"num_experts": num_experts, "slots_per_rank": slots_per_rank}
         self._width, self._is_width_compared = _HEADER + max_values, False
         self._digest, self.count = 0, 0
         self._agreed: Call | None = None
@@ -167,13 +169,14 @@ class Lockstep:
         """Check once that rows are equally long on all ranks. Gloo aborts the process of a longer one."""
         if self._is_width_compared:
             return
-        num_experts_R = self._gather(np.array([self._num_experts]), group)[:, 0].tolist()
-        names = self._names if len(num_experts_R) == len(self._names) else self._peers
-        for name, num_experts in zip(names, num_experts_R, strict=True):
-            if num_experts != num_experts_R[0]:
-                raise RanksDisagreeError(
-                    f"ranks disagree: num_experts is {num_experts_R[0]} on {names[0]} and {num_experts} on {name}"
-                )
+        sizes_RV = self._gather(np.array(list(self._sizes.values())), group)
+        names = self._names if len(sizes_RV) == len(self._names) else self._peers
+        for size, values_R in zip(self._sizes, sizes_RV.T.tolist(), strict=True):
+            for name, value in zip(names, values_R, strict=True):
+                if value != values_R[0]:
+                    raise RanksDisagreeError(
+                        f"ranks disagree: {size} is {values_R[0]} on {names[0]} and {value} on {name}"
+                    )
         self._is_width_compared = True
 
     def _gather(self, row: Array, group: dist.ProcessGroup) -> Array:

@@ -193,6 +193,7 @@ class PlannedRows:
     """Physical experts and counts of one rank's rows of an instance, for rows with known experts.
 
     Attributes:
+        ids_NK: `[n, K]` integer recorded experts; E and more are unknown.
         physical_NK: `[n, K]` uint16, the physical expert of each of the rank's rows, or `UNKNOWN`.
         sent_P: `[R * (H + S)]` int64, number of known rows that the rank sends to each physical expert.
         arriving_RG: `[R, H + S]` int64, number of known rows from each rank to each of its own physical experts.
@@ -200,6 +201,7 @@ class PlannedRows:
         experts: the physical experts.
     """
 
+    ids_NK: Array
     physical_NK: Array
     sent_P: Array
     arriving_RG: Array
@@ -239,33 +241,63 @@ class PlannedRows:
         _choose_copies(ids_NK, home_ids_E, replicas.experts, quotas_P, replica_ids, physical_NK, found_P)
         if not np.array_equal(found_P, sent_P):
             raise ValueError(f"rank {rank}: the tokens of this micro-step are not those that were planned")
-        return cls(physical_NK, sent_P, arriving_RG, replicas, experts)
+        return cls(ids_NK, physical_NK, sent_P, arriving_RG, replicas, experts)
 
     @classmethod
     def unknown(cls, shape: tuple[int, ...], experts: PhysicalExperts) -> PlannedRows:
         """`[n, K]` rows whose experts are all unknown, in an instance without replicas."""
         nothing_RG = np.zeros((experts.num_ranks, experts.num_local), np.int64)
-        replicas = InstanceReplicas.none(experts.num_ranks)
-        return cls(np.full(shape, UNKNOWN, np.uint16), nothing_RG.reshape(-1), nothing_RG, replicas, experts)
+        unknown_NK, replicas = np.full(shape, UNKNOWN, np.uint16), InstanceReplicas.none(experts.num_ranks)
+        return cls(unknown_NK, unknown_NK, nothing_RG.reshape(-1), nothing_RG, replicas, experts)
 
     @property
     def unknown_tokens(self) -> Array:
         """`[U]` int64, this rank's tokens whose route is unknown."""
         return np.flatnonzero((self.physical_NK == UNKNOWN).any(axis=1))
 
-    def complete(self, ids_UK: Array, counts_RE: Array) -> PlannedRows:
-        """The same rows with those that were unknown, which go to their experts' homes.
+    def with_ids(self, ids_NK: Array) -> tuple[PlannedRows, int]:
+        """The rows for experts that may be other than the recorded ones. `arriving_RG` stays; see `receiving`.
+
+        A row keeps its planned physical expert if its token was recorded with its expert, in any order. Other rows go
+        to their experts' homes.
 
         Args:
-            ids_UK: `[U, K]` integer experts of `unknown_tokens`.
-            counts_RE: `[R, E]` number of unknown rows that each source rank has for each expert.
+            ids_NK: `[n, K]` integer experts.
+
+        Returns:
+            The rows, and the number of those that differ from a recorded token.
         """
-        experts, is_here_E = self.experts, self.experts.is_here_E
-        physical_NK, sent_P, arriving_RG = self.physical_NK.copy(), self.sent_P.copy(), self.arriving_RG.copy()
-        physical_NK[self.unknown_tokens] = experts.home_ids_E[ids_UK]
-        sent_P[experts.home_ids_E] += counts_RE[experts.rank]
-        arriving_RG[:, experts.home_ids_E[is_here_E] % experts.num_local] += counts_RE[:, is_here_E]
-        return replace(self, physical_NK=physical_NK, sent_P=sent_P, arriving_RG=arriving_RG)
+        physical_NK, sent_P = np.empty_like(self.physical_NK), np.zeros_like(self.sent_P)
+        deviating = _follow(self.ids_NK, self.physical_NK, ids_NK, self.experts.home_ids_E, physical_NK, sent_P)
+        return replace(self, physical_NK=physical_NK, sent_P=sent_P), int(deviating)
+
+    def receiving(self, sent_RP: Array) -> PlannedRows:
+        """The same rows, with those that arrive if the ranks send `[R, R * (H + S)]` rows to each physical expert."""
+        experts = self.experts
+        by_rank_RRG = sent_RP.reshape(experts.num_ranks, experts.num_ranks, experts.num_local)
+        return replace(self, arriving_RG=np.ascontiguousarray(by_rank_RRG[:, experts.rank]))
+
+
+@kernel
+def _follow(recorded_NK, planned_NK, ids_NK, home_ids_E, physical_NK, sent_P):  # type: ignore[no-untyped-def]
+    """Assign each row its planned physical expert or its home; count rows by physical expert, and deviating ones."""
+    num_deviating = 0
+    for n in range(ids_NK.shape[0]):
+        for k in range(ids_NK.shape[1]):
+            place = k
+            if recorded_NK[n, k] != ids_NK[n, k]:
+                place = -1
+                for other in range(ids_NK.shape[1]):
+                    if recorded_NK[n, other] == ids_NK[n, k]:
+                        place = other
+            if place >= 0:
+                physical = np.int64(planned_NK[n, place])
+            else:
+                physical = home_ids_E[ids_NK[n, k]]
+                num_deviating += planned_NK[n, 0] != UNKNOWN
+            physical_NK[n, k] = physical
+            sent_P[physical] += 1
+    return num_deviating
 
 
 @kernel

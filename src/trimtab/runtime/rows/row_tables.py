@@ -27,31 +27,42 @@ class LayerTables:
     Attributes:
         recorded_NK: `[n, K]` recorded ids in the dtype of the trace.
         known_N: `[n]` bool, whether the route of each token is known; None if all are.
-        layout: where the rows go; None if the micro-step is not planned, or a rank has unknown rows in this layer.
-        partial: the planned rows of a layer with unknown ones, on the host.
+        read_N: `[n]` bool, whether the output of each token is used; None if all are.
+        num_read: tokens of known route whose output is used.
+        layout: where the rows go; None if the micro-step is not planned, or rows may not be the planned ones.
+        partial: the planned rows of a layer in which a rank has unknown ones, or rows may deviate; on the host.
     """
 
     recorded_NK: torch.Tensor
     known_N: torch.Tensor | None = None
+    read_N: torch.Tensor | None = None
+    num_read: int = 0
     layout: Layout | None = None
     partial: PlannedRows | None = None
 
     @property
     def rows(self) -> list[torch.Tensor]:
         """What a layer reads on its device, but for the ends of groups."""
-        known = [] if self.known_N is None else [self.known_N]
-        return [self.recorded_NK, *known, *([] if self.layout is None else self.layout.rows)]
+        masks = [mask for mask in (self.known_N, self.read_N) if mask is not None]
+        return [self.recorded_NK, *masks, *([] if self.layout is None else self.layout.rows)]
 
     @property
     def ends(self) -> list[torch.Tensor]:
         """The ends of groups, which autograd keeps longer."""
         return [] if self.layout is None else self.layout.ends
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        partial = 0 if self.partial is None else self.partial.physical_NK.nbytes
+        return partial + sum(array.nbytes for array in (*self.rows, *self.ends))
+
     def moved(self, rows: Iterator[torch.Tensor], ends: Iterator[torch.Tensor]) -> LayerTables:
         """The same tables with the next of `rows` and `ends`, copies of its own."""
         recorded_NK, known_N = next(rows), None if self.known_N is None else next(rows)
+        read_N = None if self.read_N is None else next(rows)
         layout = None if self.layout is None else self.layout.moved(rows, ends)
-        return replace(self, recorded_NK=recorded_NK, known_N=known_N, layout=layout)
+        return replace(self, recorded_NK=recorded_NK, known_N=known_N, read_N=read_N, layout=layout)
 
 
 class Chunk:
@@ -85,7 +96,7 @@ class Chunk:
                     parts = ([a for table in tables for a in table.rows], [a for table in tables for a in table.ends])
                     self.packed = [Packed.of(part, pack_for) for part in parts]
                     tables = moved(tables, [packed.tensors for packed in self.packed])
-                self.nbytes = sum(array.nbytes for table in tables for array in (*table.rows, *table.ends))
+                self.nbytes = sum(table.nbytes for table in tables)
                 self._tables = tables
             return self._tables
 

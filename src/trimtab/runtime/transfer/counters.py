@@ -33,7 +33,10 @@ class Counters:
         late_micro_steps: micro-steps that ran without replicas, since these were not planned yet.
         planning_waited_s: seconds for which micro-steps waited for their replicas to be planned.
         live_calls: calls of layers on live routing, outside of any micro-step, while there was a plan.
-        mixed_instances: planned instances with unknown rows, whose counts the ranks exchanged.
+        mixed_instances: planned instances with unknown rows, or with rows that may deviate: ranks exchange counts.
+        deviating_rows: rows of recorded tokens that the loop sent to other experts than the recorded ones.
+        agreeing: recorded rows whose expert the router chose, too; on the device.
+        compared: recorded rows that were compared with the router's choice.
         abandoned_backwards: failed backwards whose replica gradients in transfer were dropped.
         recorder: the active Recorder, or None.
         lockstep: compares the ranks' logs while this rank waits on the host.
@@ -52,6 +55,9 @@ class Counters:
     planning_waited_s: float = 0.0
     live_calls: int = 0
     mixed_instances: int = 0
+    deviating_rows: int = 0
+    agreeing: torch.Tensor | int = 0
+    compared: int = 0
     abandoned_backwards: int = 0
     recorder: Recorder | None = None
     lockstep: Lockstep | None = None
@@ -95,6 +101,28 @@ class Counters:
         start, end = self.waits.pop(0)
         self.waited_s += start.elapsed_time(end) / 1e3
 
+    def compare_routing(
+        self, live_NK: torch.Tensor, recorded_NK: torch.Tensor, compared_N: torch.Tensor | None, num_compared: int
+    ) -> None:
+        """Count the recorded experts that the router chose, too. The host does not wait.
+
+        Args:
+            live_NK, recorded_NK: `[n, K]` int64 ids.
+            compared_N: `[n]` bool, the tokens that are counted; None for all.
+            num_compared: their number.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            agree_NKK = live_NK[:, :, None] == recorded_NK[:, None, :]
+            if compared_N is not None:
+                agree_NKK = agree_NKK & compared_N[:, None, None]
+            self.agreeing = agree_NKK.sum() + self.agreeing
+        self.compared += num_compared * live_NK.shape[1]
+
+    @property
+    def replay_agreement(self) -> float:
+        """The part of recorded rows whose expert the router chose, too; NaN if none was compared. Waits for a GPU."""
+        return float(self.agreeing) / self.compared if self.compared else float("nan")
+
     def metrics(self) -> dict[str, float]:
         """All counters, by the names of `Session.take_metrics`."""
         return {
@@ -110,6 +138,8 @@ class Counters:
             "plan/waited_s": self.planning_waited_s,
             "moe/live_layer_calls": self.live_calls,
             "moe/mixed_instances": self.mixed_instances,
+            "moe/deviating_rows": self.deviating_rows,
+            **({"moe/replay_agreement": self.replay_agreement} if self.compared else {}),
             "moe/abandoned_backwards": self.abandoned_backwards,
         }
 
