@@ -24,8 +24,7 @@ class GradientWatch:
     """The gradients of one backward.
 
     Attributes:
-        is_thorough: also compare sums of gradients, since a reduction in place shows neither in address nor in version,
-            and the addresses at which autograd left them. The host then waits for the device.
+        is_thorough: also compare the addresses at which autograd left gradients, by hooks on all parameters.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,7 @@ class GradientWatch:
         self._expected: dict[torch.nn.Parameter, int] = {}
         self._addresses: dict[torch.nn.Parameter, int] = {}
         self._hooks: list[RemovableHandle] = []
-        self._left: list[tuple[int, int, float]] = []
+        self._left: list[tuple[int, int] | None] = []
 
     def expect(self, layer: int, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Call it in a layer's backward, before gradients of these parameters accumulate."""
@@ -49,8 +48,8 @@ class GradientWatch:
         """The error if a gradient is not where autograd accumulated it. Call it when the backward ends."""
         self._remove_hooks()
         for parameter, layer in self._expected.items():
-            gradient = parameter.grad
-            if gradient is None or self._addresses.pop(parameter, gradient.data_ptr()) != gradient.data_ptr():
+            address, gradient = self._addresses.pop(parameter, None), parameter.grad
+            if address is not None and (gradient is None or gradient.data_ptr() != address):
                 return RuntimeError(
                     f"MoE layer {layer}: a hook has moved the gradient of an expert tensor {list(parameter.shape)} "
                     f"during backward; {REMEDY}"
@@ -59,13 +58,13 @@ class GradientWatch:
 
     def leave(self) -> None:
         """Note the gradients when they are complete, before others' callbacks of the backward run."""
-        self._left = [self._state(parameter) for parameter in self._expected]
+        self._left = [_state(parameter) for parameter in self._expected]
 
     def check_left(self) -> None:
         """Raises RuntimeError if gradients were changed since `leave`. Call it when all callbacks have run."""
         expected, self._expected = self._expected, {}
         for (parameter, layer), state in zip(expected.items(), self._left, strict=True):
-            if self._state(parameter) != state:
+            if _state(parameter) != state:
                 raise RuntimeError(
                     f"MoE layer {layer}: the gradient of an expert tensor {list(parameter.shape)} was changed at the "
                     f"end of the backward; {REMEDY}"
@@ -86,13 +85,6 @@ class GradientWatch:
             hook.remove()
         self._hooks = []
 
-    def _state(self, parameter: torch.nn.Parameter) -> tuple[int, int, float]:
-        gradient = parameter.grad
-        if gradient is None:
-            return 0, 0, 0.0
-        total = gradient.sum(dtype=torch.float64).nan_to_num() if self.is_thorough else 0.0
-        return gradient.data_ptr(), gradient._version, float(total)
-
 
 def has_hooks(parameter: torch.nn.Parameter) -> bool:
     """Whether a parameter has hooks on its gradient, but for those of this module."""
@@ -100,6 +92,11 @@ def has_hooks(parameter: torch.nn.Parameter) -> bool:
     return bool(parameter._backward_hooks) or not all(
         isinstance(getattr(hook, "__self__", None), GradientWatch) for hook in hooks
     )
+
+
+def _state(parameter: torch.nn.Parameter) -> tuple[int, int] | None:
+    """Address and version of a gradient."""
+    return None if parameter.grad is None else (parameter.grad.data_ptr(), parameter.grad._version)
 
 
 def _accumulates(parameter: torch.nn.Parameter) -> bool:

@@ -335,6 +335,8 @@ class LayerCall:
             )
         self._calls.accumulation.begin_backward(running_backward())
         if not self.homes.joins_in_backward:
+            if not self._made_in_backward:
+                self._calls.backward.track()
             self._calls.gradients.expect(self.homes.index, self.homes.trained)
         replica_node = None if self.replica_node is None else self.replica_node()
         if replica_node is not None and not will_run(replica_node):

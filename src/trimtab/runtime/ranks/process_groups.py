@@ -74,9 +74,9 @@ def group_of(ranks: Sequence[int], use: str, *, backend: str, timeout: timedelta
 def destroy_groups(kept: Iterable[dist.ProcessGroup]) -> None:
     """Destroy all groups that `group_of` has created, but for some. Collective over the ranks of each."""
     world, others = dist.group.WORLD, set(kept)
-    created = {} if world is None else _created.get(world, {})
-    for key, group in list(created.items()):
-        if group not in others:
+    created = None if world is None else _created.get(world)
+    for key, group in list((created or {}).items()):
+        if created is not None and group not in others:
             del created[key]
             dist.destroy_process_group(group)
 
