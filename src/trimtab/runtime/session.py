@@ -120,7 +120,7 @@ class Session(SessionSteps, SessionGradients):
             `moe/deviating_rows`: rows of recorded tokens that were computed by other experts; `moe/replay_agreement`,
             if recorded rows were replayed: the part of them whose expert the router chose, too;
             `moe/live_layer_calls`: calls of layers outside micro-steps while there was a plan;
-            `moe/abandoned_backwards`: failed backwards with replica gradients in transfer.
+            `moe/abandoned_backwards`: failed backwards through layers.
         """
         metrics = self.counters.metrics() | {"transfer/cpu_s": self._experts.take_cpu_s()}
         metrics |= self._feedback.metrics() | {"transfer/peer_memory_bytes": self._experts.peer_memory_bytes}
