@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from helpers import any_loop
 from helpers.any_loop import Loop, start, update
@@ -66,7 +67,7 @@ def test_a_session_goes_on_with_groups_that_replace_destroyed_ones() -> None:
     loop.session.suspend()
     store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", store=PrefixStore("again", store), rank=rank, world_size=ranks)
     for seed in range(2):
         any_loop.plan(loop, seed)
         update(loop)
