@@ -573,8 +573,10 @@ def write(loop: Loop, way: str) -> None:
             with torch.no_grad():
                 parameter.mul_(factor)
     if way == "data":
-        loop.session.weights_changed()
         loop.pending.clear()
+    # Where experts are away from their first homes, they could be the weights of another model.
+    if way == "data" or any(layer.places is not layer.first_places for layer in loop.session.homes):
+        loop.session.weights_changed()
     loop.changes = loop.changes._replace(weights=loop.changes.weights + 1)
 
 

@@ -171,7 +171,7 @@ def test_new_memory_at_the_same_address_is_detected() -> None:
     buffers = [parameter.data.numpy().copy() for parameter in loop.model.parameters()]
     for parameter, buffer in zip(loop.model.parameters(), buffers, strict=True):
         parameter.data = torch.from_numpy(buffer)
-    forward(loop, 0)
+    forward(loop, 0, number=1)
     for parameter, buffer in zip(loop.model.parameters(), buffers, strict=True):
         address = parameter.data_ptr()
         parameter.data = torch.empty(0, dtype=torch.float64)
@@ -181,7 +181,7 @@ def test_new_memory_at_the_same_address_is_detected() -> None:
     with torch.no_grad():
         for parameter in loop.reference.parameters():
             parameter.mul_(2)
-    forward(loop, 0)
+    forward(loop, 0, number=2)
 
 
 @runs_on_ranks()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import Placement
 from trimtab.runtime.autograd.accumulation import Accumulation
+from trimtab.runtime.autograd.gradient_watch import GradientWatch
+from trimtab.runtime.autograd.torch_engine import call_after_backward
 from trimtab.runtime.layer.backward import Backward
 from trimtab.runtime.ranks.lockstep import STEP, Lockstep
 from trimtab.runtime.ranks.recorder import REFRESHING
@@ -22,7 +25,7 @@ from trimtab.runtime.state.move_price import MovePrice
 from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
 from trimtab.runtime.state.optimizer_rows import ExpertState, OptimizerState
 from trimtab.runtime.state.parameter_checks import check_compute_dtype, check_new_parameters
-from trimtab.runtime.state.weight_watch import OptimizerWatch
+from trimtab.runtime.state.weight_watch import OptimizerWatch, sampled_bytes
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
 
@@ -34,6 +37,7 @@ class RankExperts:
         layers: the home experts of each layer.
         backward: tracks backwards, to complete gradients when they end.
         accumulation: detects gradients that were already summed.
+        gradients: detects gradients that others change.
         optimizers: hooks of optimizer steps.
         changed: whether weights are known to have changed since copies were made.
         at_backward_end: called when a backward has ended.
@@ -48,8 +52,12 @@ class RankExperts:
         self.layers: list[HomeExperts] = []
         self.backward = Backward(self._complete_gradients, self._drop_gradients)
         self.accumulation = Accumulation(self.parameters)
+        self.gradients = GradientWatch()
         self.optimizers = OptimizerWatch(self.parameters, self._before_step, self._after_step)
         self.changed = True
+        # Sampled elements of the experts of layers by number, as they were trained or moved last.
+        self._noted: dict[int, torch.Tensor] = {}
+        self._is_elsewhere = False
         self.at_backward_end: Callable[[], None] = lambda: None
 
     @property
@@ -166,6 +174,39 @@ class RankExperts:
             )
             self._counters.moved_bytes += moved.sent
             self.changed = True
+            self.note_weights()
+
+    @contextmanager
+    def at_first_homes(self) -> Iterator[None]:
+        """A context in which the rows of parameters are those of the first homes."""
+        places = [layer.places for layer in self.layers]
+        for layer in self.layers:
+            layer.places = layer.first_places
+        self.changed = self._is_elsewhere = True
+        try:
+            yield
+        finally:
+            for layer, before in zip(self.layers, places, strict=True):
+                layer.places = before
+            self.changed, self._is_elsewhere = True, False
+
+    def note_weights(self) -> None:
+        """Note sampled elements of experts that are away from their first homes: the present weights are those of the
+        model that is trained."""
+        away = [layer for layer in self.layers if layer.places is not layer.first_places]
+        self._noted = {layer.index: sampled_bytes(layer) for layer in away}
+
+    def foreign_weights(self, layers: Sequence[HomeExperts]) -> Exception | None:
+        """The error if the weights of experts that are away from their first homes were replaced, but by optimizers."""
+        for layer in layers:
+            noted = None if self._is_elsewhere else self._noted.get(layer.index)
+            if noted is not None and not torch.equal(sampled_bytes(layer), noted):
+                return RuntimeError(
+                    f"MoE layer {layer.index}: the weights of experts were replaced while these are away from their "
+                    "first homes. For weights of another model, loaded by position, enter session.first_homes() "
+                    "around the pass; after new weights of this model call session.weights_changed()"
+                )
+        return None
 
     def refresh(self) -> None:
         """Copy the present weights to staging memory, mirrors and symmetric memory. Collective."""
@@ -189,8 +230,11 @@ class RankExperts:
         return 0 if self._transfers is None else self._transfers.peer_memory_bytes
 
     def close(self) -> None:
-        """Release threads and shared memory."""
+        """Release threads and memory. What is used again is created again."""
         self._with_transfers(lambda transfers: transfers.ring.close())
+        self._transfers, self.changed = None, True
+        for layer in self.layers:
+            layer.drop_staging()
 
     def _with_transfers(self, call: Callable[[Transfers], None]) -> None:
         if self._transfers is not None:
@@ -200,6 +244,8 @@ class RankExperts:
         self._with_transfers(lambda transfers: transfers.ring.complete())
         if not holds_experts:
             return
+        if self._is_elsewhere:
+            raise RuntimeError("an optimizer that trains experts can't step within first_homes()")
         if self._topology.expert_dp_group is not None and self.accumulation.is_open:
             raise RuntimeError(
                 "an optimizer steps while gradients of experts are not summed over expert-parallel groups; call "
@@ -210,16 +256,28 @@ class RankExperts:
 
     def _after_step(self, holds_experts: bool) -> None:
         self.changed = True
+        if holds_experts and self._framework_state is None:
+            self.note_weights()
+        else:
+            # A framework copies new weights to the parameters after the step.
+            self._noted = {}
         if self._transfers is not None:
             self._transfers.watch.steps += holds_experts
 
     def _complete_gradients(self) -> None:
         """At the end of a backward: add the replica gradients that are in transfer."""
+        if problem := self.gradients.missing():
+            self._drop_gradients()
+            raise problem
         with self._lockstep.comparing_on_error():
             self._with_transfers(lambda transfers: transfers.returns.finish())
+        self.gradients.leave()
+        # After the callbacks that others have queued meanwhile.
+        call_after_backward(self.gradients.check_left)
         self.at_backward_end()
 
     def _drop_gradients(self) -> None:
         """After a failed backward: drop the replica gradients that are in transfer."""
         self._counters.abandoned_backwards += 1
+        self.gradients.drop()
         self._with_transfers(lambda transfers: transfers.returns.abandon())

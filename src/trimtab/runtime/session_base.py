@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
@@ -56,13 +57,16 @@ class SessionBase:
             self.topology, num_experts=num_experts, slots_per_rank=num_slots,
             max_values=max(num_experts + MEASURED, physical, 4 + COMPARED),
         )  # fmt: skip
+        self._lockstep.resume = lambda: self.topology.take_groups(self.settings.topology())
         self.counters = Counters(lockstep=self._lockstep)
         self._experts = RankExperts(settings, self.topology, self._lockstep, self.counters)
         self._calls = LayerCalls(
             self.topology, self._lockstep, self.counters, self._experts.backward, self._experts.accumulation,
-            num_slots,
+            self._experts.gradients, num_slots, self._experts.foreign_weights,
         )  # fmt: skip
         self._feedback = Feedback()
+        # Names of replicated parameters, in errors.
+        self._names: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
         self._experts.at_backward_end = self._feedback.mark
 
     @property
@@ -199,6 +203,8 @@ class SessionBase:
         """
         experts = {id(parameter) for layer in self.layers for parameter in layer.parameters}
         others = [parameter for parameter in model.parameters() if id(parameter) not in experts]
+        for name, parameter in model.named_parameters():
+            self._names[parameter] = name
         num_found = len(list(model.parameters())) - len(others)
         if 0 < num_found < len(experts) or (not num_found and any(not layer.joins_in_backward for layer in self.homes)):
             raise InputError(

@@ -169,6 +169,8 @@ class SessionSteps(SessionMicroSteps):
         Raises:
             InputError: if the trace does not fit the model, or has no hashes.
         """
+        if not self.topology.has_groups:
+            raise RuntimeError("plan_ahead() needs the session's process groups; call it before suspend()")
         counted, problem = _attempt(countable_trace, trace, self._experts.shape)
         # The other ranks wait for this one's counts.
         mine = trace.part(0, 0) if counted is None else counted
@@ -242,6 +244,13 @@ class SessionSteps(SessionMicroSteps):
         """
         mine, problem = self._own_trace(trace, plan, None)
         return self._apply_planned(PlannedStep(plan.schedule, (plan,)), mine, None, problem)
+
+    def _drop_step(self) -> None:
+        """End the present step, and what was planned of the next one, with their threads."""
+        if self._in_rollout is not None:
+            self._in_rollout.is_complete()
+        self._in_rollout = None
+        super()._drop_step()
 
     def _own_trace(
         self, trace: RoutingTrace, plan: StepPlan, hashes: Array | None

@@ -59,7 +59,7 @@ class HomeExperts:
         is_staged: whether any tensor has.
         joins_in_backward: whether replica gradients are added to those of the home experts before the layer's backward
             ends, because they don't accumulate in `parameters`; see `weights` of `Session.add_layer`.
-        places: rank and row of each expert.
+        places, first_places: rank and row of each expert, now and at the start.
     """
 
     def __init__(
@@ -80,8 +80,9 @@ class HomeExperts:
         self.dtype = compute_dtype or self.likes[0][1]
         self.are_staged = [dtype != self.dtype for _, dtype in self.likes]
         self.is_staged = any(self.are_staged)
-        self._staging: list[torch.Tensor | None] = [None] * len(self.likes)
-        self.places = self._first_places = ExpertPlaces.first(home_E)
+        self._staging: list[torch.Tensor | None] = []
+        self.drop_staging()
+        self.places = self.first_places = ExpertPlaces.first(home_E)
 
     @property
     def tensors(self) -> list[ExpertTensor]:
@@ -149,16 +150,11 @@ class HomeExperts:
         """Bytes of one expert in transfers."""
         return sum(shape.numel() for shape in self.expert_shapes) * self.dtype.itemsize
 
-    def rows_after(self, home_E: Array) -> Array:
-        """The rows `[E]` of all experts after a move to these homes `[E]`: those of the start with the homes of the
-        start, else as `ExpertPlaces.rows_after`."""
-        if np.array_equal(home_E, self._first_places.home_E):
-            return self._first_places.rows_E.copy()
-        return self.places.rows_after(home_E)
-
     def places_after(self, home_E: Array) -> ExpertPlaces:
-        """The places after a move to these homes `[E]`."""
-        return ExpertPlaces(home_E, self.rows_after(home_E))
+        """The places after a move to these homes `[E]`: those of the start with the homes of the start."""
+        if np.array_equal(home_E, self.first_places.home_E):
+            return self.first_places
+        return ExpertPlaces(home_E, self.places.rows_after(home_E))
 
     def stage_in(self, stacks: Sequence[torch.Tensor]) -> None:
         """Use the given tensors `[E / R, ...]` as staging memory, if the layer is staged."""
@@ -169,6 +165,10 @@ class HomeExperts:
         for t, tensor in enumerate(self.tensors):
             if self.are_staged[t]:
                 _copy_rows(self.staged(t), _detached(tensor))
+
+    def drop_staging(self) -> None:
+        """Free the staging memory, until it is used again."""
+        self._staging = [None] * len(self.likes)
 
     def copy_to(self, stacks: Sequence[torch.Tensor]) -> None:
         """Copy `sources` to tensors `[E / R, ...]`, except to those that are the staging memory."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -152,10 +152,13 @@ class LogicalState:
 
     Args:
         layers: this rank's home experts of all layers.
+        changed: called when weights were loaded.
     """
 
-    def __init__(self, layers: Sequence[HomeExperts], topology: Topology) -> None:
-        self._layers = layers
+    def __init__(
+        self, layers: Sequence[HomeExperts], topology: Topology, changed: Callable[[], None] = lambda: None
+    ) -> None:
+        self._layers, self._changed = layers, changed
         self._topology = topology
 
     def weights(self, model: torch.nn.Module, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -198,6 +201,7 @@ class LogicalState:
                     f"tensor {entry.own_name!r} has shape {_shape(value)}; this model has {_shape(target)}"
                 )
             target.copy_(value)
+        self._changed()
 
     def optimizer_state(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer

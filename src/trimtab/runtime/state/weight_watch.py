@@ -116,10 +116,15 @@ def _marks(layer: HomeExperts) -> list[Mark]:
     ]
 
 
-def _samples(layer: HomeExperts) -> list[torch.Tensor]:
+def sampled_bytes(layer: HomeExperts) -> torch.Tensor:
+    """Sampled elements of the first tensor of every expert, as bytes, since NaN differs from NaN."""
+    return _samples(layer, 1)[0].view(torch.uint8)
+
+
+def _samples(layer: HomeExperts, most_tensors: int | None = None) -> list[torch.Tensor]:
     """Sampled elements of each tensor, `[H, S]`."""
     samples = []
-    for tensor, (shape, _) in zip(layer.tensors, layer.likes, strict=True):
+    for tensor, (shape, _) in [*zip(layer.tensors, layer.likes, strict=True)][:most_tensors]:
         size = shape[1:].numel()
         places = torch.linspace(0, size - 1, min(SAMPLES, size), device=layer.device).long()
         if isinstance(tensor, torch.Tensor):
