@@ -47,7 +47,8 @@ class SessionGradients(SessionBase):
             same["homes and rows of experts"] = digest(
                 *(array for layer in self._experts.layers for array in (layer.home_E, layer.rows_E))
             )
-        self._lockstep.agree(FINISH, must_match=same, problem=accumulation.problem(summed), all_data_ranks=True)
+        problem = accumulation.problem(summed) or self._experts.optimizers.untrained()
+        self._lockstep.agree(FINISH, must_match=same, problem=problem, all_data_ranks=True)
         with self.counters.recorded(SUMMING):
             self._experts.drain()
             zero_missing([*dense, *experts], topology.control)
@@ -55,6 +56,7 @@ class SessionGradients(SessionBase):
                 sum_gradients(experts, topology.expert_dp_group)
             sum_gradients(dense, topology.data)
         accumulation.finish(summed)
+        self._experts.optimizers.finish(dense, experts)
         self._experts.changed = True
 
     def clip_gradients(self, replicated: Iterable[torch.nn.Parameter], max_norm: float) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
@@ -17,9 +19,12 @@ from trimtab.runtime.ranks.lockstep import STEP, Lockstep
 from trimtab.runtime.ranks.recorder import REFRESHING
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.session_settings import SessionSettings
+from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.home_experts import HomeExperts, ReadParameters, read_tensors
+from trimtab.runtime.state.known_places import know
 from trimtab.runtime.state.move_price import MovePrice
 from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
+from trimtab.runtime.state.named_rows import follow_owners
 from trimtab.runtime.state.optimizer_rows import ExpertState, OptimizerState
 from trimtab.runtime.state.parameter_checks import check_compute_dtype, check_new_parameters
 from trimtab.runtime.state.weight_watch import OptimizerWatch
@@ -48,9 +53,13 @@ class RankExperts:
         self.layers: list[HomeExperts] = []
         self.backward = Backward(self._complete_gradients, self._drop_gradients)
         self.accumulation = Accumulation(self.parameters)
-        self.optimizers = OptimizerWatch(self.parameters, self._before_step, self._after_step)
+        self.optimizers = OptimizerWatch(self._own_layers, self._before_step, self._after_step)
         self.changed = True
         self.at_backward_end: Callable[[], None] = lambda: None
+
+    @cached_property
+    def _ranks(self) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(self._topology.experts))
 
     @property
     def placement(self) -> Placement:
@@ -93,19 +102,26 @@ class RankExperts:
         check_new_parameters(index, tensors, self.layers, np.flatnonzero(home_E == rank))
         check_compute_dtype(index, tensors, compute_dtype)
         homes = HomeExperts(
-            index, read, rank=rank, home_E=home_E, compute_dtype=compute_dtype, joins_in_backward=joins_in_backward
-        )
+            index, read, rank=rank, home_E=home_E, ranks=self._ranks, compute_dtype=compute_dtype,
+            joins_in_backward=joins_in_backward,
+        )  # fmt: skip
         if self.layers and homes.expert_like != self.layers[0].expert_like:
             raise InputError(
                 f"MoE layer {index} has experts of {homes.expert_like}, layer 0 {self.layers[0].expert_like}. "
                 "All layers share slots, so their experts should have equal shapes"
             )
         self.layers.append(homes)
+        if not joins_in_backward:
+            follow_owners(homes.parameters)
         return homes
+
+    def _own_layers(self) -> list[HomeExperts]:
+        """The layers whose gradients accumulate in `.grad`."""
+        return [layer for layer in self.layers if not layer.joins_in_backward]
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Parameters whose gradients accumulate in `.grad`."""
-        return [p for layer in self.layers if not layer.joins_in_backward for p in layer.parameters]
+        return [p for layer in self._own_layers() for p in layer.parameters]
 
     def need_own(self, purpose: str) -> None:
         """Raises InputError if the framework trains the experts of a layer."""
@@ -129,17 +145,28 @@ class RankExperts:
         """Whether the optimizers are known with whose state experts move."""
         return self._framework_state is not None or bool(self.optimizers.registered)
 
+    @property
+    def places(self) -> list[ExpertPlaces]:
+        """The places of each layer's experts now."""
+        return [layer.places for layer in self.layers]
+
+    def places_after(self, placement: Placement) -> list[ExpertPlaces]:
+        """The places of each layer's experts after a move to these homes. Raises InputError if there are no such."""
+        placement.check(*self.shape, self._topology.num_ranks)
+        return [layer.places_after(placement.home[layer.index]) for layer in self.layers]
+
     def num_moved(self, placement: Placement) -> int:
         """Number of experts whose home differs; 0 if the placement has another shape."""
         fits = placement.home.shape == self.shape
         return int(np.count_nonzero(placement.home != self.placement.home)) if fits else 0
 
-    def check_move(self, placement: Placement) -> None:
-        """Check a move to these homes. Raises InputError, or RuntimeError if gradients would be lost."""
-        if self.num_moved(placement) and self._framework_state is None:
-            self.need_own("move experts")
-        placement.check(*self.shape, self._topology.num_ranks)
-        check_movable(self.layers, placement.home, self.state)
+    def check_move(self, places_L: Sequence[ExpertPlaces]) -> None:
+        """Check a move to these places. Raises InputError, or RuntimeError if gradients would be lost."""
+        if any(layer.places.moved(places_L[layer.index]).size for layer in self.layers):
+            if self._framework_state is None:
+                self.need_own("move experts")
+            self.optimizers.check_registered()
+        check_movable(self.layers, places_L, self.state)
 
     @property
     def move_s_per_expert(self) -> float | None:
@@ -152,26 +179,34 @@ class RankExperts:
         except InputError:  # State that can't move is reported when a plan moves it.
             return None
 
-    def state_to_move(self, placement: Placement) -> dict[str, object]:
-        """Optimizer state that must be equal on all ranks before experts move. Call it after `check_move`."""
-        return state_to_move(self.layers, placement.home, self.state)
+    def state_to_move(self, places_L: Sequence[ExpertPlaces]) -> dict[str, object]:
+        """State that must be equal on all ranks before experts move. Call it after `check_move`."""
+        return state_to_move(self.layers, places_L, self.state)
 
-    def move(self, placement: Placement) -> None:
-        """Move experts to these homes, with their optimizer state. Collective, after `check_move` on all ranks."""
+    def move(self, places_L: Sequence[ExpertPlaces]) -> None:
+        """Move experts to these places, with their state. Collective, after `check_move` on all ranks."""
         self.transfers.ring.drain()
-        if self.num_moved(placement):
+        before_L = self.places
+        if any(before.moved(after).size for before, after in zip(before_L, places_L, strict=True)):
             moved = self._move_price.measure(
-                lambda: move_experts(self.layers, placement.home, self.state, self._topology),
+                lambda: move_experts(self.layers, places_L, self.state, self._topology),
                 self.device,
             )
             self._counters.moved_bytes += moved.sent
             self.changed = True
+            for layer, before in zip(self.layers, before_L, strict=True):
+                if layer.places is not before:
+                    for call in layer.known.on_move:
+                        call(layer.index, before, layer.places)
 
     def refresh(self) -> None:
         """Copy the present weights to staging memory, mirrors and symmetric memory. Collective."""
         start = time.perf_counter()
         with self._counters.recorded(REFRESHING), torch.inference_mode(False):
             self.transfers.refresh()
+        for layer in self.layers:
+            if not layer.known.are_first:  # The parameters may be others than before.
+                know(layer.known, layer.tensors)
         self._counters.refresh_s += time.perf_counter() - start
         self.changed = False
 
