@@ -181,7 +181,8 @@ class OptimizerWatch:
         # Of the last finished gradients: all of their parameters, and the experts among them, which optimizers update.
         self._finished: list[torch.Tensor] = []
         self._trained: list[torch.Tensor] = []
-        self._has_stepped = False
+        # What optimizers that have stepped since then hold.
+        self._held: set[int] = set()
         _watch(self)
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
@@ -205,7 +206,7 @@ class OptimizerWatch:
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after an optimizer step."""
         self._after(bool(self._held_layers(optimizer)) or self._is_registered(optimizer))
-        self._has_stepped = self._has_stepped or bool(_held_ids(optimizer) & {id(p) for p in self._finished})
+        self._held |= _held_ids(optimizer)
 
     def check_registered(self) -> None:
         """Raises InputError if an optimizer that is not registered has state of experts that would not move."""
@@ -228,23 +229,25 @@ class OptimizerWatch:
             experts: the trained experts.
         """
         self._trained = [parameter for parameter in experts if parameter.grad is not None]
-        self._finished, self._has_stepped = [*dense, *self._trained], False
+        self._finished, self._held = [*dense, *self._trained], set()
 
     def untrained(self) -> InputError | None:
         """The error of experts whose complete gradients no optimizer uses, once for each step; or None.
 
         It is known when an optimizer has stepped that holds others of the parameters with complete gradients.
         """
-        if not self._has_stepped:
+        if self._held.isdisjoint(map(id, self._finished)):
             return None
-        trained, self._trained, self._finished, self._has_stepped = self._trained, [], [], False
+        trained, held = self._trained, self._held
+        self.finish((), ())
         # A registered optimizer that holds none of the experts has copies of them in another precision.
         held_by_R = [_held_ids(optimizer) & {id(p) for p in trained} for optimizer in self.registered]
         if not all(held_by_R):
             return None
-        held = set().union(*held_by_R, *map(_held_ids, list(_stepped)))
         if not all(id(parameter) in held for parameter in trained):
-            # Others may step later, or skip a step.
+            # Others step less often, or have skipped this step.
+            held = held.union(*held_by_R, *map(_held_ids, list(_stepped)))
+        if not all(id(parameter) in held for parameter in trained):
             held = held.union(*map(_held_ids, [each for each in gc.get_objects() if _is_optimizer(each)]))
         missing = [parameter for parameter in trained if id(parameter) not in held]
         if not missing:
