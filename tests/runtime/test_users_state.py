@@ -173,7 +173,9 @@ def momentum_error(model: TinyMoE, optimizers: list[Any], reference: TinyMoE, ex
     )
 
 
-def train(session: Session, model: TinyMoE, reference: TinyMoE, seed: int, *optimizers: Any, moves: bool = False) -> None:
+def train(
+    session: Session, model: TinyMoE, reference: TinyMoE, seed: int, *optimizers: Any, moves: bool = False
+) -> None:
     """A step of the model in the session and of the reference."""
     step = Step(seed)
     plan = step.plan
@@ -234,7 +236,9 @@ def test_averages_by_name_move_with_the_experts(shape: Shape) -> None:
         average.update_parameters(model)
         whole_average.update_parameters(reference)
         for name, parameter in model.named_parameters():
-            by_name[name] = 0.9 * by_name[name] + 0.1 * parameter.detach().double() if seed else parameter.detach().double()
+            by_name[name] = (
+                0.9 * by_name[name] + 0.1 * parameter.detach().double() if seed else parameter.detach().double()
+            )
     kept = dict(average.module.named_parameters())
     assert names == list(kept)
     for name, _, whole, mine in matches(model, whole_average.module):
@@ -255,13 +259,13 @@ def test_averages_by_name_move_with_the_experts(shape: Shape) -> None:
 def test_state_that_does_not_fit_is_refused_on_all_ranks() -> None:
     session, model, reference = make(shape=MIXED)
     average = saved(model)
-    with pytest.raises(InputError, match="no tensors under the names of the experts' parameters, such as 'blocks.0"):
+    with pytest.raises(InputError, match="no tensors under the names of the experts' parameters, such as 'blocks"):
         session.register_state(model, {"module." + name: value for name, value in average.items()})
     partial_list = {name: value for name, value in average.items() if not name.endswith("down.0")}
     with pytest.raises(InputError, match="MoE layer 0: register_state\\(\\) was given only some of its experts"):
         session.register_state(model, partial_list)
     wrong = average | {"blocks.1.gate_up": average["blocks.1.gate_up"][1:]}
-    with pytest.raises(InputError, match="'blocks.1.gate_up' has shape"):
+    with pytest.raises(InputError, match=r"'blocks\.1\.gate_up' has shape"):
         session.register_state(model, wrong)
     session.register_state(model, average)
     if session.rank == 1:
@@ -332,7 +336,8 @@ def test_a_second_session_starts_from_the_present_homes(shape: Shape) -> None:
     step.reference_loss(reference).backward()
     step.run(first, model)
     for name, parameter, whole, mine in matches(model, reference):
-        assert parameter.grad is not None and whole.grad is not None
+        assert parameter.grad is not None
+        assert whole.grad is not None
         assert relative_error(parameter.grad, whole.grad[mine]) < 1e-5, name
 
 
@@ -443,7 +448,7 @@ def test_parameters_that_were_replaced_in_the_model_are_refused() -> None:
 
 @runs_on_ranks()
 def test_experts_that_no_optimizer_holds_are_reported_on_all_ranks() -> None:
-    session, model, reference = make()
+    session, model, _ = make()
     experts = {id(p) for layer in session.layers for p in layer.parameters}
     missing = {id(model.moe_blocks()[1].down)} if session.rank else set()
 
@@ -477,7 +482,7 @@ def test_experts_that_no_optimizer_holds_are_reported_on_all_ranks() -> None:
 
 @runs_on_ranks()
 def test_optimizers_may_step_in_turn_and_other_models_are_no_concern() -> None:
-    session, model, reference = make()
+    session, model, _ = make()
     experts = [p for layer in session.layers for p in layer.parameters]
     dense, of_experts = adamw(model.replicated()), adamw(experts)
     other = nn.Linear(2, 2)
@@ -494,14 +499,16 @@ def test_optimizers_may_step_in_turn_and_other_models_are_no_concern() -> None:
             of_experts.step()
         model.zero_grad()
     # Updates without an optimizer.
-    del dense, of_experts
+    session, model, _ = make()
     step.apply(session)
     step.run(session, model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= 0.1 * parameter.grad  # type: ignore[operator]
     critic.step()
+    model.zero_grad()
     step.apply(session)
+    step.run(session, model)
 
 
 class Lamb(torch.optim.Optimizer):
@@ -547,7 +554,9 @@ def test_optimizers_that_mix_the_experts_of_a_stack_are_refused() -> None:
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
         optimizer.register_step_post_hook(lambda *_: pytest.fail("a hook of the user was called"))
         session.register_optimizers(optimizer)
-        assert not any(key != "sum" for values in optimizer.state.values() for key in values if key not in ("step", "sum"))
+        assert not any(
+            key != "sum" for values in optimizer.state.values() for key in values if key not in ("step", "sum")
+        )
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in saved(model).items())
 

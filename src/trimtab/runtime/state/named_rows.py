@@ -160,34 +160,30 @@ def _add_ids(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: A
 
 def _order_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before a module loads its part of a state dict: put rows in the order of the module's experts."""
-    # By layer and tensor, the names of Parameters by row.
-    names: dict[tuple[int, int], dict[int | None, str]] = {}
-    known_of: dict[int, KnownPlaces] = {}
+    # By layer and tensor, the names of Parameters by row; a stack is all rows.
+    tensors: dict[tuple[int, int], tuple[KnownPlaces, dict[int | None, str]]] = {}
     for name, parameter in module._parameters.items():
-        row = None if parameter is None else row_of(parameter)
-        if row is not None and prefix + name in state:
-            known, t, number = row
-            known_of[id(known)] = known
-            names.setdefault((id(known), t), {})[number] = prefix + name
-    for (place, _), name_of_row in names.items():
-        known, first_name = known_of[place], next(iter(name_of_row.values()))
-        saved_RH, now_RH = rows_in(first_name, state, known), known.now.experts_RH
+        found = None if parameter is None else row_of(parameter)
+        if found is not None and prefix + name in state:
+            known, t, row = found
+            tensors.setdefault((id(known), t), (known, {}))[1][row] = prefix + name
+    for known, name_of_row in tensors.values():
+        one = next(iter(name_of_row.values()))
+        saved_RH, now_RH = rows_in(one, state, known), known.now.experts_RH
         for name in name_of_row.values():
             state.pop(name + IDS, None)
-        if np.array_equal(saved_RH, now_RH) or known.keeps(state[first_name]):
+        if np.array_equal(saved_RH, now_RH) or known.keeps(state[one]):
             continue
-        is_whole = None in name_of_row or len(name_of_row) == now_RH.shape[1]
-        if not is_whole or not np.array_equal(np.sort(saved_RH), np.sort(now_RH)):
-            raise RuntimeError(_difference(f"{first_name!r} has", saved_RH, known))
-        # As many experts as rows, all of this rank.
+        has_all = None in name_of_row or len(name_of_row) == now_RH.shape[1]
+        # Of all ranks, so that all refuse it.
+        if not has_all or not np.array_equal(np.sort(saved_RH), np.sort(now_RH)):
+            raise RuntimeError(_difference(f"{one!r} has", saved_RH, known))
         saved = saved_RH[known.rank].tolist()
         order = [saved.index(expert) for expert in now_RH[known.rank].tolist()]
         if None in name_of_row:
-            state[first_name] = state[first_name][order]
+            state[one] = state[one][order]
         else:
-            values = [state[name_of_row[row]] for row in order]
-            for row, value in enumerate(values):
-                state[name_of_row[row]] = value
+            state.update({name_of_row[row]: state[name_of_row[old]] for row, old in enumerate(order)})
 
 
 def _difference(what: str, saved_RH: Array, known: KnownPlaces) -> str:
