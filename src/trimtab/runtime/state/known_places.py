@@ -145,6 +145,13 @@ def know(known: KnownPlaces, tensors: Sequence[torch.Tensor | Sequence[torch.Ten
                 table[parameter] = known, t, row
 
 
+def follow_parameter(before: torch.Tensor, now: torch.Tensor) -> None:
+    """Store that a Parameter has replaced another one in a module, with the same rows."""
+    for table in _parameters, _registered:
+        if before in table and now.shape == before.shape and row_of(now) is None:
+            table[now] = table[before]
+
+
 def known_places(
     index: int, parameters: Sequence[torch.Tensor], first: ExpertPlaces, rank: int, ranks: tuple[int, ...]
 ) -> KnownPlaces:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.state.expert_places import ExpertPlaces
-from trimtab.runtime.state.known_places import KnownPlaces, row_of
+from trimtab.runtime.state.known_places import KnownPlaces, follow_parameter, row_of
 
 # Appended to the name of a Parameter: int64 `[R, H]`, the logical expert in each row of each rank.
 IDS = ".experts_of_rows"
@@ -139,6 +139,9 @@ def _note(module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
     owners = _owners.setdefault(parameter, [])
     if not any(owner() is module and name == known for owner, known in owners):
         owners.append((weakref.ref(module), name))
+    before = module._parameters.get(name)
+    if before is not None and before is not parameter:
+        follow_parameter(before, parameter)
     if row_of(parameter) is not None:
         _add_hooks(module)
 

@@ -193,9 +193,8 @@ class OptimizerWatch:
         """
         held = self._held_layers(optimizer)
         if held and not any(watch._is_registered(optimizer) for watch in _watches):
-            moved = [layer for layer in held if layer.known.moved_at > _stepped.get(optimizer, 0)]
-            for layer in moved:
-                if _has_state(optimizer, layer):
+            for layer in held:
+                if _has_state(optimizer, layer) and layer.known.moved_at > _stepped.get(optimizer, 0):
                     raise RuntimeError(
                         f"{type(optimizer).__name__} has state of the experts of MoE layer {layer.index} from before "
                         "they moved to other ranks, and is not registered; register it with "
