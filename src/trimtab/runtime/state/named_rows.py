@@ -67,19 +67,19 @@ def check_owners(index: int, parameters: Iterable[torch.Tensor]) -> None:
     """
     for parameter in parameters:
         owners = [(module, name) for ref, name in _owners.get(parameter, ()) if (module := ref()) is not None]
-        where = [f"MoE layer {index}: {name!r} of {type(module).__name__}" for module, name in owners]
-        for (module, name), text in zip(owners, where, strict=True):
+        have_it = [module._parameters.get(name) is parameter for module, name in owners]
+        if all(have_it):
+            continue
+        for module, name in owners:
+            where = f"MoE layer {index}: {name!r} of {type(module).__name__}"
             if parametrize.is_parametrized(module, name):
                 raise InputError(
-                    f"{text} is parametrized, as LoRA by torch.nn.utils.parametrize is, so it is not a Parameter but "
+                    f"{where} is parametrized, as LoRA by torch.nn.utils.parametrize is, so it is not a Parameter but "
                     "computed from others; experts in a session should be Parameters: merge it, or adapt other modules"
                 )
-        if any(module._parameters.get(name) is parameter for module, name in owners):
-            continue
-        for (module, name), text in zip(owners, where, strict=True):
-            if module._parameters.get(name) is not None:
+            if not any(have_it) and module._parameters.get(name) is not None:
                 raise InputError(
-                    f"{text} has been replaced in the model since the layer was added, as by "
+                    f"{where} has been replaced in the model since the layer was added, as by "
                     "load_state_dict(assign=True) or fully_shard, so the model's weights are not those that are "
                     "computed; add layers with a function that returns their parameters"
                 )
