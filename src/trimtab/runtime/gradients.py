@@ -59,7 +59,8 @@ class SessionGradients(SessionBase):
         elements, others = self._elements_to_compare(dense), self._others(dense)
         are_new_D = self._lockstep.agree(
             FINISH, must_match=same | elements.by_key(), values=[any(other not in self._equal for other in others)],
-            problem=accumulation.problem(summed), all_data_ranks=True, names=elements.names,
+            problem=accumulation.problem(summed) or self._experts.optimizers.untrained(), all_data_ranks=True,
+            names=elements.names,
         )  # fmt: skip
         if are_new_D.any():
             self._find_equal(others)
@@ -71,6 +72,7 @@ class SessionGradients(SessionBase):
             sum_gradients(dense, topology.data)
         accumulation.finish(summed)
         self._experts.gradients.is_thorough = False
+        self._experts.optimizers.finish(dense, experts)
         self._experts.changed = True
 
     def _elements_to_compare(self, dense: Sequence[torch.nn.Parameter]) -> _Elements:
