@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -52,6 +51,7 @@ class RankExperts:
         self._settings, self._topology = settings, topology
         self._lockstep, self._counters = lockstep, counters
         self._transfers: Transfers | None = None
+        self._ranks = tuple(dist.get_process_group_ranks(topology.experts))
         self._move_price = MovePrice(topology)
         self._framework_state: ExpertState | None = None
         self.layers: list[HomeExperts] = []
@@ -65,10 +65,6 @@ class RankExperts:
         self._noted: dict[int, tuple[int, torch.Tensor]] = {}
         self._is_elsewhere = False
         self.at_backward_end: Callable[[], None] = lambda: None
-
-    @cached_property
-    def _ranks(self) -> tuple[int, ...]:
-        return tuple(dist.get_process_group_ranks(self._topology.experts))
 
     @property
     def placement(self) -> Placement:
