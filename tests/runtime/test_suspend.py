@@ -108,7 +108,7 @@ def at_other_homes(seed: int) -> tuple[Loop, TinyMoE, list[torch.Tensor]]:
     loop = start(seed)
     any_loop.move(loop, seed)
     update_and_step(loop, seed)
-    assert any(layer.places is not layer.first_places for layer in loop.session.homes)
+    assert any(not layer.known.are_first for layer in loop.session.homes)
     other = copy.deepcopy(loop.reference)
     for parameter in other.parameters():
         torch.nn.init.normal_(parameter)

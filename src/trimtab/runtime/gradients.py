@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.ranks.lockstep import CLIP, FINISH, digest
 from trimtab.runtime.ranks.recorder import SUMMING
@@ -29,7 +27,7 @@ class SessionGradients(SessionBase):
 
     def __init__(self, settings: SessionSettings) -> None:
         super().__init__(settings)
-        self._elements: _Elements | None = None
+        self._elements: Elements = dict
         # Whether parameters that were not given to `finish_gradients` had equal elements on all ranks at first.
         self._equal: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
 
@@ -56,10 +54,15 @@ class SessionGradients(SessionBase):
             same["homes and rows of experts"] = digest(
                 *(array for layer in self._experts.layers for array in (layer.home_E, layer.rows_E))
             )
-        elements, others = self._elements_to_compare(dense), self._others(dense)
+        others = self._others(dense)
+        equal = [*dense, *(parameter for parameter in others if self._equal.get(parameter))]
+        elements = self._elements_to_compare(equal)
+        # Before a change of the parameters they may be of others, where they are late.
+        names = {key: self._names.get(parameter, "") for key, parameter in zip(elements, equal, strict=False)}
         are_new_D = self._lockstep.agree(
-            FINISH, must_match=same | elements.by_key(), values=[any(other not in self._equal for other in others)],
-            problem=accumulation.problem(summed), all_data_ranks=True, names=elements.names,
+            FINISH, must_match=same | elements, values=[any(other not in self._equal for other in others)],
+            problem=accumulation.problem(summed) or self._experts.optimizers.untrained(), all_data_ranks=True,
+            names=names,
         )  # fmt: skip
         if are_new_D.any():
             self._find_equal(others)
@@ -71,16 +74,15 @@ class SessionGradients(SessionBase):
             sum_gradients(dense, topology.data)
         accumulation.finish(summed)
         self._experts.gradients.is_thorough = False
+        self._experts.optimizers.finish(dense, experts)
         self._experts.changed = True
 
-    def _elements_to_compare(self, dense: Sequence[torch.nn.Parameter]) -> _Elements:
-        """Of every parameter that should be equal on all ranks. Where the device has streams they are those of the call
+    def _elements_to_compare(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, float]:
+        """Of parameters that should be equal on all ranks. Where the device has streams they are those of the call
         before, for which the host does not wait."""
-        equal = [*dense, *(parameter for parameter in self._others(dense) if self._equal.get(parameter))]
-        now = _Elements.of(equal, self._names)
-        before, self._elements = self._elements, now
-        is_late = bool(equal) and streams.has_streams(equal[0].device)
-        return before or _Elements.of([], {}) if is_late else now
+        before, self._elements = self._elements, read_elements(parameters)
+        is_late = bool(parameters) and streams.has_streams(parameters[0].device)
+        return before() if is_late else self._elements()
 
     def _others(self, dense: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         """What the registered optimizers train beside experts and `dense`, but for distributed tensors."""
@@ -90,11 +92,12 @@ class SessionGradients(SessionBase):
 
     def _find_equal(self, others: Sequence[torch.nn.Parameter]) -> None:
         """Find out which parameters have the same element on all ranks now, as frameworks' shards don't. Collective."""
-        mine = _Elements.of(others, self._names).by_key()
-        gathered: list[dict[str, str]] = [{}] * self.topology.num_data_ranks
+        mine = read_elements(others)()
+        gathered: list[dict[str, float]] = [{}] * self.topology.num_data_ranks
         dist.all_gather_object(gathered, mine, group=self.topology.control)
         for key, parameter in zip(mine, others, strict=True):
-            self._equal[parameter] = all(of_rank.get(key) == mine[key] for of_rank in gathered)
+            # As text, since NaN differs from NaN.
+            self._equal[parameter] = all(repr(of_rank.get(key)) == repr(mine[key]) for of_rank in gathered)
 
     def clip_gradients(self, replicated: Iterable[torch.nn.Parameter], max_norm: float) -> float:
         """Clip the gradients of replicated parameters and of all ranks' experts by their joint norm, and return it.
@@ -123,31 +126,20 @@ class SessionGradients(SessionBase):
         return float(norm)
 
 
-@dataclass(frozen=True, eq=False)
-class _Elements:
-    """One element of each of some parameters, the one in the middle; 0 for parameters that have no memory.
+Elements = Callable[[], dict[str, float]]
+"""One element of each of some parameters, by keys that are the same on all ranks. It waits for their copy to the
+host."""
 
-    Attributes:
-        names: of the parameters, by keys that are the same on all ranks.
-        read: returns the elements, float64; waits for their copy to the host.
-    """
 
-    names: dict[str, str]
-    read: Callable[[], Array]
-
-    @classmethod
-    def of(cls, parameters: Sequence[torch.nn.Parameter], names: Mapping[torch.Tensor, str]) -> _Elements:
-        """The elements of parameters, in their order."""
-        keys = {f"replicated parameter {n} {list(p.shape)}": names.get(p, "") for n, p in enumerate(parameters)}
-        if not keys:
-            return cls({}, lambda: np.zeros(0))
-        flats = [p.detach().reshape(-1) if _has_memory(p) else p.new_zeros(1) for p in parameters]
-        middles = [flat[len(flat) // 2].to(flats[0].device, torch.float64) for flat in flats]
-        return cls(keys, streams.start_download(torch.stack(middles)))
-
-    def by_key(self) -> dict[str, str]:
-        """The elements as text; all NaN are equal."""
-        return dict(zip(self.names, map(repr, self.read().tolist()), strict=True))
+def read_elements(parameters: Sequence[torch.nn.Parameter]) -> Elements:
+    """The elements in the middle of parameters, in their order; 0 for parameters that have no memory."""
+    keys = [f"replicated parameter {n} {list(parameter.shape)}" for n, parameter in enumerate(parameters)]
+    if not keys:
+        return dict
+    flats = [p.detach().reshape(-1) if _has_memory(p) else p.new_zeros(1) for p in parameters]
+    middles = [flat[len(flat) // 2].to(flats[0].device, torch.float64) for flat in flats]
+    read = streams.start_download(torch.stack(middles))
+    return lambda: dict(zip(keys, read().tolist(), strict=True))
 
 
 def _has_memory(parameter: torch.nn.Parameter) -> bool:

@@ -89,7 +89,7 @@ class Session(SessionSteps, SessionGradients):
         self._calls.require_between_micro_steps("suspend")
         self._lockstep.agree(SUSPEND, all_data_ranks=True)
         self._drop_step()
-        self._elements = None
+        self._elements = dict
         self._experts.close()
         self._lockstep.suspend()
         self.topology.drop_groups()

@@ -266,8 +266,10 @@ class SessionMicroSteps(SessionBase):
                 "gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained,
                 # Choices in live micro-steps depend on them. Those of a plan were compared with it.
                 **(self.settings.shared if step is None else {}),
+                "homes and rows of experts": [places.digest for places in self._experts.places],
             },
-            problem=problem or broken or (None if has_plan else self._experts.foreign_weights(self.homes)),
+            problem=problem or broken or self._experts.optimizers.untrained()
+            or (None if has_plan else self._experts.foreign_weights(self.homes)),
         )  # fmt: skip
         if slices is not None:
             slices.agree(values_RV[:, 3:], index)

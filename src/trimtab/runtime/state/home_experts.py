@@ -13,6 +13,7 @@ import torch
 from trimtab.array_type import Array
 from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.flat_memory import Like
+from trimtab.runtime.state.known_places import KnownPlaces, know, known_places
 
 ExpertTensor = torch.nn.Parameter | Sequence[torch.nn.Parameter]
 """One tensor of all home experts: a stack `[E / R, ...]`, or a list of E / R Parameters `[...]` in home order."""
@@ -47,7 +48,8 @@ class HomeExperts:
     Args:
         parameters: returns this rank's tensors; called whenever they are needed.
         rank: this rank's number in its expert-parallel group.
-        home_E: `[E]` homes.
+        home_E: `[E]` homes at the start. If the parameters are known from another session, experts are where they are.
+        ranks: the ranks of the expert-parallel group in the whole job.
         compute_dtype: the compute dtype; the parameters' dtype by default.
         joins_in_backward: see the attribute.
 
@@ -59,7 +61,7 @@ class HomeExperts:
         is_staged: whether any tensor has.
         joins_in_backward: whether replica gradients are added to those of the home experts before the layer's backward
             ends, because they don't accumulate in `parameters`; see `weights` of `Session.add_layer`.
-        places, first_places: rank and row of each expert, now and at the start.
+        known: the places of experts, which all sessions with the same parameters share.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class HomeExperts:
         *,
         rank: int,
         home_E: Array,
+        ranks: tuple[int, ...] = (),
         compute_dtype: torch.dtype | None = None,
         joins_in_backward: bool = False,
     ) -> None:
@@ -82,7 +85,18 @@ class HomeExperts:
         self.is_staged = any(self.are_staged)
         self._staging: list[torch.Tensor | None] = []
         self.drop_staging()
-        self.places = self.first_places = ExpertPlaces.first(home_E)
+        self.known: KnownPlaces = known_places(index, self.parameters, ExpertPlaces.first(home_E), rank, ranks)
+        know(self.known, self.tensors)
+
+    @property
+    def places(self) -> ExpertPlaces:
+        """Rank and row of each expert; another value after a move. Raises RuntimeError if the experts are in a session
+        with other ranks now."""
+        if self.known.is_replaced:
+            raise RuntimeError(
+                f"the experts of MoE layer {self.index} are in a later session with other ranks; this session can't run"
+            )
+        return self.known.now
 
     @property
     def tensors(self) -> list[ExpertTensor]:
@@ -151,9 +165,12 @@ class HomeExperts:
         return sum(shape.numel() for shape in self.expert_shapes) * self.dtype.itemsize
 
     def places_after(self, home_E: Array) -> ExpertPlaces:
-        """The places after a move to these homes `[E]`: those of the start with the homes of the start."""
-        if np.array_equal(home_E, self.first_places.home_E):
-            return self.first_places
+        """The places after a move to these homes `[E]`: the present ones if none differs, those of the start with the
+        homes of the start, else with the rows of `ExpertPlaces.rows_after`."""
+        if np.array_equal(home_E, self.home_E):
+            return self.places
+        if np.array_equal(home_E, self.known.first.home_E):
+            return self.known.first
         return ExpertPlaces(home_E, self.places.rows_after(home_E))
 
     def stage_in(self, stacks: Sequence[torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from trimtab.errors import InputError
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.state.named_rows import IDS, names_of
 from trimtab.runtime.state.optimizer_rows import describe_state, expert_state
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
@@ -175,7 +176,7 @@ class LogicalState:
         Raises:
             InputError: if the names of a list's Parameters have no expert number; see `find_number`.
         """
-        for entry, value in self._entries(model, model.state_dict()):
+        for entry, value in self._entries(model, _tensors_of(model)):
             for name, whole in self._gather(entry, value, everywhere=everywhere).items():
                 yield name, whole if everywhere else whole.cpu()
 
@@ -188,7 +189,7 @@ class LogicalState:
         Raises:
             InputError: naming a tensor that is missing, unknown, or of another shape; as `weights`.
         """
-        entries = self._entries(model, model.state_dict())
+        entries = self._entries(model, _tensors_of(model))
         expected = {name for entry, _ in entries for name in entry.whole_names}
         if missing := sorted(expected - state.keys()):
             raise InputError(f"tensor {missing[0]!r} is missing; this model needs it")
@@ -282,9 +283,7 @@ class LogicalState:
 
     def _entries(self, model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[_Entry, Tensor]]:
         """Entries for tensors of the model by name, in the same order."""
-        names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
+        names = names_of(model)
         every_name = [name for some in names.values() for name in some]
         entries: list[_Entry] = []
         for layer in self._layers:
@@ -347,6 +346,11 @@ class LogicalState:
                         f"{type(optimizer).__name__}: the state of {name!r} is {other[name]} on rank {rank} and "
                         f"{of_first} on rank 0; it should be equal"
                     )
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state without ids of rows, which logical order does not need."""
+    return {name: value for name, value in model.state_dict().items() if not name.endswith(IDS)}
 
 
 def _shape(tensor: torch.Tensor) -> list[int]:
