@@ -129,11 +129,11 @@ def test_exchanges_are_subtracted_from_the_time_of_experts(monkeypatch: pytest.M
     """An exchange takes 1 s; a forward with two of them 12 s, and a backward 22 s."""
     now = [0.0]
 
-    def spend(seconds: float) -> None:
+    def spend(seconds: float) -> Any:
         now[0] += seconds
+        return SimpleNamespace(backward=lambda _: spend(22.0))
 
-    output = SimpleNamespace(backward=lambda _: spend(22.0))
-    layer: Any = mock.Mock(parameters=[], side_effect=lambda *_: spend(12.0) or output)
+    layer: Any = mock.Mock(parameters=[], side_effect=lambda *_: spend(12.0))
     session: Any = SimpleNamespace(plan=lambda *_: None, micro_step=lambda _: nullcontext())
     monkeypatch.setattr(expert_rates, "exchange_rows", lambda *_: spend(1.0))
     clock = SimpleNamespace(now=lambda: now[0], seconds=lambda start, end: end - start)

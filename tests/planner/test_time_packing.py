@@ -127,7 +127,7 @@ def test_rows_use_links_from_two_ranks_on() -> None:
         for name in ("near_row_s", "token_s")
     )
     tokens = [np.sort(reference.by_place(schedule, lengths), axis=None) for schedule in (by_rows, by_tokens)]
-    assert np.array_equal(*tokens)
+    assert np.array_equal(tokens[0], tokens[1])
 
 
 @pytest.mark.parametrize(

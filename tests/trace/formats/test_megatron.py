@@ -124,7 +124,7 @@ def test_ids_parsed_separately_equal_those_of_json() -> None:
     for values, dtype in (([[1, 2]], "int16"), ([[-32768], [32767]], "int16"), ([[-1, 32768]], "int32")):
         ids = megatron.ids_at_end(json.dumps(values).encode() + b"}\n")
         assert ids is not None
-        assert (ids.tolist(), ids.dtype) == (values, dtype)
+        assert (ids.tolist(), ids.dtype.name) == (values, dtype)
     for text in (b"[ [1 ,2] , [ 3,4]\t]}", b"[[01]]}", b"[[1], [2, 3]]}", b"[[1.0]]}", b"[]}", b"[[1]], 2}"):
         assert megatron.ids_at_end(text + b"\n") is None
 
