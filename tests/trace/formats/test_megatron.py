@@ -107,6 +107,8 @@ def test_invalid_files_are_refused(tmp_path: Path) -> None:
     assert message({"top_indices": [], "topk": 2}) == "line 1: no layer"
     assert message([1]) == "item 1: a whole number; expected an object with top_indices"
     assert message(row(ids, 0, block="mtp")) == "no row of a decoder layer"
+    for key in ("layer", "top_indices"):
+        assert not megatron.recognise(json_lines(tmp_path / "b.jsonl", [{key: row(ids, 0)[key]}]))
 
 
 def test_ids_parsed_separately_equal_those_of_json() -> None:
