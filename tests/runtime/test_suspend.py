@@ -60,6 +60,24 @@ def test_steps_after_suspension_are_right_and_keep_nothing(seed: int) -> None:
 
 
 @runs_on_ranks()
+def test_backwards_after_suspension_are_refused() -> None:
+    loop = start()
+    any_loop.forward(loop, 0, "plain", 1)
+    any_loop.live(loop, 0, "plain", 2)
+    loop.session.suspend()
+    for number, cause in (
+        (1, r"backward\(\) before .*suspend"),
+        (2, "was suspended between a forward and its backward"),
+    ):
+        with pytest.raises(RuntimeError, match=cause):
+            loop.pending.pop(number).loss.backward()
+    any_loop.zero(loop)
+    any_loop.plan(loop, 1)
+    update(loop)
+    any_loop.step(loop)
+
+
+@runs_on_ranks()
 def test_a_session_goes_on_with_groups_that_replace_destroyed_ones() -> None:
     loop = start()
     update(loop)

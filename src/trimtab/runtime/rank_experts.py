@@ -270,7 +270,7 @@ class RankExperts:
 
     def close(self) -> None:
         """Release threads and memory. What is used again is created again."""
-        self._with_transfers(lambda transfers: transfers.ring.close())
+        self._with_transfers(lambda transfers: transfers.close())
         self._transfers, self.changed = None, True
         for layer in self.layers:
             layer.drop_staging()
