@@ -285,7 +285,7 @@ class RankExperts:
             return
         if self._is_elsewhere:
             raise RuntimeError("an optimizer that trains experts can't step within first_homes()")
-        if self._topology.expert_dp_group is not None and self.accumulation.is_open:
+        if self._topology.groups > 1 and self.accumulation.is_open:
             raise RuntimeError(
                 "an optimizer steps while gradients of experts are not summed over expert-parallel groups; call "
                 "finish_gradients() first"
