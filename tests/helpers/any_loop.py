@@ -6,6 +6,7 @@ optimizer state.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,9 @@ class Loop:
         is_finished: whether gradients are complete.
         has_mixed_gradients: whether gradients were added to others that had been summed over ranks.
         offloaded_parameters: the parameters' values while they are offloaded; else None.
+        averages: of the weights, by the names of the model's and of the reference's parameters.
+        has_stepped: whether the model's optimizer has.
+        saved: state dicts of the model and its optimizer, and those of the reference; None if there are none.
     """
 
     session: Session
@@ -92,6 +96,9 @@ class Loop:
     is_finished: bool = False
     has_mixed_gradients: bool = False
     offloaded_parameters: list[torch.Tensor] | None = None
+    has_stepped: bool = False
+    averages: tuple[dict[str, torch.Tensor], ...] = ()
+    saved: tuple[dict[str, Any], ...] | None = None
 
     def rows(self, index: int, rank: int | None = None) -> torch.Tensor:
         """The tokens of a micro-step, of one rank or all."""
@@ -202,6 +209,8 @@ def start(
     )  # fmt: skip
     reference, model = TinyMoE(shape, torch.float64), TinyMoE(shape, torch.float64)
     model.load_state_dict(reference.state_dict())
+    for block in model.moe_blocks():
+        block.is_read = seed % 2 == 0
     model.share(session)
     for either in (reference, model):
         for layer, block in enumerate(either.moe_blocks()):
@@ -210,6 +219,8 @@ def start(
     first, second = (torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.1, foreach=False) for m in (reference, model))
     session.register_optimizers(second)
     loop = Loop(session, model, reference, (first, second), slots)
+    loop.averages = tuple({n: p.detach().clone() for n, p in m.named_parameters()} for m in (model, reference))
+    session.register_state(model, loop.averages[0])
     plan(loop, seed)
     return loop
 
@@ -471,6 +482,10 @@ def step(loop: Loop, zero: bool | None = True) -> None:
     loop.changes = Changes(loop.changes.plans, loop.changes.weights + changes, loop.changes.steps + 1)
     for optimizer in loop.optimizers:
         optimizer.step()
+    loop.has_stepped = True
+    for average, model in zip(loop.averages, (loop.model, loop.reference), strict=True):
+        for name, parameter in model.named_parameters():
+            average[name] = 0.75 * average[name] + 0.25 * parameter.detach()
     if zero is not None:
         _zero(loop, zero)
 
@@ -490,6 +505,13 @@ def _zero(loop: Loop, to_none: bool) -> None:
     for optimizer in loop.optimizers:
         optimizer.zero_grad(set_to_none=to_none)
     loop.is_finished = loop.has_mixed_gradients = False
+
+
+@action
+def sleep(loop: Loop, seed: int) -> None:
+    """The session gives everything back, and is used again."""
+    loop.session.suspend()
+    plan(loop, seed, moves=False)
 
 
 @action
@@ -521,6 +543,98 @@ def _would_move_gradients(loop: Loop, placement: Placement) -> bool:
         for block, moved in zip(loop.reference.moe_blocks(), moved_L, strict=True)
         for parameter in block.expert_parameters()
     )
+
+
+@action
+def save(loop: Loop) -> None:
+    """Store state dicts."""
+    parts = (loop.model, loop.optimizers[1], loop.reference, loop.optimizers[0])
+    loop.saved = tuple(copy.deepcopy(part.state_dict()) for part in parts)
+
+
+@action
+def reload(loop: Loop, seed: int) -> None:
+    """Load what was stored, after experts have returned to the places that they had. Before that it is refused, or
+    modules put rows in order."""
+    if loop.saved is None:
+        return
+    model, session = loop.model, loop.session
+    _zero(loop, True)
+    mine, state, whole, whole_state = (copy.deepcopy(part) for part in loop.saved)
+    before = [layer.places for layer in session.homes]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    try:
+        model.load_state_dict(mine)
+        is_loaded = True
+    except RuntimeError as error:
+        assert "move_to_saved" in str(error)
+        is_loaded = False
+    loop.reference.load_state_dict(whole)
+    if is_loaded:
+        weights = session.logical_state_dict(model)
+        assert all(torch.equal(weights[name], value) for name, value in loop.reference.state_dict().items())
+    session.move_to_saved(model, mine)
+    model.load_state_dict(mine)
+    loop.optimizers[1].load_state_dict(state)
+    loop.optimizers[0].load_state_dict(whole_state)
+    loop.changes = loop.changes._replace(weights=loop.changes.weights + 1)
+    loop.pending.clear()
+    if any(layer.places is not places for layer, places in zip(session.homes, before, strict=True)):
+        plan(loop, seed, False, session.mode)
+
+
+@action
+def change_session(loop: Loop, seed: int) -> None:
+    """Another session gets the model's experts, where they are."""
+    before, settings = loop.session, loop.session.settings
+    loop.pending.clear()
+    loop.session = Session(
+        num_experts=settings.num_experts, slots_per_rank=settings.slots_per_rank, ring_layers=settings.ring_layers,
+        ranks_per_node=before.topology.ranks_per_node, verify_weights=settings.verify_weights, mode=before.mode,
+    )  # fmt: skip
+    for block in loop.model.moe_blocks():
+        block.run_in(loop.session)
+    assert np.array_equal(loop.session.placement.home, before.placement.home)
+    loop.session.register_optimizers(loop.optimizers[1])
+    _zero(loop, True)
+    before.close()
+    plan(loop, seed, False, loop.session.mode)
+
+
+@action
+def change_optimizer(loop: Loop, seed: int, replaces: bool) -> None:
+    """Another optimizer with the same state, for the same parameters or for others that replace them.
+
+    Args:
+        replaces: the model gets other parameters; refused at the next micro-step if the session got a list.
+    """
+    old = loop.optimizers[1]
+    if replaces:
+        if not loop.model.moe_blocks()[0].is_read:
+            return
+        _zero(loop, True)
+        loop.pending.clear()
+        frozen = {name for name, parameter in loop.model.named_parameters() if not parameter.requires_grad}
+        values = {name: value.clone() for name, value in loop.model.state_dict().items()}
+        loop.model.load_state_dict(values, assign=True)
+        for name, parameter in loop.model.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+    new = torch.optim.AdamW(loop.model.parameters(), lr=0.01, eps=0.1, foreach=False)
+    new.load_state_dict(copy.deepcopy(old.state_dict()))
+    loop.session.register_optimizers(new)
+    placement = random_placement(
+        np.random.default_rng(seed), len(loop.session.layers), loop.session.num_experts, loop.session.num_ranks
+    )
+    has_state = any(p in old.state for layer in loop.session.layers for p in layer.parameters)
+    if loop.has_stepped and has_state and not np.array_equal(placement.home, loop.session.placement.home):
+        with pytest.raises(InputError, match="experts can't move: AdamW has state"):
+            loop.session.move(placement)
+    # Nobody uses it any more.
+    old.param_groups.clear()
+    old.state.clear()
+    loop.optimizers, loop.has_stepped = (loop.optimizers[0], new), False
 
 
 @action
@@ -573,8 +687,10 @@ def write(loop: Loop, way: str) -> None:
             with torch.no_grad():
                 parameter.mul_(factor)
     if way == "data":
-        loop.session.weights_changed()
         loop.pending.clear()
+    # Where experts are away from their first homes, they could be the weights of another model.
+    if way == "data" or any(not layer.known.are_first for layer in loop.session.homes):
+        loop.session.weights_changed()
     loop.changes = loop.changes._replace(weights=loop.changes.weights + 1)
 
 
@@ -597,6 +713,10 @@ def compare(loop: Loop) -> None:
     weights = session.logical_state_dict(loop.model)
     for name, expected in loop.reference.state_dict().items():
         assert relative_error(weights[name], expected) < 100 * TOLERANCE, (name, "weights")
+    names = {id(parameter): name for name, parameter in loop.reference.named_parameters()}
+    for name, _, expected, mine in matches(loop.model, loop.reference):
+        whole = loop.averages[1][names[id(expected)]]
+        assert relative_error(loop.averages[0][name], whole[mine]) < 100 * TOLERANCE, (name, "average")
     states = dict(session.logical.optimizer_state(loop.model, loop.optimizers[1]))
     for name, expected in loop.reference.named_parameters() if session.rank == 0 else ():
         for key, value in loop.optimizers[0].state.get(expected, {}).items():

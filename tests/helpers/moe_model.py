@@ -49,6 +49,7 @@ class MoEBlock(nn.Module):
         self.gate_up = _experts(gate_up, "gate_up" in shape.lists)
         self.down = _experts(down, "down" in shape.lists)
         self.layer: ExpertLayer | None = None
+        self.is_read = False
         self.compute_dtype: torch.dtype | None = None
         self.recorded_ids: torch.Tensor | None = None
         self.top_k = shape.top_k
@@ -56,10 +57,19 @@ class MoEBlock(nn.Module):
     def share(self, session: Session, dispatcher: Dispatcher | None = None) -> None:
         """Keep this rank's home experts only, and run them in the session."""
         self.gate_up, self.down = (_home(tensor, session.home_experts) for tensor in (self.gate_up, self.down))
-        tensors = [t if isinstance(t, nn.Parameter) else list(t) for t in (self.gate_up, self.down)]
+        self.run_in(session, dispatcher)
+
+    def run_in(self, session: Session, dispatcher: Dispatcher | None = None) -> None:
+        """Run the experts that the rank has in a session, which reads them again each time if `is_read`."""
         self.layer = session.add_layer(
-            tensors, gated_experts(), compute_dtype=self.compute_dtype, dispatcher=dispatcher
+            self.tensors if self.is_read else self.tensors(),
+            gated_experts(),
+            compute_dtype=self.compute_dtype,
+            dispatcher=dispatcher,
         )
+
+    def tensors(self) -> list[nn.Parameter | list[nn.Parameter]]:
+        return [t if isinstance(t, nn.Parameter) else list(t) for t in (self.gate_up, self.down)]
 
     def expert_parameters(self) -> list[nn.Parameter]:
         return [p for t in (self.gate_up, self.down) for p in ([t] if isinstance(t, nn.Parameter) else t)]

@@ -172,7 +172,7 @@ def _forget(state: dict[str, Any]) -> int:
             dist.destroy_process_group(group)
     # Numbers of groups go on, since the store of the ranks knows the names of earlier ones.
     for created in process_groups._created.values():
-        created.groups.clear()
+        created.clear()
     # What lives now, modules mostly, is not searched again.
     gc.freeze()
     return len(os.listdir("/proc/self/task"))

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -113,6 +115,28 @@ def test_a_shared_model_equals_the_plain_one(model_type: str) -> None:
         Case(model_type, seed=4, changes=limit, dtype=torch.float32, autocast=True),
     ):
         compare_with_plain_model(case)
+
+
+@runs_on_ranks()
+def test_data_parallelism_of_the_dense_part_leaves_experts_alone() -> None:
+    """Neither its broadcast nor its sums reach them."""
+    torch.manual_seed(0)
+    plain = random_model(small_config("qwen3_moe"), torch.float64)
+    shared = copy_of(plain, torch.float64)
+    session = Session(num_experts=num_experts(shared.config))
+    distribute_experts(shared, session)
+    wrapped = DistributedDataParallel(shared)
+    tokens = torch.arange(1, 13)[None] + dist.get_rank()
+    wrapped(input_ids=tokens, use_cache=False).logits.square().sum().backward()
+    both = torch.cat([tokens - dist.get_rank(), tokens - dist.get_rank() + 1])
+    plain(input_ids=both, use_cache=False).logits.square().sum().backward()
+    home = torch.from_numpy(session.home_experts)
+    experts = {id(parameter) for layer in session.homes for parameter in layer.parameters}
+    for (name, mine), whole in zip(shared.named_parameters(), plain.parameters(), strict=True):
+        is_expert = id(mine) in experts
+        # It averages, and experts get the sum over all ranks' tokens.
+        expected = whole.grad[home] if is_expert else whole.grad / 2
+        assert relative_error(mine.grad, expected) < 1e-12, name
 
 
 def compare_with_plain_model(case: Case) -> None:

@@ -34,6 +34,7 @@ class AnyLoop(RuleBasedStateMachine):
         super().__init__()
         self.pending: list[int] = []
         self.number = 0
+        self.sessions = 1
 
     def do(self, function: Any, *args: Any) -> None:
         self.pending = self.pool.call(any_loop.call, function, *args)[0]
@@ -90,6 +91,28 @@ class AnyLoop(RuleBasedStateMachine):
     @rule(seed=seeds)
     def move(self, seed: int) -> None:
         self.do(any_loop.move, seed)
+
+    @rule(seed=seeds)
+    def sleep(self, seed: int) -> None:
+        self.do(any_loop.sleep, seed)
+
+    @rule()
+    def save(self) -> None:
+        self.do(any_loop.save)
+
+    @rule(seed=seeds)
+    def reload(self, seed: int) -> None:
+        self.do(any_loop.reload, seed)
+
+    @precondition(lambda self: self.sessions < 3)
+    @rule(seed=seeds)
+    def change_session(self, seed: int) -> None:
+        self.sessions += 1
+        self.do(any_loop.change_session, seed)
+
+    @rule(seed=seeds, replaces=st.booleans())
+    def change_optimizer(self, seed: int, replaces: bool) -> None:
+        self.do(any_loop.change_optimizer, seed, replaces)
 
     @rule(change=st.sampled_from([any_loop.repoint, any_loop.offload, any_loop.onload]))
     def change_memory(self, change: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -153,11 +155,12 @@ def test_a_session_may_be_collected_in_the_middle_of_an_optimizer_step() -> None
         gc.collect()
         seen.append(f"with experts: {holds_experts}")
 
-    watch = OptimizerWatch(lambda: [parameter], collect, collect)
+    layer: Any = SimpleNamespace(parameters=[parameter])
+    watch = OptimizerWatch(lambda: [layer], collect, collect)
     for _ in range(3):
         other = OptimizerWatch(list, lambda _: None, lambda _: None)
         # A reference cycle, as in sessions.
-        other.registered.append(other)  # type: ignore[arg-type]
+        other.itself = other  # type: ignore[attr-defined]
         del other
         torch.optim.SGD([parameter], lr=0.1).step()
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()

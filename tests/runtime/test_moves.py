@@ -109,7 +109,7 @@ def watched(session: Session, optimizer: torch.optim.Optimizer | None, home_LE: 
     staying = [
         value
         for layer in session.homes
-        for rows_E in [layer.rows_after(home_LE[layer.index])]
+        for rows_E in [layer.places_after(home_LE[layer.index]).rows_E]
         for row, expert in enumerate(layer.home_experts)
         # Rows on a rank change only if all experts return to their first homes.
         if home_LE[layer.index, expert] == session.rank and rows_E[expert] == row

@@ -61,6 +61,7 @@ def test_low_precision_stays_near_float32(shape: Shape) -> None:
         with torch.no_grad():
             for parameter in session.layers[0].parameters:
                 parameter.zero_()
+        session.weights_changed()
         assert relative_error(model(tokens).float(), before.float()) > 0.01
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trimtab.errors import InputError
 from trimtab.runtime.ranks.lockstep import CLIP, FINISH, digest
 from trimtab.runtime.ranks.recorder import SUMMING
 from trimtab.runtime.session_base import SessionBase
+from trimtab.runtime.session_settings import SessionSettings
 from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.transfer import streams
 
 # Gradients are summed in flat buckets of about this size.
 BUCKET_BYTES = 64 << 20
@@ -21,6 +24,12 @@ BUCKET_BYTES = 64 << 20
 
 class SessionGradients(SessionBase):
     """Sums and clipping of gradients before an optimizer step. Methods are collective over all data ranks."""
+
+    def __init__(self, settings: SessionSettings) -> None:
+        super().__init__(settings)
+        self._elements: Elements = dict
+        # Whether parameters that were not given to `finish_gradients` had equal elements on all ranks at first.
+        self._equal: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
 
     def finish_gradients(self, replicated: Iterable[torch.nn.Parameter] = ()) -> None:
         """Complete the gradients of all micro-steps since the last call; call it before clipping and optimizer steps.
@@ -35,19 +44,29 @@ class SessionGradients(SessionBase):
             RanksDisagreeError: if the ranks made different calls before, or pass different parameters.
         """
         self._calls.require_outside_backward("finish_gradients")
+        self._lockstep.need_groups()
         accumulation, topology = self._experts.accumulation, self.topology
         dense = dense_parameters(replicated, self._experts.parameters())
         experts = [parameter for parameter in self._experts.parameters() if parameter.requires_grad]
         summed = [*dense, *(experts if topology.expert_dp_group is not None else ())]
-        same: dict[str, object] = {
-            "replicated parameters": (len(dense), describe(dense, with_values=bool(self.settings.verify_weights)))
-        }
+        same: dict[str, object] = {"replicated parameters": (len(dense), shapes_of(dense))}
         if topology.expert_dp_group is not None:
             # Rows depend on all moves so far.
             same["homes and rows of experts"] = digest(
                 *(array for layer in self._experts.layers for array in (layer.home_E, layer.rows_E))
             )
-        self._lockstep.agree(FINISH, must_match=same, problem=accumulation.problem(summed), all_data_ranks=True)
+        others = self._others(dense)
+        equal = [*dense, *(parameter for parameter in others if self._equal.get(parameter))]
+        elements = self._elements_to_compare(equal)
+        # Before a change of the parameters they may be of others, where they are late.
+        names = {key: self._names.get(parameter, "") for key, parameter in zip(elements, equal, strict=False)}
+        are_new_D = self._lockstep.agree(
+            FINISH, must_match=same | elements, values=[any(other not in self._equal for other in others)],
+            problem=accumulation.problem(summed) or self._experts.optimizers.untrained(), all_data_ranks=True,
+            names=names,
+        )  # fmt: skip
+        if are_new_D.any():
+            self._find_equal(others)
         with self.counters.recorded(SUMMING):
             self._experts.drain()
             zero_missing([*dense, *experts], topology.control)
@@ -55,7 +74,31 @@ class SessionGradients(SessionBase):
                 sum_gradients(experts, topology.expert_dp_group)
             sum_gradients(dense, topology.data)
         accumulation.finish(summed)
+        self._experts.gradients.is_thorough = False
+        self._experts.optimizers.finish(dense, experts)
         self._experts.changed = True
+
+    def _elements_to_compare(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, float]:
+        """Of parameters that should be equal on all ranks. Where the device has streams they are those of the call
+        before, for which the host does not wait."""
+        before, self._elements = self._elements, read_elements(parameters)
+        is_late = bool(parameters) and streams.has_streams(parameters[0].device)
+        return before() if is_late else self._elements()
+
+    def _others(self, dense: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """What the registered optimizers train beside experts and `dense`, but for distributed tensors."""
+        known = {id(parameter) for parameter in (*dense, *self._experts.parameters())}
+        trained = (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
+        return [p for p in trained if id(p) not in known and not hasattr(p, "to_local") and _has_memory(p)]
+
+    def _find_equal(self, others: Sequence[torch.nn.Parameter]) -> None:
+        """Find out which parameters have the same element on all ranks now, as frameworks' shards don't. Collective."""
+        mine = read_elements(others)()
+        gathered: list[dict[str, float]] = [{}] * self.topology.num_data_ranks
+        dist.all_gather_object(gathered, mine, group=self.topology.control)
+        for key, parameter in zip(mine, others, strict=True):
+            # As text, since NaN differs from NaN.
+            self._equal[parameter] = all(repr(of_rank.get(key)) == repr(mine[key]) for of_rank in gathered)
 
     def clip_gradients(self, replicated: Iterable[torch.nn.Parameter], max_norm: float) -> float:
         """Clip the gradients of replicated parameters and of all ranks' experts by their joint norm, and return it.
@@ -84,18 +127,29 @@ class SessionGradients(SessionBase):
         return float(norm)
 
 
-def describe(parameters: Sequence[torch.nn.Parameter], *, with_values: bool) -> str:
-    """A digest of the shapes and dtypes of parameters, in order.
+Elements = Callable[[], dict[str, float]]
+"""One element of each of some parameters, by keys that are the same on all ranks. It waits for their copy to the
+host."""
 
-    Args:
-        with_values: include one element of each parameter.
-    """
-    shapes = np.frombuffer(repr([(tuple(p.shape), p.dtype) for p in parameters]).encode(), np.uint8)
-    # Offloaded parameters have no memory.
-    present = [p.detach().reshape(-1) for p in parameters if p.numel() and p.untyped_storage().nbytes()]
-    if not with_values or not present:
-        return digest(shapes)
-    return digest(shapes, torch.stack([flat[len(flat) // 2].double() for flat in present]).cpu().numpy())
+
+def read_elements(parameters: Sequence[torch.nn.Parameter]) -> Elements:
+    """The elements in the middle of parameters, in their order; 0 for parameters that have no memory."""
+    keys = [f"replicated parameter {n} {list(parameter.shape)}" for n, parameter in enumerate(parameters)]
+    if not keys:
+        return dict
+    flats = [p.detach().reshape(-1) if _has_memory(p) else p.new_zeros(1) for p in parameters]
+    middles = [flat[len(flat) // 2].to(flats[0].device, torch.float64) for flat in flats]
+    read = streams.start_download(torch.stack(middles))
+    return lambda: dict(zip(keys, read().tolist(), strict=True))
+
+
+def _has_memory(parameter: torch.nn.Parameter) -> bool:
+    return bool(parameter.numel() and parameter.untyped_storage().nbytes())
+
+
+def shapes_of(parameters: Sequence[torch.nn.Parameter]) -> str:
+    """A digest of the shapes and dtypes of parameters, in order."""
+    return digest(np.frombuffer(repr([(tuple(p.shape), p.dtype) for p in parameters]).encode(), np.uint8))
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None = None) -> None:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import Placement
 from trimtab.runtime.autograd.accumulation import Accumulation
+from trimtab.runtime.autograd.gradient_watch import GradientWatch
+from trimtab.runtime.autograd.torch_engine import call_after_backward
 from trimtab.runtime.layer.backward import Backward
 from trimtab.runtime.ranks.lockstep import STEP, Lockstep
 from trimtab.runtime.ranks.recorder import REFRESHING
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.session_settings import SessionSettings
+from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.home_experts import HomeExperts, ReadParameters, read_tensors
+from trimtab.runtime.state.known_places import know
 from trimtab.runtime.state.move_price import MovePrice
 from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
+from trimtab.runtime.state.named_rows import follow_owners
 from trimtab.runtime.state.optimizer_rows import ExpertState, OptimizerState
 from trimtab.runtime.state.parameter_checks import check_compute_dtype, check_new_parameters
-from trimtab.runtime.state.weight_watch import OptimizerWatch
+from trimtab.runtime.state.weight_watch import OptimizerWatch, sampled_bytes
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
 
@@ -34,6 +41,7 @@ class RankExperts:
         layers: the home experts of each layer.
         backward: tracks backwards, to complete gradients when they end.
         accumulation: detects gradients that were already summed.
+        gradients: detects gradients that others change.
         optimizers: hooks of optimizer steps.
         changed: whether weights are known to have changed since copies were made.
         at_backward_end: called when a backward has ended.
@@ -43,13 +51,19 @@ class RankExperts:
         self._settings, self._topology = settings, topology
         self._lockstep, self._counters = lockstep, counters
         self._transfers: Transfers | None = None
+        self._ranks = tuple(dist.get_process_group_ranks(topology.experts))
         self._move_price = MovePrice(topology)
         self._framework_state: ExpertState | None = None
         self.layers: list[HomeExperts] = []
         self.backward = Backward(self._complete_gradients, self._drop_gradients)
         self.accumulation = Accumulation(self.parameters)
-        self.optimizers = OptimizerWatch(self.parameters, self._before_step, self._after_step)
+        self.gradients = GradientWatch()
+        self.optimizers = OptimizerWatch(self._own_layers, self._before_step, self._after_step)
         self.changed = True
+        # Of layers by number: how often state dicts were loaded, and sampled elements of the experts, as they were
+        # trained or moved last.
+        self._noted: dict[int, tuple[int, torch.Tensor]] = {}
+        self._is_elsewhere = False
         self.at_backward_end: Callable[[], None] = lambda: None
 
     @property
@@ -93,19 +107,26 @@ class RankExperts:
         check_new_parameters(index, tensors, self.layers, np.flatnonzero(home_E == rank))
         check_compute_dtype(index, tensors, compute_dtype)
         homes = HomeExperts(
-            index, read, rank=rank, home_E=home_E, compute_dtype=compute_dtype, joins_in_backward=joins_in_backward
-        )
+            index, read, rank=rank, home_E=home_E, ranks=self._ranks, compute_dtype=compute_dtype,
+            joins_in_backward=joins_in_backward,
+        )  # fmt: skip
         if self.layers and homes.expert_like != self.layers[0].expert_like:
             raise InputError(
                 f"MoE layer {index} has experts of {homes.expert_like}, layer 0 {self.layers[0].expert_like}. "
                 "All layers share slots, so their experts should have equal shapes"
             )
         self.layers.append(homes)
+        if not joins_in_backward:
+            follow_owners(homes.parameters)
         return homes
+
+    def _own_layers(self) -> list[HomeExperts]:
+        """The layers whose gradients accumulate in `.grad`."""
+        return [layer for layer in self.layers if not layer.joins_in_backward]
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Parameters whose gradients accumulate in `.grad`."""
-        return [p for layer in self.layers if not layer.joins_in_backward for p in layer.parameters]
+        return [p for layer in self._own_layers() for p in layer.parameters]
 
     def need_own(self, purpose: str) -> None:
         """Raises InputError if the framework trains the experts of a layer."""
@@ -129,17 +150,28 @@ class RankExperts:
         """Whether the optimizers are known with whose state experts move."""
         return self._framework_state is not None or bool(self.optimizers.registered)
 
+    @property
+    def places(self) -> list[ExpertPlaces]:
+        """The places of each layer's experts now."""
+        return [layer.places for layer in self.layers]
+
+    def places_after(self, placement: Placement) -> list[ExpertPlaces]:
+        """The places of each layer's experts after a move to these homes. Raises InputError if there are no such."""
+        placement.check(*self.shape, self._topology.num_ranks)
+        return [layer.places_after(placement.home[layer.index]) for layer in self.layers]
+
     def num_moved(self, placement: Placement) -> int:
         """Number of experts whose home differs; 0 if the placement has another shape."""
         fits = placement.home.shape == self.shape
         return int(np.count_nonzero(placement.home != self.placement.home)) if fits else 0
 
-    def check_move(self, placement: Placement) -> None:
-        """Check a move to these homes. Raises InputError, or RuntimeError if gradients would be lost."""
-        if self.num_moved(placement) and self._framework_state is None:
-            self.need_own("move experts")
-        placement.check(*self.shape, self._topology.num_ranks)
-        check_movable(self.layers, placement.home, self.state)
+    def check_move(self, places_L: Sequence[ExpertPlaces]) -> None:
+        """Check a move to these places. Raises InputError, or RuntimeError if gradients would be lost."""
+        if any(layer.places.moved(places_L[layer.index]).size for layer in self.layers):
+            if self._framework_state is None:
+                self.need_own("move experts")
+            self.optimizers.check_registered()
+        check_movable(self.layers, places_L, self.state)
 
     @property
     def move_s_per_expert(self) -> float | None:
@@ -152,26 +184,74 @@ class RankExperts:
         except InputError:  # State that can't move is reported when a plan moves it.
             return None
 
-    def state_to_move(self, placement: Placement) -> dict[str, object]:
-        """Optimizer state that must be equal on all ranks before experts move. Call it after `check_move`."""
-        return state_to_move(self.layers, placement.home, self.state)
+    def state_to_move(self, places_L: Sequence[ExpertPlaces]) -> dict[str, object]:
+        """State that must be equal on all ranks before experts move. Call it after `check_move`."""
+        return state_to_move(self.layers, places_L, self.state)
 
-    def move(self, placement: Placement) -> None:
-        """Move experts to these homes, with their optimizer state. Collective, after `check_move` on all ranks."""
+    def move(self, places_L: Sequence[ExpertPlaces]) -> None:
+        """Move experts to these places, with their state. Collective, after `check_move` on all ranks."""
         self.transfers.ring.drain()
-        if self.num_moved(placement):
+        before_L = self.places
+        if any(before.moved(after).size for before, after in zip(before_L, places_L, strict=True)):
             moved = self._move_price.measure(
-                lambda: move_experts(self.layers, placement.home, self.state, self._topology),
+                lambda: move_experts(self.layers, places_L, self.state, self._topology),
                 self.device,
             )
             self._counters.moved_bytes += moved.sent
             self.changed = True
+            self.note_weights()
+            for layer, before in zip(self.layers, before_L, strict=True):
+                if layer.places is not before:
+                    for call in layer.known.on_move:
+                        call(layer.index, before, layer.places)
+
+    @contextmanager
+    def at_first_homes(self) -> Iterator[None]:
+        """A context in which the rows of parameters are those of the first homes."""
+        places = [layer.places for layer in self.layers]
+        for layer in self.layers:
+            layer.known.now = layer.known.first
+        self.changed = self._is_elsewhere = True
+        try:
+            yield
+        finally:
+            for layer, before in zip(self.layers, places, strict=True):
+                layer.known.now = before
+            self._noted = {index: (self.layers[index].known.loads, noted) for index, (_, noted) in self._noted.items()}
+            self.changed, self._is_elsewhere = True, False
+
+    def note_weights(self) -> None:
+        """Note sampled elements of experts that are away from their first homes: the present weights are those of the
+        model that is trained."""
+        away = [layer for layer in self.layers if not layer.known.are_first]
+        self._noted = {layer.index: (layer.known.loads, sampled_bytes(layer)) for layer in away}
+
+    def foreign_weights(self, layers: Sequence[HomeExperts]) -> Exception | None:
+        """The error if the weights of experts that are away from their first homes were replaced, but by optimizers."""
+        for layer in layers:
+            loads, noted = self._noted.get(layer.index, (0, None))
+            if noted is None or self._is_elsewhere:
+                continue
+            now = sampled_bytes(layer)
+            if layer.known.loads != loads:
+                # Rows of a state dict are in the present order.
+                self._noted[layer.index] = layer.known.loads, now
+            elif not torch.equal(now, noted):
+                return RuntimeError(
+                    f"MoE layer {layer.index}: the weights of experts were replaced while these are away from their "
+                    "first homes. For weights of another model, loaded by position, enter session.first_homes() "
+                    "around the pass; after new weights of this model call session.weights_changed()"
+                )
+        return None
 
     def refresh(self) -> None:
         """Copy the present weights to staging memory, mirrors and symmetric memory. Collective."""
         start = time.perf_counter()
         with self._counters.recorded(REFRESHING), torch.inference_mode(False):
             self.transfers.refresh()
+        for layer in self.layers:
+            if not layer.known.are_first:  # The parameters may be others than before.
+                know(layer.known, layer.tensors)
         self._counters.refresh_s += time.perf_counter() - start
         self.changed = False
 
@@ -189,8 +269,11 @@ class RankExperts:
         return 0 if self._transfers is None else self._transfers.peer_memory_bytes
 
     def close(self) -> None:
-        """Release threads and shared memory."""
-        self._with_transfers(lambda transfers: transfers.ring.close())
+        """Release threads and memory. What is used again is created again."""
+        self._with_transfers(lambda transfers: transfers.close())
+        self._transfers, self.changed = None, True
+        for layer in self.layers:
+            layer.drop_staging()
 
     def _with_transfers(self, call: Callable[[Transfers], None]) -> None:
         if self._transfers is not None:
@@ -200,7 +283,9 @@ class RankExperts:
         self._with_transfers(lambda transfers: transfers.ring.complete())
         if not holds_experts:
             return
-        if self._topology.expert_dp_group is not None and self.accumulation.is_open:
+        if self._is_elsewhere:
+            raise RuntimeError("an optimizer that trains experts can't step within first_homes()")
+        if self._topology.groups > 1 and self.accumulation.is_open:
             raise RuntimeError(
                 "an optimizer steps while gradients of experts are not summed over expert-parallel groups; call "
                 "finish_gradients() first"
@@ -210,16 +295,28 @@ class RankExperts:
 
     def _after_step(self, holds_experts: bool) -> None:
         self.changed = True
+        if holds_experts and self._framework_state is None:
+            self.note_weights()
+        else:
+            # A framework copies new weights to the parameters after the step.
+            self._noted = {}
         if self._transfers is not None:
             self._transfers.watch.steps += holds_experts
 
     def _complete_gradients(self) -> None:
         """At the end of a backward: add the replica gradients that are in transfer."""
+        if problem := self.gradients.missing():
+            self._drop_gradients()
+            raise problem
         with self._lockstep.comparing_on_error():
             self._with_transfers(lambda transfers: transfers.returns.finish())
+        self.gradients.leave()
+        # After the callbacks that others have queued meanwhile.
+        call_after_backward(self.gradients.check_left)
         self.at_backward_end()
 
     def _drop_gradients(self) -> None:
         """After a failed backward: drop the replica gradients that are in transfer."""
         self._counters.abandoned_backwards += 1
+        self.gradients.drop()
         self._with_transfers(lambda transfers: transfers.returns.abandon())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from trimtab.runtime.gradients import SessionGradients
-from trimtab.runtime.ranks.lockstep import LOGICAL
+from trimtab.runtime.ranks.lockstep import FIRST_HOMES, LOGICAL, SUSPEND
 from trimtab.runtime.ranks.recorder import Recorder
 from trimtab.runtime.session_settings import SessionSettings, takes_arguments_of
 from trimtab.runtime.session_steps import SessionSteps
@@ -55,6 +55,44 @@ class Session(SessionSteps, SessionGradients):
         Not a collective. Optimizer steps need no call.
         """
         self._experts.changed = True
+        self._experts.note_weights()
+
+    @contextmanager
+    def first_homes(self) -> Iterator[None]:
+        """A context for passes with the weights of another model, such as a reference or a teacher, that were copied
+        into the same Parameters by position. Every expert is then where it was at the start. Load these weights
+        before or in it, and bring back the others after it, before the next call of a layer. Collective.
+
+        Only live micro-steps and calls outside of micro-steps may run in it, without gradients.
+        """
+        self._calls.require_between_micro_steps("first_homes")
+        self._lockstep.agree(FIRST_HOMES)
+        self._experts.drain()
+        self._calls.is_at_first_homes = True
+        try:
+            with self._experts.at_first_homes():
+                yield
+        finally:
+            self._calls.is_at_first_homes = False
+
+    def suspend(self) -> None:
+        """Give back everything that the session can create again: process groups, threads, slots of replicas, mirrors,
+        shared and symmetric memory, copies of weights. Collective.
+
+        Call it before a framework hands the device to the rollout, or destroys its process groups. The plan ends with
+        it. The next collective call of the session creates the groups again, on all data ranks, and the next plan the
+        memory. If a framework's groups are other objects then, first assign `settings` with these. Homes, optimizers
+        and everything that was learnt stay.
+        """
+        if not self.topology.has_groups:
+            return
+        self._calls.require_between_micro_steps("suspend")
+        self._lockstep.agree(SUSPEND, all_data_ranks=True)
+        self._drop_step()
+        self._elements = dict
+        self._experts.close()
+        self._lockstep.suspend()
+        self.topology.drop_groups()
 
     def take_metrics(self) -> dict[str, float]:
         """This rank's counters since the last call. Not a collective.
@@ -82,7 +120,7 @@ class Session(SessionSteps, SessionGradients):
             `moe/deviating_rows`: rows of recorded tokens that were computed by other experts; `moe/replay_agreement`,
             if recorded rows were replayed: the part of them whose expert the router chose, too;
             `moe/live_layer_calls`: calls of layers outside micro-steps while there was a plan;
-            `moe/abandoned_backwards`: failed backwards with replica gradients in transfer.
+            `moe/abandoned_backwards`: failed backwards through layers.
         """
         metrics = self.counters.metrics() | {"transfer/cpu_s": self._experts.take_cpu_s()}
         metrics |= self._feedback.metrics() | {"transfer/peer_memory_bytes": self._experts.peer_memory_bytes}
@@ -117,7 +155,8 @@ class Session(SessionSteps, SessionGradients):
             InputError: if a layer was added with `weights`.
         """
         self._experts.need_own("collect or load them")
-        return LogicalState(self.homes, self.topology)
+        self._lockstep.need_groups()
+        return LogicalState(self.homes, self.topology, self.weights_changed)
 
     def close(self) -> None:
         """Release threads and shared memory. Not needed before a process ends."""

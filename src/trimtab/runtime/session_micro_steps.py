@@ -13,6 +13,7 @@ from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner import StepPlan
+from trimtab.runtime.layer.layer_call import A_MICRO_STEP
 from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, Routing, RunningStep
 from trimtab.runtime.live.balancer import Figures, LiveBalancer, LiveMicroStep
 from trimtab.runtime.ranks.lockstep import LIVE_MICRO_STEP, MICRO_STEP
@@ -126,6 +127,14 @@ class SessionMicroSteps(SessionBase):
         self._plans += 1
         return self._plans
 
+    def _drop_step(self) -> None:
+        """End the present step, with its threads and device memory."""
+        self._end_step()
+        self._feedback.begin(None)
+        self._calls.is_planned = False
+        for name in ("_tables_thread", "_uploads"):
+            vars(self).pop(name, None)
+
     def _begin_step(self, step: RunningStep) -> None:
         """Run the micro-steps of a step. Its first tables are made at once, unless its replicas follow."""
         self._step = step
@@ -204,6 +213,8 @@ class SessionMicroSteps(SessionBase):
         index, recorder = micro_step.index, self.counters.recorder
         if step is not None and (missing := step.problem(index)) is not None:
             problem, index = missing, -1
+        if step is not None and self._calls.is_at_first_homes:
+            problem = RuntimeError(f"micro-step {index} is planned; enter it after first_homes()")
         if step is not None and step is not self._step:
             problem = RuntimeError(f"micro-step {index} is of an earlier plan; call micro_step() again")
         all_match, may_deviate = self._agree_on_micro_step(
@@ -239,11 +250,13 @@ class SessionMicroSteps(SessionBase):
         Returns:
             Whether all ranks have the planned sequences, and whether any rank's rows may deviate from the plan.
         """
-        self._calls.require_between_micro_steps("a micro-step")
+        self._calls.require_between_micro_steps(A_MICRO_STEP)
         if torch.is_grad_enabled():
             self._calls.accumulation.begin_forward()
         changed, trained, broken = self._experts.transfers.watch.compare(self._experts.changed)
         slices = None if step is None or problem is not None else step.slices
+        # Passes for which a framework may have loaded the weights of another model.
+        has_plan = step is not None and torch.is_grad_enabled()
         if slices is not None and not slices.is_agreed(index):
             self.counters.planning_waited_s += slices.wait(index, self._patience_s)
         values_RV = self._lockstep.agree(
@@ -253,8 +266,10 @@ class SessionMicroSteps(SessionBase):
                 "gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained,
                 # Choices in live micro-steps depend on them. Those of a plan were compared with it.
                 **(self.settings.shared if step is None else {}),
+                "homes and rows of experts": [places.digest for places in self._experts.places],
             },
-            problem=problem or broken,
+            problem=problem or broken or self._experts.optimizers.untrained()
+            or (None if has_plan else self._experts.foreign_weights(self.homes)),
         )  # fmt: skip
         if slices is not None:
             slices.agree(values_RV[:, 3:], index)

@@ -32,6 +32,8 @@ from trimtab.runtime.rows.background_slices import StepSlices, planner_thread
 from trimtab.runtime.rows.unread_rows import assign_unread
 from trimtab.runtime.session_micro_steps import SessionMicroSteps
 from trimtab.runtime.session_settings import SessionSettings
+from trimtab.runtime.state.expert_places import ExpertPlaces
+from trimtab.runtime.state.named_rows import names_of, saved_places
 from trimtab.runtime.step_planner import SessionPlanner
 from trimtab.runtime.trace_checks import countable_trace, fingerprints, own_trace, trace_of_micro_steps
 from trimtab.trace import RoutingTrace
@@ -53,17 +55,47 @@ class SessionSteps(SessionMicroSteps):
         """Move all experts to given homes, with their rows of optimizer state, between steps. Plans include moves.
 
         Raises:
-            InputError: if ranks have different numbers of experts, an optimizer has state that can't move, or a layer
-                was added with `weights`.
+            InputError: if ranks have different numbers of experts, an optimizer has state that can't move or is not
+                registered, registered state does not fit, or a layer was added with `weights`.
             RuntimeError: if gradients are not zero.
         """
         self._calls.require_between_micro_steps("move")
-        _, problem = _attempt(self._experts.check_move, placement)
-        same = {"homes": digest(placement.home)} | ({} if problem else self._experts.state_to_move(placement))
+        self._move(*_attempt(self._experts.places_after, placement))
+
+    def move_to_saved(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+        """Move all experts to the places that they had when the model's `state_dict()` was saved, between steps, so
+        that `load_state_dict` can load it.
+
+        Args:
+            model: the model, with its names as in `state`.
+            state: this rank's state dict. Layers of which it has no tensors don't move.
+
+        Raises:
+            InputError: if it was saved on another number of ranks; as `move`.
+            RanksDisagreeError: if the ranks' state dicts were not saved at the same time.
+        """
+        self._calls.require_between_micro_steps("move_to_saved")
+        self._move(*_attempt(self._saved_places, model, state))
+
+    def _saved_places(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> list[ExpertPlaces]:
+        names = names_of(model)
+        places = []
+        for layer in self._experts.layers:
+            known = [name for parameter in layer.parameters for name in names.get(id(parameter), ()) if name in state]
+            places.append(saved_places(known[0], state, layer.known) if known else layer.places)
+        return places
+
+    def _move(self, places_L: Sequence[ExpertPlaces] | None, problem: Exception | None) -> None:
+        """Move all experts to these places, unless there is a problem, which is raised on all ranks."""
+        if places_L is not None:
+            problem = _attempt(self._experts.check_move, places_L)[1]
+        same: dict[str, object] = {}
+        if places_L is not None and problem is None:
+            same = {"homes": digest(*(array for places in places_L for array in (places.home_E, places.rows_E)))}
+            same |= self._experts.state_to_move(places_L)
         self._lockstep.agree(MOVE, must_match=same, problem=problem)
-        if self._step is not None and self._experts.num_moved(placement):
-            self._step.has_moved = True
-        self._experts.move(placement)
+        assert places_L is not None
+        self._experts.move(places_L)
 
     def plan(self, trace: RoutingTrace, schedule: Schedule) -> PlanReport:
         """Plan a step with a given schedule, and apply the plan.
@@ -169,6 +201,8 @@ class SessionSteps(SessionMicroSteps):
         Raises:
             InputError: if the trace does not fit the model, or has no hashes.
         """
+        if not self.topology.has_groups:
+            raise RuntimeError("plan_ahead() needs the session's process groups; call it before suspend()")
         counted, problem = _attempt(countable_trace, trace, self._experts.shape)
         # The other ranks wait for this one's counts.
         mine = trace.part(0, 0) if counted is None else counted
@@ -243,6 +277,13 @@ class SessionSteps(SessionMicroSteps):
         mine, problem = self._own_trace(trace, plan, None)
         return self._apply_planned(PlannedStep(plan.schedule, (plan,)), mine, None, problem)
 
+    def _drop_step(self) -> None:
+        """End the present step, and what was planned of the next one, with their threads."""
+        if self._in_rollout is not None:
+            self._in_rollout.is_complete()
+        self._in_rollout = None
+        super()._drop_step()
+
     def _own_trace(
         self, trace: RoutingTrace, plan: StepPlan, hashes: Array | None
     ) -> tuple[RoutingTrace, Exception | None]:
@@ -284,6 +325,7 @@ class SessionSteps(SessionMicroSteps):
             "ranks_per_node": self.topology.ranks_per_node,
             "layers": len(self._experts.layers),
             "experts": ([tuple(shape) for shape in first.expert_shapes], first.dtype),
+            "homes and rows of experts": [places.digest for places in self._experts.places],
         }
 
     def _agree(self, call: int, same: Mapping[str, object], problem: Exception | None) -> bool:
@@ -296,7 +338,7 @@ class SessionSteps(SessionMicroSteps):
             problem = problem or InputError(
                 "mode 'rehome' moves experts with the state of their optimizers; register these first"
             )
-        problem = problem or _attempt(self._require_plans)[1]
+        problem = problem or _attempt(self._require_plans)[1] or self._experts.optimizers.untrained()
         can_slice = self.settings.slices_plans and self._can_slice
         is_counted = self._in_rollout is not None and can_slice and self._in_rollout.is_complete()
         values_RV = self._lockstep.agree(
@@ -332,7 +374,7 @@ class SessionSteps(SessionMicroSteps):
                 f"the plan moves {moved} experts to other homes; register their optimizer with "
                 "register_optimizers(), so that its state moves with them"
             )
-        self._experts.check_move(plan.placement)
+        self._experts.check_move(self._experts.places_after(plan.placement))
 
     def _apply_planned(
         self,
@@ -355,7 +397,7 @@ class SessionSteps(SessionMicroSteps):
         problem = problem or _attempt(self._check_plan, plan)[1]
         same: dict[str, object] = {"the plan": plan.hash, **self._shared}
         if is_executed and not problem and experts.num_moved(plan.placement):
-            same |= experts.state_to_move(plan.placement)
+            same |= experts.state_to_move(experts.places_after(plan.placement))
         self._lockstep.agree(APPLY_PLAN, must_match=same, problem=problem)
         workload = planned.workload
         if workload is None:
@@ -372,13 +414,15 @@ class SessionSteps(SessionMicroSteps):
         number = self._end_step()
         transfers = experts.transfers if is_executed else None
         following = None if slices is None else self._start_slices(plan, workload, slices)
+        if is_executed:
+            with torch.inference_mode(False):
+                experts.move(experts.places_after(plan.placement))
         step = RunningStep(
             self.topology, experts.layers, plan, workload, trace, schedule, transfers, number,
             self.settings.slots_per_rank, self._uploads, following, unread_T,
         )  # fmt: skip
         if transfers is not None:
             with torch.inference_mode(False):
-                experts.move(plan.placement)
                 transfers.prepare(plan, step.replicas, number, slices, by_messages=self.settings.paths == "message")
         # Optimizers may have written to parameters in ways that don't show.
         experts.changed = True

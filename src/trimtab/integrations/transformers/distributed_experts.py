@@ -45,6 +45,15 @@ def distribute_experts(model: nn.Module, session: Session, *, compute_dtype: tor
         layer = session.add_layer(read, family.apply(experts), compute_dtype=compute_dtype)
         experts.forward = layer
         follow_layer(getattr(block, family.router), layer, config)
+    leave_to_session(model, session)
+
+
+def leave_to_session(model: nn.Module, session: Session) -> None:
+    """Keep `DistributedDataParallel` from the experts of a session, of which every rank has others."""
+    experts = {id(parameter) for layer in session.homes for parameter in layer.parameters}
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in experts]
+    ignored: Any = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    model._ddp_params_and_buffers_to_ignore = [*ignored, *names]  # type: ignore[assignment]
 
 
 def auxiliary_loss(config: Any) -> str:

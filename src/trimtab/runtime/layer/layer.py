@@ -37,7 +37,17 @@ class RoutedLayer:
         self._calls = calls
 
     def __deepcopy__(self, _memo: object) -> RoutedLayer:
-        raise InputError("a model whose experts are in a session can't be copied; copy it before a session gets them")
+        """A layer without experts, so that copies of a model can keep weights, such as an average."""
+        return object.__new__(type(self))
+
+    def __getattr__(self, name: str) -> Any:
+        # Only copies have no attributes.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            "this model is a copy of one whose experts are in a session: it keeps weights (see register_state), but "
+            "can't run; copy its weights to the model in the session, or copy a model before its experts are in one"
+        )
 
     @property
     def index(self) -> int:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.autograd.accumulation import Accumulation
+from trimtab.runtime.autograd.gradient_watch import GradientWatch
 from trimtab.runtime.autograd.torch_engine import is_within_compiled, running_backward, will_run
 from trimtab.runtime.layer.backward import Backward
 from trimtab.runtime.layer.micro_step import BoundRoutes
@@ -32,6 +33,8 @@ from trimtab.runtime.transfer.returns import accumulates
 from trimtab.runtime.transfer.streams import download, start_timer
 from trimtab.runtime.transfer.transfers import Transfers
 
+# In errors.
+A_MICRO_STEP = "a micro-step"
 # Integers of the last measured forward that ranks exchange with their counts in live micro-steps.
 MEASURED = 2
 
@@ -44,9 +47,12 @@ class LayerCalls:
         lockstep: the log of this rank.
         backward: tracks backwards, to complete gradients when they end.
         accumulation: detects gradients that were already summed.
+        gradients: detects gradients that others change.
         num_slots: slots of a rank.
+        problem_of_weights: the error if layers have the weights of another model; for calls outside of micro-steps.
         current: the routes of the open micro-step.
         is_planned: whether a plan was applied; calls outside of micro-steps are then counted.
+        is_at_first_homes: whether the parameters have the weights of another model; see `Session.first_homes`.
     """
 
     topology: Topology
@@ -54,9 +60,12 @@ class LayerCalls:
     counters: Counters
     backward: Backward
     accumulation: Accumulation
+    gradients: GradientWatch
     num_slots: int
+    problem_of_weights: Callable[[Sequence[HomeExperts]], Exception | None]
     current: BoundRoutes | None = None
     is_planned: bool = False
+    is_at_first_homes: bool = False
 
     def require_outside_backward(self, what: str) -> None:
         """Raises RuntimeError within a backward."""
@@ -65,6 +74,8 @@ class LayerCalls:
                 f"{what} can't begin within a backward; keep it out of hooks, and of functions that are checkpointed"
             )
         self.backward.leave_backward()
+        if self.is_at_first_homes and what != A_MICRO_STEP:
+            raise RuntimeError(f"{what} can't begin within first_homes(), which is for passes without gradients")
 
     def require_between_micro_steps(self, what: str) -> None:
         """Raises RuntimeError within a backward or a micro-step."""
@@ -106,6 +117,10 @@ class LayerCalls:
             InputError: on all ranks, if a rank has an id out of range.
             RuntimeError: on all ranks, if a rank has other rows than planned, or in backward than in forward.
         """
+        if self.is_at_first_homes and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"MoE layer {homes.index} was called with gradients within first_homes(), which is for passes without"
+            )
         tables = routes.tables_of(homes.index) if routes is not None and routes.replays else None
         if tables is not None and tables.layout is not None:
             return LayerCall(self, homes, tables.layout, routes)
@@ -119,6 +134,8 @@ class LayerCalls:
             self.counters.live_calls += routes is None and self.is_planned
             if torch.is_grad_enabled() and running_backward() is None:
                 self.accumulation.begin_forward()
+            if routes is None and running_backward() is None:
+                problem = problem or self.problem_of_weights([homes])
             experts = PhysicalExperts.of(homes, self.topology.rank, self.topology.positions, self.num_slots)
             planned = PlannedRows.unknown(tuple(own_ids.shape), experts)
         elif routes is not None:
@@ -314,9 +331,18 @@ class LayerCall:
             which = "a forward" if self.index < 0 else f"the forward of micro-step {self.index}"
             raise RuntimeError(
                 f"MoE layer {self.homes.index}: another plan was applied between {which} and its backward; call "
-                "backward() before plan(), apply_plan() or move()"
+                "backward() before plan(), apply_plan(), move() or suspend()"
+            )
+        if not self._calls.topology.has_groups:
+            raise RuntimeError(
+                f"MoE layer {self.homes.index}: the session was suspended between a forward and its backward; call "
+                "backward() before suspend()"
             )
         self._calls.accumulation.begin_backward(running_backward())
+        if not self.homes.joins_in_backward:
+            if not self._made_in_backward:
+                self._calls.backward.track()
+            self._calls.gradients.expect(self.homes.index, self.homes.trained)
         replica_node = None if self.replica_node is None else self.replica_node()
         if replica_node is not None and not will_run(replica_node):
             self._check_excluded()

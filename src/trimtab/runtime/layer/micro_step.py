@@ -228,7 +228,6 @@ class RunningStep:
         slices: replicas that follow while the step runs; None if the plan has all.
         unread_T: `[T]` bool, this rank's tokens whose output is not used; None if all are used.
         micro_steps: micro-steps in use, by number.
-        has_moved: whether experts have moved to other homes since the plan was applied.
     """
 
     topology: Topology
@@ -244,16 +243,18 @@ class RunningStep:
     slices: StepSlices | None = None
     unread_T: Array | None = None
     micro_steps: weakref.WeakValueDictionary[int, MicroStep] = field(default_factory=weakref.WeakValueDictionary)
-    has_moved: bool = False
     _completed: Array | None = None
     _tables: dict[tuple[int, bool, bool], RowTables] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.replicas: PlanReplicas | StepSlices = self.slices or PlanReplicas(self.plan)
+        self._places = [layer.places for layer in self.layers]
 
     def problem(self, index: int) -> Exception | None:
         """The error of entering the micro-step of this number, or None."""
-        if self.transfers is not None and self.has_moved:
+        if self.transfers is not None and any(
+            layer.places is not places for layer, places in zip(self.layers, self._places, strict=True)
+        ):
             return RuntimeError("experts have moved since the plan was applied; plan the step again")
         if isinstance(index, int | np.integer) and 0 <= index < self.plan.num_micro_steps:
             return None

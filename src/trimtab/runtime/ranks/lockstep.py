@@ -46,6 +46,7 @@ CALLS = (
     "second dispatch of MoE layer {layer} {where}", "second combine of MoE layer {layer} {where}",
     "second dispatch of MoE layer {layer} {where}, backward{of}",
     "second combine of MoE layer {layer} {where}, backward{of}",
+    "suspend()", "first_homes()",
 )  # fmt: skip
 MICRO_STEP, LIVE_MICRO_STEP, FINISH, PLAN, PLAN_SEQUENCES, APPLY_PLAN, MOVE = range(7)
 DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD, DISPATCH_WITHOUT_GRADIENTS, COUNTS, RETURNS = range(7, 14)
@@ -53,6 +54,7 @@ CLIP, LOGICAL, STEP = range(14, 17)
 SECOND_DISPATCH, SECOND_COMBINE = range(17, 19)
 # From these to the same in backward.
 SECOND_BACKWARD = 2
+SUSPEND, FIRST_HOMES = range(21, 23)
 
 Call = tuple[int, int, int, int]
 """Index into `CALLS`, layer, micro-step, and length of the log at the forward that it belongs to; -1 for none."""
@@ -74,20 +76,37 @@ class Lockstep:
 
     Attributes:
         count: number of calls so far.
+        resume: creates process groups again; called by the first comparison after `suspend`.
     """
 
     def __init__(self, topology: Topology, *, num_experts: int, slots_per_rank: int, max_values: int) -> None:
         self._topology = topology
         self._sizes = {"num_experts": num_experts, "slots_per_rank": slots_per_rank}
-        self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(topology.control)]
-        self._timeout_s = topology.timeout.total_seconds()
         self._width, self._is_width_compared = _HEADER + max_values, False
         self._digest, self.count = 0, 0
         self._agreed: Call | None = None
         self._last: deque[Call] = deque(maxlen=KEPT_CALLS)
-        control = topology.control.group_name
-        self._store_key = f"trimtab/lockstep/{control}/{next(_numbers[control])}"
+        self._thread: CallThread | None = None
+        self.resume: Callable[[], None] = lambda: None
+        self._start()
+
+    def _start(self) -> None:
+        """Start to use the process groups, which are new."""
+        control = self._topology.control
+        self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(control)]
+        self._timeout_s = self._topology.timeout.total_seconds()
+        self._store_key = f"trimtab/lockstep/{control.group_name}/{next(_numbers[control.group_name])}"
         self._thread = CallThread()
+
+    def suspend(self) -> None:
+        """End the thread. The next call that all ranks make goes on with the process groups that `resume` creates."""
+        self._thread = None
+
+    def need_groups(self) -> None:
+        """Create process groups again after `suspend`. Collective over all data ranks then."""
+        if self._thread is None:
+            self.resume()
+            self._start()
 
     def log(self, kind: int, layer: int = -1, micro_step: int = -1, forward: int = -1) -> int:
         """Add a call to the log.
@@ -111,6 +130,7 @@ class Lockstep:
         values: Sequence[int] | Array = (),
         problem: Exception | None = None,
         all_data_ranks: bool = False,
+        names: Mapping[str, str] | None = None,
     ) -> Array:
         """Log a call, compare it with the other ranks' calls, and exchange integers. Collective.
 
@@ -120,6 +140,7 @@ class Lockstep:
             values: integers of this rank.
             problem: an error of this rank, which is raised on all ranks.
             all_data_ranks: compare all data ranks, not only the ranks of the expert-parallel group.
+            names: added to names of `must_match` in errors; they may differ between ranks.
 
         Returns:
             `[ranks, V]` int64, `values` of every compared rank: those of the expert-parallel group, or all data ranks.
@@ -128,6 +149,7 @@ class Lockstep:
             RanksDisagreeError: if the ranks made different calls, or `must_match` differs.
             InputError, RuntimeError: as `problem`, on every rank; the message names the rank if it is another one.
         """
+        self.need_groups()
         self.log(kind, layer, micro_step)
         row = np.zeros(self._width, np.int64)
         digest = hashlib.blake2b(repr(must_match).encode(), digest_size=8).digest() if must_match else bytes(8)
@@ -139,7 +161,7 @@ class Lockstep:
         # Logs of different expert-parallel groups may differ.
         digests = rows_RW[:, 0].reshape(-1, self._topology.num_ranks)
         if rows_RW[:, 2].any() or (rows_RW[:, 1] != row[1]).any() or (digests != digests[:, :1]).any():
-            self._raise_difference(group, must_match or {}, problem)
+            self._raise_difference(group, must_match or {}, problem, names or {})
         self._agreed = self._last[-1]
         return rows_RW[:, _HEADER : _HEADER + len(values)]
 
@@ -172,6 +194,7 @@ class Lockstep:
             RanksDisagreeError: if other ranks made other calls, or after the timeout.
             RuntimeError: raised by `work`.
         """
+        assert self._thread is not None
         try:
             self._thread.start(work)
             start, is_told = time.monotonic(), False
@@ -224,7 +247,11 @@ class Lockstep:
             ) from error
 
     def _raise_difference(
-        self, group: dist.ProcessGroup, must_match: Mapping[str, Any], problem: Exception | None
+        self,
+        group: dist.ProcessGroup,
+        must_match: Mapping[str, Any],
+        problem: Exception | None,
+        known_as: Mapping[str, str],
     ) -> None:
         """Raise a problem or the first difference, the same on all ranks of the group. Collective over the group."""
         mine = (self.count, tuple(self._last), {k: repr(v) for k, v in must_match.items()}, _describe(problem))
@@ -246,8 +273,8 @@ class Lockstep:
             for name, value in zip(names, values, strict=True):
                 if value != values[0]:
                     raise RanksDisagreeError(
-                        f"ranks disagree in {_text(self._last[-1])}: {key} is {values[0]} on {names[0]} and "
-                        f"{value} on {name}"
+                        f"ranks disagree in {_text(self._last[-1])}: {' '.join([key, known_as.get(key, '')]).strip()} "
+                        f"is {values[0]} on {names[0]} and {value} on {name}"
                     )
         raise RanksDisagreeError(f"ranks disagree before {_text(self._last[-1])}, more than {KEPT_CALLS} calls ago")
 

@@ -7,8 +7,7 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -37,34 +36,30 @@ def ranks_of(name: str, group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-@dataclass
-class _CreatedGroups:
-    """Created groups by ranks, use, backend and timeout, and how many were created for the same ranks and use.
+_Created = WeakValueDictionary[tuple[tuple[int, ...], str, str, timedelta], dist.ProcessGroup]
+"""Created groups by ranks, use, backend and timeout.
 
-    Sessions of one process share groups, since their number in a process is limited. References are weak, so that the
-    threads of a group end when it is destroyed.
-    """
-
-    groups: WeakValueDictionary[tuple[tuple[int, ...], str, str, timedelta], dist.ProcessGroup] = field(
-        default_factory=WeakValueDictionary
-    )
-    numbers: Counter[tuple[tuple[int, ...], str]] = field(default_factory=Counter)
-
+Sessions of one process share groups, since their number in a process is limited. References are weak, so that the
+threads of a group end when it is destroyed.
+"""
 
 # By default group, since groups are destroyed with the default group in which they were created.
-_created: WeakKeyDictionary[dist.ProcessGroup, _CreatedGroups] = WeakKeyDictionary()
+_created: WeakKeyDictionary[dist.ProcessGroup, _Created] = WeakKeyDictionary()
+# How many groups were created for the same ranks and use. Their names must differ also from those of destroyed ones,
+# whose addresses may still be in the store.
+_numbers: Counter[tuple[tuple[int, ...], str]] = Counter()
 
 
 def group_of(ranks: Sequence[int], use: str, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """The group of these ranks in this order. Collective over these ranks only, if it does not exist yet."""
     world = dist.group.WORLD
     assert world is not None
-    created = _created.setdefault(world, _CreatedGroups())
+    created = _created.setdefault(world, WeakValueDictionary())
     key = (tuple(ranks), use, backend, timeout)
-    group = created.groups.get(key)
+    group = created.get(key)
     if group is None:
-        group = _new_group(ranks, use, created.numbers[tuple(ranks), use], backend=backend, timeout=timeout)
-        created.numbers[tuple(ranks), use] += 1
+        group = _new_group(ranks, use, _numbers[tuple(ranks), use], backend=backend, timeout=timeout)
+        _numbers[tuple(ranks), use] += 1
         # The first call of an NCCL group must include all ranks. A barrier would use gloo, if the group also has gloo.
         if "nccl" in dist.get_backend_config(group):
             # Connects every pair of ranks, as the first messages would do in the middle of a step.
@@ -72,8 +67,18 @@ def group_of(ranks: Sequence[int], use: str, *, backend: str, timeout: timedelta
             dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
         else:
             dist.barrier(group=group)
-        created.groups[key] = group
+        created[key] = group
     return group
+
+
+def destroy_groups(kept: Iterable[dist.ProcessGroup]) -> None:
+    """Destroy all groups that `group_of` has created, but for some. Collective over the ranks of each."""
+    world, others = dist.group.WORLD, set(kept)
+    created = None if world is None else _created.get(world)
+    for key, group in list((created or {}).items()):
+        if created is not None and group not in others:
+            del created[key]
+            dist.destroy_process_group(group)
 
 
 def _new_group(ranks: Sequence[int], use: str, number: int, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -10,19 +10,20 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
+from weakref import WeakSet
 
 import numpy as np
 import torch.distributed as dist
 
 from trimtab.errors import InputError
 from trimtab.planner import Placement
-from trimtab.runtime.ranks.process_groups import group_of, ranks_of, timeout_of
+from trimtab.runtime.ranks.process_groups import destroy_groups, group_of, ranks_of, timeout_of
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Topology:
     """Process groups and this rank's numbers in them.
 
@@ -62,6 +63,36 @@ class Topology:
     groups: int
     positions: tuple[int, ...]
     timeout: timedelta
+
+    def __post_init__(self) -> None:
+        _in_use.add(self)
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether it has process groups; not after `drop_groups`."""
+        return self in _in_use
+
+    def drop_groups(self) -> None:
+        """Destroy the groups that were created here, but for those that other sessions use. Collective."""
+        _in_use.discard(self)
+        names = [field.name for field in fields(self) if isinstance(getattr(self, field.name), dist.ProcessGroup)]
+        destroy_groups({getattr(other, name) for other in _in_use for name in names})
+        for name in names:
+            delattr(self, name)
+
+    def take_groups(self, other: Topology) -> None:
+        """Use the process groups of another topology, which is not used any more, of the same ranks.
+
+        Raises:
+            InputError: if its ranks are others.
+        """
+        numbers = "rank", "num_ranks", "ranks_per_node", "group", "groups", "positions"
+        before, now = ({name: getattr(each, name) for name in numbers} for each in (self, other))
+        if before != now:
+            raise InputError(f"a suspended session goes on with the ranks that it had, {before}, not with {now}")
+        vars(self).update(vars(other))
+        _in_use.discard(other)
+        _in_use.add(self)
 
     @classmethod
     def build(
@@ -222,6 +253,9 @@ class Topology:
         """
         positions_LE = Placement.contiguous(num_layers, num_experts, self.num_ranks).home
         return Placement(np.argsort(self.positions).astype(np.int16)[positions_LE])
+
+
+_in_use: WeakSet[Topology] = WeakSet()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ experts, in rows 0 to H - 1. A *position* numbers the rows of all ranks: row i o
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,6 +49,12 @@ class ExpertPlaces:
     def positions_E(self) -> Array:
         """`[E]` int64, the position of each expert."""
         return np.argsort(self.by_position)
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of all places."""
+        places = self.home_E.astype(np.int16), self.rows_E.astype(np.int64)
+        return hashlib.blake2b(b"".join(array.tobytes() for array in places), digest_size=6).hexdigest()
 
     @cached_property
     def are_first(self) -> bool:

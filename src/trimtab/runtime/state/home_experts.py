@@ -13,6 +13,7 @@ import torch
 from trimtab.array_type import Array
 from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.flat_memory import Like
+from trimtab.runtime.state.known_places import KnownPlaces, know, known_places
 
 ExpertTensor = torch.nn.Parameter | Sequence[torch.nn.Parameter]
 """One tensor of all home experts: a stack `[E / R, ...]`, or a list of E / R Parameters `[...]` in home order."""
@@ -47,7 +48,8 @@ class HomeExperts:
     Args:
         parameters: returns this rank's tensors; called whenever they are needed.
         rank: this rank's number in its expert-parallel group.
-        home_E: `[E]` homes.
+        home_E: `[E]` homes at the start. If the parameters are known from another session, experts are where they are.
+        ranks: the ranks of the expert-parallel group in the whole job.
         compute_dtype: the compute dtype; the parameters' dtype by default.
         joins_in_backward: see the attribute.
 
@@ -59,7 +61,7 @@ class HomeExperts:
         is_staged: whether any tensor has.
         joins_in_backward: whether replica gradients are added to those of the home experts before the layer's backward
             ends, because they don't accumulate in `parameters`; see `weights` of `Session.add_layer`.
-        places: rank and row of each expert.
+        known: the places of experts, which all sessions with the same parameters share.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class HomeExperts:
         *,
         rank: int,
         home_E: Array,
+        ranks: tuple[int, ...] = (),
         compute_dtype: torch.dtype | None = None,
         joins_in_backward: bool = False,
     ) -> None:
@@ -80,8 +83,20 @@ class HomeExperts:
         self.dtype = compute_dtype or self.likes[0][1]
         self.are_staged = [dtype != self.dtype for _, dtype in self.likes]
         self.is_staged = any(self.are_staged)
-        self._staging: list[torch.Tensor | None] = [None] * len(self.likes)
-        self.places = self._first_places = ExpertPlaces.first(home_E)
+        self._staging: list[torch.Tensor | None] = []
+        self.drop_staging()
+        self.known: KnownPlaces = known_places(index, self.parameters, ExpertPlaces.first(home_E), rank, ranks)
+        know(self.known, self.tensors)
+
+    @property
+    def places(self) -> ExpertPlaces:
+        """Rank and row of each expert; another value after a move. Raises RuntimeError if the experts are in a session
+        with other ranks now."""
+        if self.known.is_replaced:
+            raise RuntimeError(
+                f"the experts of MoE layer {self.index} are in a later session with other ranks; this session can't run"
+            )
+        return self.known.now
 
     @property
     def tensors(self) -> list[ExpertTensor]:
@@ -149,16 +164,14 @@ class HomeExperts:
         """Bytes of one expert in transfers."""
         return sum(shape.numel() for shape in self.expert_shapes) * self.dtype.itemsize
 
-    def rows_after(self, home_E: Array) -> Array:
-        """The rows `[E]` of all experts after a move to these homes `[E]`: those of the start with the homes of the
-        start, else as `ExpertPlaces.rows_after`."""
-        if np.array_equal(home_E, self._first_places.home_E):
-            return self._first_places.rows_E.copy()
-        return self.places.rows_after(home_E)
-
     def places_after(self, home_E: Array) -> ExpertPlaces:
-        """The places after a move to these homes `[E]`."""
-        return ExpertPlaces(home_E, self.rows_after(home_E))
+        """The places after a move to these homes `[E]`: the present ones if none differs, those of the start with the
+        homes of the start, else with the rows of `ExpertPlaces.rows_after`."""
+        if np.array_equal(home_E, self.home_E):
+            return self.places
+        if np.array_equal(home_E, self.known.first.home_E):
+            return self.known.first
+        return ExpertPlaces(home_E, self.places.rows_after(home_E))
 
     def stage_in(self, stacks: Sequence[torch.Tensor]) -> None:
         """Use the given tensors `[E / R, ...]` as staging memory, if the layer is staged."""
@@ -169,6 +182,10 @@ class HomeExperts:
         for t, tensor in enumerate(self.tensors):
             if self.are_staged[t]:
                 _copy_rows(self.staged(t), _detached(tensor))
+
+    def drop_staging(self) -> None:
+        """Free the staging memory, until it is used again."""
+        self._staging = [None] * len(self.likes)
 
     def copy_to(self, stacks: Sequence[torch.Tensor]) -> None:
         """Copy `sources` to tensors `[E / R, ...]`, except to those that are the staging memory."""

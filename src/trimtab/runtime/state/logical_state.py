@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from trimtab.errors import InputError
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.state.named_rows import IDS, names_of
 from trimtab.runtime.state.optimizer_rows import describe_state, expert_state
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
@@ -152,10 +153,13 @@ class LogicalState:
 
     Args:
         layers: this rank's home experts of all layers.
+        changed: called when weights were loaded.
     """
 
-    def __init__(self, layers: Sequence[HomeExperts], topology: Topology) -> None:
-        self._layers = layers
+    def __init__(
+        self, layers: Sequence[HomeExperts], topology: Topology, changed: Callable[[], None] = lambda: None
+    ) -> None:
+        self._layers, self._changed = layers, changed
         self._topology = topology
 
     def weights(self, model: torch.nn.Module, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -172,7 +176,7 @@ class LogicalState:
         Raises:
             InputError: if the names of a list's Parameters have no expert number; see `find_number`.
         """
-        for entry, value in self._entries(model, model.state_dict()):
+        for entry, value in self._entries(model, _tensors_of(model)):
             for name, whole in self._gather(entry, value, everywhere=everywhere).items():
                 yield name, whole if everywhere else whole.cpu()
 
@@ -185,7 +189,7 @@ class LogicalState:
         Raises:
             InputError: naming a tensor that is missing, unknown, or of another shape; as `weights`.
         """
-        entries = self._entries(model, model.state_dict())
+        entries = self._entries(model, _tensors_of(model))
         expected = {name for entry, _ in entries for name in entry.whole_names}
         if missing := sorted(expected - state.keys()):
             raise InputError(f"tensor {missing[0]!r} is missing; this model needs it")
@@ -198,6 +202,7 @@ class LogicalState:
                     f"tensor {entry.own_name!r} has shape {_shape(value)}; this model has {_shape(target)}"
                 )
             target.copy_(value)
+        self._changed()
 
     def optimizer_state(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
@@ -278,9 +283,7 @@ class LogicalState:
 
     def _entries(self, model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[_Entry, Tensor]]:
         """Entries for tensors of the model by name, in the same order."""
-        names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
+        names = names_of(model)
         every_name = [name for some in names.values() for name in some]
         entries: list[_Entry] = []
         for layer in self._layers:
@@ -343,6 +346,11 @@ class LogicalState:
                         f"{type(optimizer).__name__}: the state of {name!r} is {other[name]} on rank {rank} and "
                         f"{of_first} on rank 0; it should be equal"
                     )
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state without ids of rows, which logical order does not need."""
+    return {name: value for name, value in model.state_dict().items() if not name.endswith(IDS)}
 
 
 def _shape(tensor: torch.Tensor) -> list[int]:

@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 
 from trimtab.array_type import Array
+from trimtab.errors import InputError
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.flat_memory import Like, carve, packed_bytes
 from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.state.known_places import know
 from trimtab.runtime.state.optimizer_rows import ExpertState, RowParts, StateRows, name_of_tensor
 
 # Most bytes that a rank sends in one exchange, except if one line of each moving row is more; it receives as many.
@@ -45,15 +47,17 @@ class Moved(NamedTuple):
     busiest: int
 
 
-def move_experts(layers: Sequence[HomeExperts], home_LE: Array, state: ExpertState, topology: Topology) -> Moved:
-    """Move experts to new homes, after `check_movable` has passed on all ranks. Collective over all data ranks.
+def move_experts(
+    layers: Sequence[HomeExperts], places_L: Sequence[ExpertPlaces], state: ExpertState, topology: Topology
+) -> Moved:
+    """Move experts to new places, after `check_movable` has passed on all ranks. Collective over all data ranks.
 
     Args:
-        home_LE: `[L, E]` int16, the new homes; every rank keeps its number of experts.
+        places_L: the new places of each layer's experts; every rank keeps its number of experts.
         state: what moves with the experts.
     """
-    moved = _moved(layers, home_LE)
-    moves = [_Move.of(layer, home_LE[layer.index], topology) for layer in moved]
+    moved = _moved(layers, places_L)
+    moves = [_Move.of(layer, places_L[layer.index], topology) for layer in moved]
     slices = [
         part
         for layer, move in zip(moved, moves, strict=True)
@@ -69,7 +73,8 @@ def move_experts(layers: Sequence[HomeExperts], home_LE: Array, state: ExpertSta
     for layer, move in zip(moved, moves, strict=True):
         for parameter in layer.parameters:
             parameter.grad = None
-        layer.places = move.after
+        layer.known.set(move.after)
+        know(layer.known, layer.tensors)
     return Moved(int(sent_R[topology.rank]), int(sent_R.max()))
 
 
@@ -79,33 +84,42 @@ def expert_state_bytes(layer: HomeExperts, state: ExpertState) -> int:
     return sum(_bytes_of_row(rows) for rows in _rows_of(layer, state)) + state.part_bytes(layer)
 
 
-def check_movable(layers: Sequence[HomeExperts], home_LE: Array, state: ExpertState) -> None:
+def check_movable(layers: Sequence[HomeExperts], places_L: Sequence[ExpertPlaces], state: ExpertState) -> None:
     """Check everything that `move_experts` would move. Not a collective.
 
     Raises:
-        InputError: if an optimizer keeps state of an expert that can't move; see `ExpertState`.
+        InputError: if state of an expert can't move; see `ExpertState` and `KnownPlaces`.
         RuntimeError: if a gradient that no optimizer has used would be lost.
     """
-    for layer in _moved(layers, home_LE):
+    for layer in _moved(layers, places_L):
         if state.gradients_wait(layer):
             raise RuntimeError(
                 f"MoE layer {layer.index} has gradients that wait for an optimizer step; call zero_grad() before the "
                 "next step is planned, since its plan may move experts"
             )
-        state.rows(layer)
+        _rows_of(layer, state)
 
 
-def state_to_move(layers: Sequence[HomeExperts], home_LE: Array, state: ExpertState) -> dict[str, object]:
-    """Optimizer state that must be equal on all ranks before `move_experts`, by name. Call `check_movable` first."""
-    return {
+def state_to_move(
+    layers: Sequence[HomeExperts], places_L: Sequence[ExpertPlaces], state: ExpertState
+) -> dict[str, object]:
+    """State that must be equal on all ranks before `move_experts`, by name. Call `check_movable` first."""
+    moved = _moved(layers, places_L)
+    optimizers = {
         f"optimizer state of {name_of_tensor(layer, t)}": state.form(layer, t)
-        for layer in _moved(layers, home_LE)
+        for layer in moved
         for t in range(len(layer.likes))
     }
+    kept = {
+        f"registered state of MoE layer {layer.index}": [(rows[0].shape, rows[0].dtype) for rows in _kept(layer)]
+        for layer in moved
+        if layer.known.states
+    }
+    return optimizers | kept
 
 
-def _moved(layers: Sequence[HomeExperts], home_LE: Array) -> list[HomeExperts]:
-    return [layer for layer in layers if not np.array_equal(layer.home_E, home_LE[layer.index])]
+def _moved(layers: Sequence[HomeExperts], places_L: Sequence[ExpertPlaces]) -> list[HomeExperts]:
+    return [layer for layer in layers if layer.places.moved(places_L[layer.index]).size]
 
 
 def _rows_of(layer: HomeExperts, state: ExpertState) -> list[StateRows]:
@@ -114,7 +128,25 @@ def _rows_of(layer: HomeExperts, state: ExpertState) -> list[StateRows]:
         tensor.detach() if isinstance(tensor, torch.Tensor) else [parameter.detach() for parameter in tensor]
         for tensor in layer.tensors
     ]
-    return weights + state.rows(layer)
+    return weights + state.rows(layer) + _kept(layer)
+
+
+def _kept(layer: HomeExperts) -> list[StateRows]:
+    """What users keep of the experts, but for what has the parameters' memory, as `model.state_dict()` has, or that of
+    another tensor that is kept. Raises InputError as `KnownPlaces.kept`, and for tensors on another device."""
+    seen = {parameter.data_ptr() for parameter in layer.parameters}
+    kept: list[StateRows] = []
+    for tensors in layer.known.kept([shape for shape, _ in layer.likes]):
+        rows = tensors.detach() if isinstance(tensors, torch.Tensor) else [tensor.detach() for tensor in tensors]
+        if rows[0].device != layer.device:
+            raise InputError(
+                f"state that moves with the experts (register_state) is on {rows[0].device} and MoE layer "
+                f"{layer.index} on {layer.device}; it should be on the same device"
+            )
+        if rows[0].data_ptr() not in seen:
+            kept.append(rows)
+            seen.add(rows[0].data_ptr())
+    return kept
 
 
 def _bytes_of_row(rows: StateRows) -> int:
@@ -140,8 +172,8 @@ class _Move:
     device: torch.device
 
     @classmethod
-    def of(cls, layer: HomeExperts, home_E: Array, topology: Topology) -> _Move:
-        before, after = layer.places, layer.places_after(home_E)
+    def of(cls, layer: HomeExperts, after: ExpertPlaces, topology: Topology) -> _Move:
+        before = layer.places
         return cls(before, after, before.moved(after), topology.rank, topology.num_ranks, layer.device)
 
     @cached_property

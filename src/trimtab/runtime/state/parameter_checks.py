@@ -10,6 +10,7 @@ import torch
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, parameters_of
+from trimtab.runtime.state.named_rows import check_owners
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _Form = tuple[torch.Size, torch.dtype, bool]
@@ -39,8 +40,7 @@ def check_new_parameters(
                 "experts"
             )
     for _, parameter, name in _named(tensors, home):
-        if not isinstance(parameter, torch.Tensor):
-            raise InputError(f"MoE layer {index}: {name} is of type {type(parameter).__name__}, not a Parameter")
+        _check_is_parameter(index, parameter, name)
         if parameter.is_meta:
             raise InputError(f"MoE layer {index}: {name} has no memory; load it before it is added")
         if parameter.dtype not in DTYPES:
@@ -64,8 +64,8 @@ def check_compute_dtype(index: int, tensors: Sequence[ExpertTensor], compute_dty
 
 
 def check_current_parameters(layer: HomeExperts) -> None:
-    """Raises InputError if the parameters of a layer differ in shape or dtype from those that were added, or have no
-    memory."""
+    """Raises InputError if the parameters of a layer differ in shape or dtype from those that were added, have no
+    memory, or are not those that the model has."""
     home, tensors = layer.home_experts, layer.tensors
     for t, (tensor, (shape, _)) in enumerate(zip(tensors, layer.likes, strict=True)):
         if len(tensor) != shape[0] and not isinstance(tensor, torch.Tensor):
@@ -75,6 +75,7 @@ def check_current_parameters(layer: HomeExperts) -> None:
             )
     for t, parameter, name in _named(tensors, home):
         shape, dtype = layer.likes[t]
+        _check_is_parameter(layer.index, parameter, name)
         like = shape if parameter is tensors[t] else shape[1:]
         if (parameter.shape, parameter.dtype) != (like, dtype):
             raise InputError(
@@ -86,6 +87,20 @@ def check_current_parameters(layer: HomeExperts) -> None:
                 f"MoE layer {layer.index}: {name} has no memory now; load or onload the experts before a micro-step"
             )
     _check_lists(layer.index, tensors, home)
+    if not layer.joins_in_backward:
+        check_owners(layer.index, layer.parameters)
+
+
+def _check_is_parameter(index: int, parameter: object, name: str) -> None:
+    if isinstance(parameter, torch.nn.Parameter):
+        return
+    cause = ""
+    if isinstance(parameter, torch.Tensor):
+        cause = (
+            "; it is computed from Parameters, as LoRA by torch.nn.utils.parametrize is, and has no gradient of its "
+            "own: merge it into a Parameter, or adapt other modules"
+        )
+    raise InputError(f"MoE layer {index}: {name} is of type {type(parameter).__name__}, not a Parameter{cause}")
 
 
 def _named(tensors: Sequence[ExpertTensor], home: Array) -> Iterator[tuple[int, torch.nn.Parameter, str]]:

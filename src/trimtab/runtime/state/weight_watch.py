@@ -5,11 +5,13 @@ parameter's address or version. Writes through `.data`, to a flat buffer behind 
 neither: the session assumes them after `finish_gradients` and after an optimizer step; `verify` detects the rest.
 
 `OptimizerWatch`: hooks before and after all optimizer steps of the process, since any of them may change weights. An
-optimizer may hold tensors that it copies to the parameters later: masters of another precision, flat buffers.
+optimizer may hold tensors that it copies to the parameters later: masters of another precision, flat buffers. It also
+detects optimizers whose state of experts would not move with them, and experts that no optimizer holds.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trimtab.errors import InputError
 from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.state.known_places import moves_so_far
 from trimtab.runtime.state.parameter_checks import check_current_parameters
 
 # Elements of each tensor of an expert that `verify` compares.
@@ -116,10 +119,15 @@ def _marks(layer: HomeExperts) -> list[Mark]:
     ]
 
 
-def _samples(layer: HomeExperts) -> list[torch.Tensor]:
+def sampled_bytes(layer: HomeExperts) -> torch.Tensor:
+    """Sampled elements of the first tensor of every expert, as bytes, since NaN differs from NaN."""
+    return _samples(layer, 1)[0].view(torch.uint8)
+
+
+def _samples(layer: HomeExperts, most_tensors: int | None = None) -> list[torch.Tensor]:
     """Sampled elements of each tensor, `[H, S]`."""
     samples = []
-    for tensor, (shape, _) in zip(layer.tensors, layer.likes, strict=True):
+    for tensor, (shape, _) in [*zip(layer.tensors, layer.likes, strict=True)][:most_tensors]:
         size = shape[1:].numel()
         places = torch.linspace(0, size - 1, min(SAMPLES, size), device=layer.device).long()
         if isinstance(tensor, torch.Tensor):
@@ -133,6 +141,8 @@ Step = Callable[[bool], None]
 
 _watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
 _handles: list[RemovableHandle] = []
+# Optimizers that have stepped, each with the number of moves of all sessions before its last step.
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def _watch(watch: OptimizerWatch) -> None:
@@ -153,6 +163,7 @@ def _call_before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _call_after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _stepped[optimizer] = moves_so_far()
     for watch in list(_watches):
         watch.after(optimizer)
 
@@ -161,29 +172,129 @@ class OptimizerWatch:
     """Calls `before` and `after` around every optimizer step, until this value is garbage-collected.
 
     Args:
-        experts: reads the session's expert parameters.
+        layers: the session's layers whose experts torch's optimizers train.
         before, after: called with whether the optimizer holds experts of the session.
 
     Attributes:
         registered: optimizers that train the experts; they may hold other tensors than the parameters.
     """
 
-    def __init__(self, experts: Callable[[], Sequence[torch.nn.Parameter]], before: Step, after: Step) -> None:
+    def __init__(self, layers: Callable[[], Sequence[HomeExperts]], before: Step, after: Step) -> None:
         self.registered: list[torch.optim.Optimizer] = []
-        self._experts = experts
+        self._layers = layers
         self._before, self._after = before, after
+        # Of the last finished gradients: all of their parameters, and the experts among them, which optimizers update.
+        self._finished: list[torch.Tensor] = []
+        self._trained: list[torch.Tensor] = []
+        # What optimizers that have stepped since then hold.
+        self._held: set[int] = set()
         _watch(self)
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before an optimizer step."""
-        self._before(self._holds_experts(optimizer))
+        """Called before an optimizer step.
+
+        Raises:
+            RuntimeError: if an optimizer that no session knows has state of experts from before they moved.
+        """
+        held = self._held_layers(optimizer)
+        if held and not any(watch._is_registered(optimizer) for watch in _watches):
+            for layer in held:
+                if _has_state(optimizer, layer) and layer.known.moved_at > _stepped.get(optimizer, 0):
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} has state of the experts of MoE layer {layer.index} from before "
+                        "they moved to other ranks, and is not registered; register it with "
+                        "session.register_optimizers(), with all others that train experts, before experts move"
+                    )
+        self._before(bool(held) or self._is_registered(optimizer))
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after an optimizer step."""
-        self._after(self._holds_experts(optimizer))
+        self._after(bool(self._held_layers(optimizer)) or self._is_registered(optimizer))
+        self._held |= _held_ids(optimizer)
 
-    def _holds_experts(self, optimizer: torch.optim.Optimizer) -> bool:
-        if optimizer in self.registered:
-            return True
-        experts = {id(parameter) for parameter in self._experts()}
-        return any(id(parameter) in experts for group in optimizer.param_groups for parameter in group["params"])
+    def check_registered(self) -> None:
+        """Raises InputError if an optimizer that is not registered has state of experts that would not move."""
+        names = self._unregistered()
+        if names:
+            gc.collect()  # Optimizers of an earlier session may be in reference cycles.
+            names = self._unregistered()
+        if names:
+            raise InputError(
+                f"experts can't move: {', '.join(names)} {'has' if len(names) == 1 else 'have'} state of them and "
+                "would keep it; register all optimizers that train experts with session.register_optimizers(), and "
+                "drop those that are not used"
+            )
+
+    def finish(self, dense: Sequence[torch.Tensor], experts: Sequence[torch.Tensor]) -> None:
+        """Call it when gradients are complete.
+
+        Args:
+            dense: the replicated parameters.
+            experts: the trained experts.
+        """
+        self._trained = [parameter for parameter in experts if parameter.grad is not None]
+        self._finished, self._held = [*dense, *self._trained], set()
+
+    def untrained(self) -> InputError | None:
+        """The error of experts whose complete gradients no optimizer uses, once for each step; or None.
+
+        It is known when an optimizer has stepped that holds others of the parameters with complete gradients.
+        """
+        if self._held.isdisjoint(map(id, self._finished)):
+            return None
+        trained, held = self._trained, self._held
+        self.finish((), ())
+        # A registered optimizer that holds none of the experts has copies of them in another precision.
+        held_by_R = [_held_ids(optimizer) & {id(p) for p in trained} for optimizer in self.registered]
+        if not all(held_by_R):
+            return None
+        if not all(id(parameter) in held for parameter in trained):
+            # Others step less often, or have skipped this step.
+            held = held.union(*held_by_R, *map(_held_ids, list(_stepped)))
+        if not all(id(parameter) in held for parameter in trained):
+            held = held.union(*map(_held_ids, [each for each in gc.get_objects() if _is_optimizer(each)]))
+        missing = [parameter for parameter in trained if id(parameter) not in held]
+        if not missing:
+            return None
+        index = next(layer.index for layer in self._layers() if any(p is missing[0] for p in layer.parameters))
+        return InputError(
+            f"MoE layer {index}: no optimizer holds {len(missing)} of {len(trained)} trained expert tensors, and one "
+            "has stepped after finish_gradients(); the model's tensors may have been replaced after add_layer, as by "
+            "load_state_dict(assign=True) or fully_shard (then add layers with a function that returns their "
+            "parameters), or the optimizer has copies of them (then register it with session.register_optimizers())"
+        )
+
+    def _unregistered(self) -> list[str]:
+        others = [optimizer for watch in list(_watches) for optimizer in watch.registered]
+        return [
+            type(optimizer).__name__
+            for optimizer in {id(each): each for each in [*list(_stepped), *others]}.values()
+            if not self._is_registered(optimizer)
+            and any(_has_state(optimizer, layer) for layer in self._held_layers(optimizer))
+        ]
+
+    def _is_registered(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer or one that wraps it is registered."""
+        return any(each is optimizer or each.state is optimizer.state for each in self.registered)
+
+    def _held_layers(self, optimizer: torch.optim.Optimizer) -> list[HomeExperts]:
+        """The layers of which an optimizer holds experts."""
+        held = _held_ids(optimizer)
+        return [layer for layer in self._layers() if not held.isdisjoint(map(id, layer.parameters))]
+
+
+def _held_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _is_optimizer(value: object) -> bool:
+    return issubclass(type(value), torch.optim.Optimizer) and hasattr(value, "param_groups")
+
+
+def _has_state(optimizer: torch.optim.Optimizer, layer: HomeExperts) -> bool:
+    """Whether an optimizer has state of single experts; numbers such as a step count are not."""
+    return any(
+        not isinstance(value, int | float | None) and not (isinstance(value, torch.Tensor) and value.ndim == 0)
+        for parameter in layer.parameters
+        for value in optimizer.state.get(parameter, {}).values()
+    )

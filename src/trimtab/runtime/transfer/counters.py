@@ -37,7 +37,7 @@ class Counters:
         deviating_rows: rows of recorded tokens that the loop sent to other experts than the recorded ones.
         agreeing: recorded rows whose expert the router chose, too; on the device.
         compared: recorded rows that were compared with the router's choice.
-        abandoned_backwards: failed backwards whose replica gradients in transfer were dropped.
+        abandoned_backwards: failed backwards through layers; their replica gradients in transfer were dropped.
         recorder: the active Recorder, or None.
         lockstep: compares the ranks' logs while this rank waits on the host.
     """

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from trimtab.runtime.autograd.gradient_watch import has_hooks
 from trimtab.runtime.autograd.torch_engine import will_run
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.physical_experts import InstanceReplicas
@@ -225,7 +226,7 @@ def accumulates(layer: HomeExperts, parameter: torch.nn.Parameter) -> bool:
     Raises:
         RuntimeError: if `torch.autograd.grad` differentiates by it, or it has a hook on its gradient.
     """
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    if has_hooks(parameter):
         raise RuntimeError(
             f"MoE layer {layer.index}: a hook on an expert tensor would get its gradient before those of replicas are "
             "added; remove the hook, or work on the gradients after backward()"

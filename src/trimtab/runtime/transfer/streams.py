@@ -56,14 +56,23 @@ def start_timer(device: torch.device) -> Callable[[], Callable[[], float | None]
 
 def download(tensor: torch.Tensor) -> np.ndarray:
     """A tensor on the host. It waits for what the current stream computes, not for other streams."""
+    return start_download(tensor)()
+
+
+def start_download(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+    """Copy a tensor to the host. Returns a function that waits for the copy, and returns it."""
     if not has_streams(tensor.device):
-        return tensor.numpy()
+        return tensor.numpy
     target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     target.copy_(tensor, non_blocking=True)
     done = torch.cuda.Event()
     done.record()
-    done.synchronize()
-    return target.numpy()
+
+    def wait() -> np.ndarray:
+        done.synchronize()
+        return target.numpy()
+
+    return wait
 
 
 class BackgroundCopies:

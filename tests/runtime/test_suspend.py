@@ -1,0 +1,221 @@
+"""Sessions that give their groups and memory back between steps, and passes with the weights of another model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from helpers import any_loop
+from helpers.any_loop import Loop, start, update
+from helpers.equality import relative_error
+from helpers.moe_model import TinyMoE
+from helpers.rank_tests import runs_on_ranks
+from trimtab.runtime import Session, gated_experts
+
+
+def kept() -> tuple[int, int, int]:
+    """Process groups, threads, and bytes of tensors of this process."""
+    gc.collect()
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if _is_tensor(t)}
+    return len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task")), sum(storages.values())
+
+
+def _is_tensor(value: object) -> bool:
+    return issubclass(type(value), torch.Tensor)
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+@runs_on_ranks()
+def test_steps_after_suspension_are_right_and_keep_nothing(seed: int) -> None:
+    loop, sizes = start(seed), []
+    for number in range(20):
+        if number:
+            any_loop.plan(loop, number)
+        update(loop, number % any_loop.MICRO_STEPS)
+        any_loop.step(loop)
+        loop.session.suspend()
+        loop.session.suspend()
+        sizes.append(kept())
+        if number % 3 == 0:
+            # Without a plan the session goes on, too.
+            any_loop.live(loop, number, "plain", 2)
+            any_loop.backward(loop, 2)
+            any_loop.step(loop)
+            loop.session.suspend()
+    groups, threads, nbytes = zip(*sizes, strict=True)
+    # The default group alone.
+    assert set(groups) == {1}
+    assert len(set(threads)) == 1
+    # Traces have different numbers of tokens.
+    assert max(nbytes) < 1.05 * min(nbytes), nbytes
+
+
+@runs_on_ranks()
+def test_backwards_after_suspension_are_refused() -> None:
+    loop = start()
+    any_loop.forward(loop, 0, "plain", 1)
+    any_loop.live(loop, 0, "plain", 2)
+    loop.session.suspend()
+    for number, cause in (
+        (1, r"backward\(\) before .*suspend"),
+        (2, "was suspended between a forward and its backward"),
+    ):
+        with pytest.raises(RuntimeError, match=cause):
+            loop.pending.pop(number).loss.backward()
+    any_loop.zero(loop)
+    any_loop.plan(loop, 1)
+    update(loop)
+    any_loop.step(loop)
+
+
+@runs_on_ranks()
+def test_a_session_goes_on_with_groups_that_replace_destroyed_ones() -> None:
+    loop = start()
+    update(loop)
+    any_loop.step(loop)
+    loop.session.suspend()
+    store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=PrefixStore("again", store), rank=rank, world_size=ranks)
+    for seed in range(2):
+        any_loop.plan(loop, seed)
+        update(loop)
+        any_loop.step(loop)
+    any_loop.move(loop, 3)
+
+
+@runs_on_ranks(4)
+def test_gradients_before_suspension_are_finished_after_it() -> None:
+    session = Session(num_experts=4, groups=2)
+    experts = [torch.nn.Parameter(torch.ones(2, *size)) for size in ((8, 4), (4, 4))]
+    layer = session.add_layer(experts, gated_experts())
+    layer(torch.ones(3, 4), torch.tensor([[0], [2], [3]]), torch.ones(3, 1)).sum().backward()
+    before = [parameter.grad.clone() for parameter in experts if parameter.grad is not None]
+    session.suspend()
+    with pytest.raises(RuntimeError, match="not summed over expert-parallel groups"):
+        torch.optim.SGD(experts, lr=0.1).step()
+    session.finish_gradients()
+    for parameter, gradient in zip(experts, before, strict=True):
+        assert torch.equal(parameter.grad, 2 * gradient)  # type: ignore[arg-type]
+
+
+@runs_on_ranks(4)
+def test_groups_of_other_sessions_stay() -> None:
+    loop, other = start(), Session(num_experts=8, groups=2)
+    pair = Session(num_experts=8, group=other.topology.experts)
+    other.suspend()
+    update(loop)
+    any_loop.step(loop)
+    for session in (pair, other):
+        session.add_layer([torch.nn.Parameter(torch.ones(4, 2, 2))], lambda weights, rows, groups: rows)
+        session.plan_micro_steps([torch.zeros(3, 1, 1, dtype=torch.int64)])
+
+
+def load_by_position(model: TinyMoE, whole: TinyMoE, home: list[int]) -> None:
+    """As frameworks load a reference model: rows are those of the experts that the rank held at first."""
+    experts = re.compile(r"(blocks\.\d+\.(?:gate_up|down))(?:\.(\d+))?$")
+    weights = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if match := experts.match(name):
+                rows = [home[int(match[2])]] if match[2] else home
+                whole_stack = weights.get(match[1])
+                of_rows = [weights[f"{match[1]}.{row}"] if whole_stack is None else whole_stack[row] for row in rows]
+                stack = torch.stack(of_rows)
+                parameter.data.copy_(stack[0] if match[2] else stack)
+            else:
+                parameter.data.copy_(weights[name])
+
+
+def at_other_homes(seed: int) -> tuple[Loop, TinyMoE, list[torch.Tensor]]:
+    """A loop whose experts have moved, another whole model, and the loop's weights."""
+    loop = start(seed)
+    any_loop.move(loop, seed)
+    update_and_step(loop, seed)
+    assert any(not layer.known.are_first for layer in loop.session.homes)
+    other = copy.deepcopy(loop.reference)
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter)
+    return loop, other, [p.detach().clone() for p in loop.model.parameters()]
+
+
+def update_and_step(loop: Loop, seed: int) -> None:
+    any_loop.plan(loop, seed, moves=False)
+    update(loop)
+    any_loop.step(loop)
+
+
+def restore(loop: Loop, weights: list[torch.Tensor]) -> None:
+    for parameter, value in zip(loop.model.parameters(), weights, strict=True):
+        parameter.data.copy_(value)
+
+
+def live_pass(loop: Loop, in_micro_step: bool) -> torch.Tensor:
+    with torch.no_grad(), loop.session.live_micro_step() if in_micro_step else nullcontext():
+        logits: torch.Tensor = loop.model(loop.tokens[loop.rows(0, loop.session.rank)])
+    return logits
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("in_micro_step", [True, False])
+@runs_on_ranks()
+def test_a_pass_with_weights_that_were_loaded_by_position(seed: int, in_micro_step: bool) -> None:
+    loop, other, mine = at_other_homes(seed)
+    rows = loop.rows(0, loop.session.rank)
+    load_by_position(loop.model, other, loop.session.home_experts.tolist())
+    for block in other.moe_blocks():
+        block.recorded_ids = None
+    with loop.session.first_homes():
+        assert relative_error(live_pass(loop, in_micro_step), other(loop.tokens[rows])) < any_loop.TOLERANCE
+    restore(loop, mine)
+    any_loop.compare(loop)
+    update_and_step(loop, seed + 1)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("in_micro_step", [True, False])
+@runs_on_ranks()
+def test_such_a_pass_at_other_homes_is_refused(seed: int, in_micro_step: bool) -> None:
+    loop, other, mine = at_other_homes(seed)
+    live_pass(loop, in_micro_step)
+    load_by_position(loop.model, other, loop.session.home_experts.tolist())
+    with pytest.raises(RuntimeError, match=r"were replaced while .* enter session.first_homes\(\)"):
+        live_pass(loop, in_micro_step)
+    restore(loop, mine)
+    live_pass(loop, in_micro_step)
+    update_and_step(loop, seed + 1)
+    # New weights of the same model, which optimizers don't know.
+    with torch.no_grad():
+        for parameter in (*loop.model.parameters(), *loop.reference.parameters()):
+            parameter.data.mul_(0.5)
+    loop.session.weights_changed()
+    any_loop.live(loop, seed, "plain", None)
+
+
+ACTIONS: dict[str, Callable[[Loop], object]] = {
+    "plan": lambda loop: any_loop.plan(loop, 7),
+    "move": lambda loop: any_loop.move(loop, 7),
+    "planned": lambda loop: any_loop.forward(loop, 0),
+    "gradients": lambda loop: any_loop.live(loop, 0, "plain", 3),
+    "finish": lambda loop: loop.session.finish_gradients(loop.model.replicated()),
+    "step": lambda loop: loop.optimizers[1].step(),
+    "suspend": lambda loop: loop.session.suspend(),
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@runs_on_ranks()
+def test_what_needs_the_trained_model_is_refused_at_first_homes(action: str) -> None:
+    loop, _, _ = at_other_homes(1)
+    with loop.session.first_homes(), pytest.raises(RuntimeError, match="first_homes"):
+        ACTIONS[action](loop)
+    update_and_step(loop, 2)
