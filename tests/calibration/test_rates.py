@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import re
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +20,12 @@ import torch
 import torch.distributed as dist
 
 from trimtab.calibration import dense_rates, exchange_rates, expert_rates, link_rates
-from trimtab.calibration.calibration_settings import CalibrationSettings
+from trimtab.calibration.calibration_settings import (
+    GPU_SEQUENCE_LENGTH,
+    GPU_TOKENS,
+    CalibrationSettings,
+    settings_for,
+)
 from trimtab.calibration.dense_rates import DenseFit, measure_dense
 from trimtab.calibration.exchange_rates import ExchangeFits, measure_exchange
 from trimtab.calibration.expert_rates import ExpertFit, measure_experts
@@ -24,7 +33,7 @@ from trimtab.calibration.fits import Fit
 from trimtab.calibration.link_rates import LinkRates, measure_links
 from trimtab.calibration.measurement_context import MeasurementContext
 from trimtab.calibration.memory_rates import measure_memory
-from trimtab.calibration.small_model import small_config
+from trimtab.calibration.small_model import SEQUENCE_LENGTH, TOKENS, small_config
 from trimtab.cluster import ModelSpec
 from trimtab.runtime.transfer.streams import BackgroundCopies
 from trimtab.trace import RoutingTrace
@@ -116,6 +125,24 @@ def test_rates_of_experts_are_operations_of_three_matrices(monkeypatch: pytest.M
     assert found.backward_error == pytest.approx(0)
 
 
+def test_exchanges_are_subtracted_from_the_time_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exchange takes 1 s; a forward with two of them 12 s, and a backward 22 s."""
+    now = [0.0]
+
+    def spend(seconds: float) -> Any:
+        now[0] += seconds
+        return SimpleNamespace(backward=lambda _: spend(22.0))
+
+    layer: Any = mock.Mock(parameters=[], side_effect=lambda *_: spend(12.0))
+    session: Any = SimpleNamespace(plan=lambda *_: None, micro_step=lambda _: nullcontext())
+    monkeypatch.setattr(expert_rates, "exchange_rows", lambda *_: spend(1.0))
+    clock = SimpleNamespace(now=lambda: now[0], seconds=lambda start, end: end - start)
+    context = context_of(clock=clock, begin=clock.now, random=lambda *shape: torch.zeros(shape))
+    trace = RoutingTrace.from_sequences([np.arange(8).reshape(4, 1, 2)], num_experts=8)
+    run = expert_rates._variant(context, session, layer, trace)
+    assert run() == {"forward_s": 10.0, "backward_s": 20.0}
+
+
 def test_rates_of_dense_parts_are_operations_of_projections_and_pairs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +210,8 @@ def test_rates_of_links_are_bytes_that_were_copied(monkeypatch: pytest.MonkeyPat
 
 def test_every_rate_goes_to_its_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrate = import_module("trimtab.calibration.calibrate")
-    context = SimpleNamespace(device=CPU, topology=SimpleNamespace(rank=0, num_ranks=2, ranks_per_node=1))
+    context = SimpleNamespace(device=CPU, topology=SimpleNamespace(rank=0, num_ranks=4, ranks_per_node=2))
+    monkeypatch.setattr("os.cpu_count", lambda: 7)
     monkeypatch.setattr(calibrate.MeasurementContext, "of_all_ranks", lambda *_, **__: context)
     monkeypatch.setattr(calibrate, "measure_memory", lambda _: (3e9, 4e9))
     monkeypatch.setattr(calibrate, "measure_links", lambda _: LinkRates(1e9, 5e9, 7e9))
@@ -194,11 +222,14 @@ def test_every_rate_goes_to_its_field(tmp_path: Path, monkeypatch: pytest.Monkey
     dense = DenseFit(Fit((19e12, 23e12), (5e-6,), 0.07), 1.75, 0.04)
     monkeypatch.setattr(calibrate, "measure_dense", lambda *_: dense)
     settings = CalibrationSettings(
-        CONFIG, model_of(tmp_path), ranks=2, tokens=64, sequence_length=8, name="n", rounds=1
+        CONFIG, model_of(tmp_path), ranks=4, tokens=64, sequence_length=8, name="n", rounds=1
     )
     taken = calibrate._measure(settings)
     values = {name: figure and figure["value"] for name, figure in taken["figures"].items()}
-    del values["device_bytes"], values["planning_threads"]
+    assert values.pop("device_bytes") == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    assert values.pop("planning_threads") == 3
+    names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    assert taken["machine"].startswith(names[0] if names else platform.processor() or platform.machine())
     assert values == pytest.approx(
         {
             "expert_flops": 17e12, "tile_rows": 64, "copy_s": 3e-6, "expert_backward": 2.25,
@@ -208,7 +239,15 @@ def test_every_rate_goes_to_its_field(tmp_path: Path, monkeypatch: pytest.Monkey
         }
     )  # fmt: skip
     assert taken["checks"] == {"optimizer_bytes_per_s": 4e9}
-    assert (taken["ranks"], taken["ranks_per_node"]) == (2, 1)
+    assert (taken["ranks"], taken["ranks_per_node"]) == (4, 2)
+
+
+def test_sizes_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus, sizes in ((0, (2, TOKENS, SEQUENCE_LENGTH)), (8, (8, GPU_TOKENS, GPU_SEQUENCE_LENGTH))):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpus=gpus: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        chosen = settings_for(None, ranks=None, rounds=1, name="n")
+        assert (chosen.ranks, chosen.tokens, chosen.sequence_length) == sizes
 
 
 def test_figures_are_medians_over_rounds_and_means_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

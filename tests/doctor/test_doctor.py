@@ -131,6 +131,11 @@ def test_a_wrong_or_failed_micro_step_is_a_problem(monkeypatch: pytest.MonkeyPat
     assert "killed by SIGKILL" in failed.text
 
 
+def test_a_micro_step_runs_on_all_ranks_of_the_run(skip_slow_checks: None) -> None:
+    found = examination.examine(ranks=4, local_ranks=2, slots=2, model=None, num_layers=None)
+    assert "over the peer path on 4 ranks" in found[-1].text
+
+
 def test_old_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"numpy": "1.26.4", "torch": "2.10.0+cpu", "transformers": "5.3"}
 

@@ -508,6 +508,13 @@ def _zero(loop: Loop, to_none: bool) -> None:
 
 
 @action
+def sleep(loop: Loop, seed: int) -> None:
+    """The session gives everything back, and is used again."""
+    loop.session.suspend()
+    plan(loop, seed, moves=False)
+
+
+@action
 def move(loop: Loop, seed: int) -> None:
     """Experts move to random homes, between steps."""
     session = loop.session

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from trimtab.analysis import TraceCounts, analyze
 from trimtab.array_type import Array
 from trimtab.report.model import AnalysisReport, LoadMap, PolicyResult, Report, Timeline
+from trimtab.rl.config import TrainConfig
+from trimtab.rl.grpo import GRPO
+from trimtab.rl.paired_comparison import MeasuredPolicy, PairedComparison
+from trimtab.rl.report import report_of
+from trimtab.runtime.plan_report import PlanReport
+from trimtab.runtime.ranks.recorder import COMBINE, DISPATCH, EXPERTS, OTHER, Recording
 from trimtab.simulator.recorded_operations import LANES
 
 KINDS = (
@@ -160,3 +168,23 @@ def some_analysis(
     )  # fmt: skip
     per_node = ranks if ranks % 2 else ranks // 2
     return AnalysisReport("trace.parquet", analyze(counted, ranks=ranks, ranks_per_node=per_node))
+
+
+def training_page(name: str, *, ranks_per_node: int = 2) -> Report:
+    """The report of a run of 2 ranks in a folder of this name, on a model whose type is this name."""
+    recording = Recording(
+        np.array([OTHER, DISPATCH, EXPERTS, COMBINE], np.uint8), np.array([-1, 0, 0, 0], np.int16),
+        np.arange(4.0), np.arange(1.0, 5.0), ((0, 0.0, 4.0),) * 2,
+    )  # fmt: skip
+    figures: dict[str, Any] = dict.fromkeys((field.name for field in fields(PlanReport)), 0)
+    metrics = PlanReport(**figures).metrics() | {"loss": 0.5, "grad_norm": 1.0, "plan/background_s": 0.01}
+    measured = MeasuredPolicy([1.0], [metrics], np.full((1, 1, 2), 8), metrics, (recording, recording))
+    # Only its name is shown. A folder's has no slash, but this one must.
+    folder: Any = SimpleNamespace(name=name)
+    trainer: Any = SimpleNamespace(
+        config=TrainConfig(folder), model_config=SimpleNamespace(num_experts_per_tok=2, model_type=name),
+        session=SimpleNamespace(num_experts=4, topology=SimpleNamespace(ranks_per_node=ranks_per_node)), num_ranks=2,
+        device=torch.device("cpu"), layer_indices=np.arange(1), model=torch.nn.Linear(1, 1),
+        optimizer=SimpleNamespace(state={}), algorithm=GRPO(),
+    )  # fmt: skip
+    return report_of(trainer, PairedComparison(measured, measured))

@@ -144,7 +144,9 @@ def test_balance_refuses_real_models(state: State) -> None:
     refused_with("experts", nn.Identity(), "has experts in Identity")
     config.fp8, config.moe_latent_size, chunks[0].ddp_config.delay_wgrad_compute = "e4m3", 8, True
     refused(r"balanced: fp8=e4m3 is not supported: .*\(2 more: trimtab doctor --megatron lists them\)$")
-    config.fp8 = config.moe_latent_size = None
+    config.fp8 = None
+    refused(r"balanced: moe_latent_size=8 .*\(1 more: trimtab doctor --megatron lists them\)$")
+    config.moe_latent_size = None
     refused("balanced: delay_wgrad_compute=True")
     chunks[0].ddp_config.delay_wgrad_compute = False
     chunks[0].overlap_param_gather_with_optimizer_step = True

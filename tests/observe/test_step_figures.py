@@ -68,6 +68,12 @@ def test_every_token_is_counted_where_its_sequence_is(seed: int, count: int, ran
         assert left_out < step_counts.LEAST_FILLED * tokens_MR.sum() / len(tokens_MR)
 
 
+@pytest.mark.parametrize(("last", "kept"), [(4, 2), (5, 3), (6, 3)])
+def test_a_last_micro_step_below_half_of_the_others_is_left_out(last: int, kept: int) -> None:
+    sequences = [np.broadcast_to([1, 2], (tokens, LAYERS, TOP_K)).astype(np.uint8) for tokens in (10, 10, last)]
+    assert counted([trace_of(sequences)], 1, 10).workload.num_micro_steps == kept
+
+
 def test_counts_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_counts, "COUNT_BYTES", 3 * 2 * LAYERS * EXPERTS * 4)
     sequences = [np.broadcast_to([1, 2], (10, LAYERS, TOP_K)).astype(np.uint8)] * 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, cast
 
@@ -56,10 +57,18 @@ def test_a_plan_with_too_many_copies_or_tokens_is_refused() -> None:
         check([(0, 1), (2, 0)], 8)
 
 
-@pytest.mark.parametrize("values", [(float("nan"), 1), (float("inf"), 1), (0.9, 1), (1.02, 0)])
-def test_impossible_settings_are_refused(values: tuple[float, int]) -> None:
-    with pytest.raises(InputError, match="it should be"):
-        PlanSettings(*values)
+IMPOSSIBLE: dict[str, list[float]] = {
+    "threshold": [math.nan, math.inf, 0.9], "smallest_share": [0], "move_life": [math.nan, math.inf, 0.9],
+    "least_gain": [math.nan, math.inf], "max_rows_per_rank": [0],
+}  # fmt: skip
+
+
+def test_impossible_settings_are_refused() -> None:
+    for name, values in IMPOSSIBLE.items():
+        PlanSettings(**{name: cast(Any, 1)})
+        for value in values:
+            with pytest.raises(InputError, match="it should be"):
+                PlanSettings(**{name: cast(Any, value)})
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,24 @@ def test_planning_and_moves_are_part_of_a_prediction() -> None:
     assert found.seconds == found.parts_s["migration"] == 14.0
 
 
+def test_weights_wait_for_a_buffer_whose_layer_has_run() -> None:
+    """Rank 1 has a row and a replica's row in each of 3 layers, which have 2 buffers; rank 0 has 10 rows, 1 and 1.
+
+    The first replica arrives at 4 s and the second at 8 s, both before layer 0 ends at 10 s, when its buffer is free.
+    So the third arrives at 14 s, 2 s after layer 1 has ended. In backward it is hidden behind the rows of layer 0.
+    """
+    counts_MLRE = np.array([[[[11, 0], [0, 1]], [[2, 0], [0, 1]], [[2, 0], [0, 1]]]], np.int32)
+    workload = Workload.known(counts_MLRE)
+    schedule = random_schedule(np.random.default_rng(0), 0, num_ranks=2, num_micro_steps=1)
+    plan = StepPlan.from_instances(
+        schedule, Placement.contiguous(3, 2, 2), [np.array([[0, 1]])] * 3, [np.array([[1, 0]])] * 3,
+        mixed_ML=workload.mixed_ML, cluster=ClusterSpec(2, 2, 1),
+    )  # fmt: skip
+    costs = StepCosts(free_costs(row_s=1.0, near_weights_s=4.0), forwards=1, ring_layers=2)
+    found = predict([plan], [workload], costs)
+    assert (found.parts_s["transfers"], found.seconds) == (2.0, 10 + 2 + 2 + 2 + 2 * (10 + 2 + 2))
+
+
 def test_a_step_takes_as_long_as_its_slowest_group() -> None:
     costs = StepCosts(free_costs(row_s=1.0))
     (quick, few), (slow, many) = (plan_of_rows(rows, [0, 1, 2, 3]) for rows in (2, 5))

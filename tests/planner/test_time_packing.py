@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from helpers import planner_reference as reference
 from helpers.planner_steps import per_nodes, with_operations
+from helpers.simulated_steps import free_costs
 from trimtab import ClusterSpec, Schedule
 from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, StepCosts
@@ -107,6 +108,26 @@ def test_ranks_of_a_micro_step_have_more_even_attention_than_packed_by_length() 
         spreads.append([(inside_MR.max(axis=1) - inside_MR.mean(axis=1)).sum() for inside_MR in seconds])
     by_length, by_time = np.mean(spreads, axis=0)
     assert by_time < 0.75 * by_length
+
+
+def test_rows_use_links_from_two_ranks_on() -> None:
+    """With groups of one rank slow links change nothing; with two ranks all time on them is proportional to length."""
+    lengths = np.random.default_rng(0).integers(1, 4000, 60)
+    cluster = ClusterSpec(1, 1)
+    packed = pack(lengths, cluster, 4, 16_000, np.zeros_like(lengths))[0]
+    costs = StepCosts.of(cluster, QWEN3_30B)
+    fast, slow = (
+        pack_by_time(packed, lengths, 8.0, cluster, with_operations(costs, near_row_s=s, far_row_s=s), 16_000)
+        for s in (0.0, 1e3)
+    )
+    assert np.array_equal(fast.rank, slow.rank)
+    assert np.array_equal(fast.micro_step, slow.micro_step)
+    by_rows, by_tokens = (
+        pack_by_time(packed, lengths, 8.0, ClusterSpec(2, 2), StepCosts(free_costs(**{name: 1.0})), 16_000)
+        for name in ("near_row_s", "token_s")
+    )
+    tokens = [np.sort(reference.by_place(schedule, lengths), axis=None) for schedule in (by_rows, by_tokens)]
+    assert np.array_equal(tokens[0], tokens[1])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,14 @@ from trimtab.array_type import Array
 from trimtab.planner import Workload
 from trimtab.policies import View
 from trimtab.policies.rivals.openinstruct import OpenInstruct
-from trimtab.policies.rivals.sequence_swaps import Packing, load_places, measures, swap_sequences
+from trimtab.policies.rivals.sequence_swaps import (
+    Packing,
+    _draw_least,
+    load_places,
+    measures,
+    swap_sequences,
+    work_of,
+)
 
 
 def plain_measures(view: View, schedule: Schedule, steps: Array) -> list[float]:
@@ -60,7 +67,13 @@ def problem_of(seed: int, *, sequences: int = 48, ranks: int = 4, micro_steps: i
 def test_swaps_reduce_the_rows_of_the_busiest_rank(seed: int) -> None:
     """At least half of what mixing the kinds evenly could gain, and no less with more proposals."""
     problem, start_S2 = problem_of(seed)
-    start = measures(load_places(problem, start_S2))
+    loads = load_places(problem, start_S2)
+    start = measures(loads)
+    plain_MLR, plain_MR = np.zeros_like(loads.rows_MLR), np.zeros_like(loads.tokens_MR)
+    np.add.at(plain_MLR, start_S2[:, 0], problem.rows_SLR)
+    np.add.at(plain_MR, tuple(start_S2.T), problem.lengths_S)
+    assert np.array_equal(loads.rows_MLR, plain_MLR)
+    assert np.array_equal(loads.tokens_MR, plain_MR)
     bound = problem.rows_SLR.sum(axis=0).max(axis=1).sum()
     found = []
     for proposals in (0, 64, 1024):
@@ -71,3 +84,21 @@ def test_swaps_reduce_the_rows_of_the_busiest_rank(seed: int) -> None:
     assert found[0] == start[0]
     assert bound <= found[2] <= found[1] < found[0]
     assert found[2] - bound < 0.5 * (start[0] - bound)
+
+
+def test_greedy_places_are_taken_if_they_are_better() -> None:
+    """Without swaps. The start has the short sequences on one rank and the long ones on the other."""
+    problem, start_S2 = problem_of(0, ranks=2, micro_steps=1)
+    problem = problem._replace(lengths_S=np.arange(48) * 20)
+    start_S2[:, 1] = np.arange(48) // 24
+    best_S2 = OpenInstruct(proposals=0)._search(problem, start_S2, np.random.default_rng(0))
+    start, best = (measures(load_places(problem, places_S2)) for places_S2 in (start_S2, best_S2))
+    assert work_of(best, start) < 3
+
+
+def test_one_of_the_least_allowed_values_is_drawn() -> None:
+    rng = np.random.default_rng(0)
+    for allowed_number in (0, 1, 3, 20):
+        values, allowed = rng.normal(size=20), rng.permutation(20) < allowed_number
+        least = [i for i in np.argsort(values).tolist() if allowed[i]][:4] or [-1]
+        assert {int(_draw_least(values, allowed, 4, rng)) for _ in range(100)} == set(least)

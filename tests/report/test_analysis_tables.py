@@ -66,6 +66,7 @@ def test_placements_show_loss_recovered_part_mean_and_p99() -> None:
         ("10.0%", "75%", "1.200", "1.750"), "based on past loads", 0.25,
     )  # fmt: skip
     assert plan.cells == ("about 0", "100%", "1.00", "1.00")
+    assert [row.is_ours for row in (first, second, plan)] == [False, False, True]
 
 
 def test_sizes_and_ranks_have_the_max_vio_of_their_own_size() -> None:

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from helpers.browser import OpenPage, open_page
 from helpers.comparison_cases import some_case, some_trace
 from helpers.examples import examples
 from helpers.hostile_names import NAMES
-from helpers.reports import some_analysis
+from helpers.reports import some_analysis, training_page
 from trimtab.analysis.cost_estimate import CostEstimate
 from trimtab.report.html import NOT_SHOWN, page_of, write_html
 from trimtab.report.model import AnalysisReport, Report
 from trimtab.report.simulation import simulation_report
-from trimtab.rl.config import TrainConfig
-from trimtab.rl.grpo import GRPO
-from trimtab.rl.paired_comparison import MeasuredPolicy, PairedComparison
-from trimtab.rl.report import report_of
-from trimtab.runtime.plan_report import PlanReport
-from trimtab.runtime.ranks.recorder import COMBINE, DISPATCH, EXPERTS, OTHER, Recording
 from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.simulated_case import SimulatedCase
 
@@ -63,26 +54,6 @@ def simulation_page(name: str) -> Report:
     outcomes = {policy: simulate_policy(case, policy) for policy in step_s}
     cases = [SimulatedCase(ranks, 1, None, case, outcomes, tuple(step_s), step_s) for ranks in (4, 2)]
     return simulation_report(f"{name}.parquet", some_trace(), cases)
-
-
-def training_page(name: str) -> Report:
-    """The report of a run in a folder of this name, on a model whose type is this name."""
-    recording = Recording(
-        np.array([OTHER, DISPATCH, EXPERTS, COMBINE], np.uint8), np.array([-1, 0, 0, 0], np.int16),
-        np.arange(4.0), np.arange(1.0, 5.0), ((0, 0.0, 4.0),) * 2,
-    )  # fmt: skip
-    figures: dict[str, Any] = dict.fromkeys((field.name for field in fields(PlanReport)), 0)
-    metrics = PlanReport(**figures).metrics() | {"loss": 0.5, "grad_norm": 1.0, "plan/background_s": 0.01}
-    measured = MeasuredPolicy([1.0], [metrics], np.full((1, 1, 2), 8), metrics, (recording, recording))
-    # Only its name is shown. A folder's has no slash, but this one must.
-    folder: Any = SimpleNamespace(name=name)
-    trainer: Any = SimpleNamespace(
-        config=TrainConfig(folder), model_config=SimpleNamespace(num_experts_per_tok=2, model_type=name),
-        session=SimpleNamespace(num_experts=4, topology=SimpleNamespace(ranks_per_node=2)), num_ranks=2,
-        device=torch.device("cpu"), layer_indices=np.arange(1), model=torch.nn.Linear(1, 1),
-        optimizer=SimpleNamespace(state={}), algorithm=GRPO(),
-    )  # fmt: skip
-    return report_of(trainer, PairedComparison(measured, measured))
 
 
 PAGES: dict[str, Callable[[str], Report | AnalysisReport]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from helpers.reports import training_page
 from trimtab.rl.report import CHART_PLACES, NAMES, parts_of, rollout_charts, timeline_of, with_waiting
 from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, DISPATCH, EXPERTS, OTHER, SUMMING, WAITING, Recording
 from trimtab.simulator.recorded_operations import LANES
@@ -71,6 +72,12 @@ def test_the_timeline_is_the_update_of_the_median_micro_step() -> None:
         (1, "compute", "experts", 1, 0.0, 2.5),
         (1, "network", "combine", 1, 2.5, 3.0),
     ]
+
+
+@pytest.mark.parametrize(("ranks_per_node", "lane"), [(2, "node link"), (1, "network")])
+def test_exchanges_are_shown_on_the_link_that_they_use(ranks_per_node: int, lane: str) -> None:
+    for timeline in training_page("a run", ranks_per_node=ranks_per_node).timelines:
+        assert {LANES[number] for number in timeline.lane_N} == {"compute", lane}
 
 
 def test_charts_of_rollouts_average_consecutive_steps() -> None:

@@ -92,6 +92,10 @@ class AnyLoop(RuleBasedStateMachine):
     def move(self, seed: int) -> None:
         self.do(any_loop.move, seed)
 
+    @rule(seed=seeds)
+    def sleep(self, seed: int) -> None:
+        self.do(any_loop.sleep, seed)
+
     @rule()
     def save(self) -> None:
         self.do(any_loop.save)

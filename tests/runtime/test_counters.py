@@ -12,6 +12,7 @@ import torch
 from trimtab.runtime.transfer import counters as counters_module
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.counters import Counters
+from trimtab.runtime.transfer.streams import BackgroundCopies
 
 
 def test_every_metric_is_its_own_counter() -> None:
@@ -32,6 +33,15 @@ def test_every_metric_is_its_own_counter() -> None:
     # It has a value only where rows were compared.
     expected.pop("moe/replay_agreement")
     assert counters.metrics() == dict.fromkeys(expected, 0)
+
+
+def test_cpu_time_of_copies_is_counted_once() -> None:
+    copies = BackgroundCopies(torch.device("cpu"))
+    source = torch.ones(1 << 20)
+    for _ in range(2):
+        copies.start([(torch.zeros(1 << 20), source)])()
+        assert copies.take_cpu_s() > 0 == copies.take_cpu_s()
+    copies.close()
 
 
 class Event:

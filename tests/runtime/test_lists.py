@@ -18,6 +18,7 @@ from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.planner import Placement
 from trimtab.runtime import ExpertWeight, RowGroups, Session, gated_experts, grouped_bias, grouped_linear
+from trimtab.runtime.rows import grouped_products
 from trimtab.runtime.state.logical_state import find_number
 
 SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=16, width=8, lists=ALL_LISTS)
@@ -238,3 +239,17 @@ def test_lists_and_stacks_give_equal_results(counts: list[int], transposed: bool
     listed = run(lambda t: [part.clone().requires_grad_() for part in t], lambda ts: torch.stack([t.grad for t in ts]))
     for one, other in zip(stacked, listed, strict=True):
         assert relative_error(one, other) < 1e-12
+
+
+def test_gradients_that_a_kernel_of_a_gpu_does_not_write_are_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel leaves those of experts without rows as they are."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    written = torch.rand(3, 4, 5)
+    monkeypatch.setattr(grouped_products, "_has_grouped_kernel", lambda *_: True)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda *_, offs: written.clone().as_subclass(OnGpu))
+    groups = RowGroups.of([3, 0, 2], torch.device("cpu"))
+    (found,) = grouped_products._weight_gradients(torch.rand(5, 4), torch.rand(5, 5), groups, is_list=False)
+    assert torch.equal(found, written * torch.tensor([1.0, 0.0, 1.0])[:, None, None])

@@ -90,8 +90,10 @@ def make_other_calls(what: str) -> None:
         session.micro_step(0).__enter__()
     elif what == "other live layers":
         blocks[0 if first else 1](x)
-    elif what == "an id that is too large":
-        session.layers[0](x, torch.full((3, 2), 99 if first else 0), torch.ones(3, 2, dtype=torch.float64))
+    elif what in ("an id that is too large", "an id below 0"):
+        wrong = 99 if what == "an id that is too large" else -7
+        ids = torch.tensor([[0, 2], [wrong if first else 1, 3], [1, 0]])
+        session.layers[0](x, ids, torch.ones(3, 2, dtype=torch.float64))
     elif what == "a recorded id that is too large":
         if first:
             trace.expert_ids[-1, 0, 0] = 77
@@ -157,6 +159,7 @@ CALLS = {
     "a live layer": r"rank 0 called counts of MoE layer 0 where rank 1 called micro_step\(0\)",
     "other live layers": r"rank 0 called counts of MoE layer 0 where rank 1 called counts of MoE layer 1",
     "an id that is too large": r"MoE layer 0 was given expert id 99; ids should be from 0 to 3",
+    "an id below 0": r"MoE layer 0 was given expert id -7; ids should be from 0 to 3",
     "a recorded id that is too large": r"MoE layer 0 has expert ids \[77\D.*below 4",
     "without gradients": r"gradients enabled is True on rank 0 and False on rank 1",
     "without gradients inside": r"in micro-step 0 where rank 1 called dispatch .* without gradients",

@@ -19,7 +19,7 @@ from helpers.any_loop import Loop, start, update
 from helpers.equality import relative_error
 from helpers.moe_model import TinyMoE
 from helpers.rank_tests import runs_on_ranks
-from trimtab.runtime import Session
+from trimtab.runtime import Session, gated_experts
 
 
 def kept() -> tuple[int, int, int]:
@@ -60,6 +60,24 @@ def test_steps_after_suspension_are_right_and_keep_nothing(seed: int) -> None:
 
 
 @runs_on_ranks()
+def test_backwards_after_suspension_are_refused() -> None:
+    loop = start()
+    any_loop.forward(loop, 0, "plain", 1)
+    any_loop.live(loop, 0, "plain", 2)
+    loop.session.suspend()
+    for number, cause in (
+        (1, r"backward\(\) before .*suspend"),
+        (2, "was suspended between a forward and its backward"),
+    ):
+        with pytest.raises(RuntimeError, match=cause):
+            loop.pending.pop(number).loss.backward()
+    any_loop.zero(loop)
+    any_loop.plan(loop, 1)
+    update(loop)
+    any_loop.step(loop)
+
+
+@runs_on_ranks()
 def test_a_session_goes_on_with_groups_that_replace_destroyed_ones() -> None:
     loop = start()
     update(loop)
@@ -73,6 +91,21 @@ def test_a_session_goes_on_with_groups_that_replace_destroyed_ones() -> None:
         update(loop)
         any_loop.step(loop)
     any_loop.move(loop, 3)
+
+
+@runs_on_ranks(4)
+def test_gradients_before_suspension_are_finished_after_it() -> None:
+    session = Session(num_experts=4, groups=2)
+    experts = [torch.nn.Parameter(torch.ones(2, *size)) for size in ((8, 4), (4, 4))]
+    layer = session.add_layer(experts, gated_experts())
+    layer(torch.ones(3, 4), torch.tensor([[0], [2], [3]]), torch.ones(3, 1)).sum().backward()
+    before = [parameter.grad.clone() for parameter in experts if parameter.grad is not None]
+    session.suspend()
+    with pytest.raises(RuntimeError, match="not summed over expert-parallel groups"):
+        torch.optim.SGD(experts, lr=0.1).step()
+    session.finish_gradients()
+    for parameter, gradient in zip(experts, before, strict=True):
+        assert torch.equal(parameter.grad, 2 * gradient)  # type: ignore[arg-type]
 
 
 @runs_on_ranks(4)

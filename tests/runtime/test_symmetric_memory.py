@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -143,6 +144,15 @@ def test_variables_that_hang_or_slow(nccl: tuple[int, ...], variables: dict[str,
     assert all(text in line for text, line in zip(wrong, found, strict=True))
 
 
+def apply(session: Session, seed: int) -> Step:
+    """Apply a random plan on two nodes."""
+    step = Step(seed)
+    placement = step.plan.placement
+    plan = random_plan(step.rng, step.workload, step.schedule, slots=2, placement=placement, ranks_per_node=2)
+    step.apply(session, plan)
+    return step
+
+
 def train(*, one_sided: bool) -> tuple[Session, list[torch.Tensor]]:
     """Results and weights of this rank after two steps in mixed precision on random plans."""
     session, model, _ = make(compute_dtype=torch.bfloat16, ranks_per_node=2)
@@ -152,11 +162,7 @@ def train(*, one_sided: bool) -> tuple[Session, list[torch.Tensor]]:
     session.register_optimizers(optimizer)
     results: list[torch.Tensor] = []
     for seed in range(2):
-        step = Step(seed)
-        placement = step.plan.placement
-        plan = random_plan(step.rng, step.workload, step.schedule, slots=2, placement=placement, ranks_per_node=2)
-        step.apply(session, plan)
-        results.append(step.run(session, model))
+        results.append(apply(session, seed).run(session, model))
         optimizer.step()
         optimizer.zero_grad()
     return session, results + [parameter.detach() for parameter in model.parameters()]
@@ -164,7 +170,10 @@ def train(*, one_sided: bool) -> tuple[Session, list[torch.Tensor]]:
 
 @runs_on_ranks(4)
 def test_copies_and_messages_give_the_same_results() -> None:
-    sent_session, sent = train(one_sided=False)
+    with pytest.MonkeyPatch.context() as patch:
+        # Not on a CPU.
+        patch.setattr(PeerMemory, "across", None)
+        sent_session, sent = train(one_sided=False)
     session, pulled = train(one_sided=True)
     for one, other in zip(sent, pulled, strict=True):
         assert torch.equal(one, other)
@@ -183,3 +192,12 @@ def test_copies_and_messages_give_the_same_results() -> None:
     totals = torch.tensor([s.take_metrics()["transfer/peer_bytes"] for s in (sent_session, session)])
     dist.all_reduce(totals)
     assert totals[0] == totals[1] > 0
+    # The memory is freed when it is of no more use.
+    freed = weakref.ref(peers)
+    del peers
+    session.close()
+    assert freed() is None
+    sent_session.transfers.ring.peers = PeerMemory.in_host_memory(sent_session.topology, sent_session.homes)
+    sent_session.paths = "message"
+    apply(sent_session, 2)
+    assert sent_session.transfers.peer_memory_bytes == 0

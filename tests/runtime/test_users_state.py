@@ -142,7 +142,7 @@ class OneExpert(nn.Module):
 @runs_on_ranks()
 def test_experts_that_are_modules_refuse_rows_of_others() -> None:
     session, model = Session(num_experts=4), nn.ModuleList(OneExpert() for _ in range(2))
-    session.add_layer([[e.up.weight for e in model], [e.down.weight for e in model]], gated_experts())  # type: ignore[union-attr]
+    session.add_layer([[e.up.weight for e in model], [e.down.weight for e in model]], gated_experts())  # type: ignore[union-attr, misc]
     state = saved(model)
     session.move(Placement(np.array([[0, 1, 0, 1]], np.int16)))
     moved = saved(model)
@@ -245,7 +245,7 @@ def test_averages_by_name_move_with_the_experts(shape: Shape) -> None:
             )
     kept = dict(average.module.named_parameters())
     assert names == list(kept)
-    for name, _, whole, mine in matches(model, whole_average.module):
+    for name, _, whole, mine in matches(model, whole_average.module):  # type: ignore[arg-type]
         assert relative_error(kept[name], whole[mine]) < 1e-5, name
         assert relative_error(by_name[name], whole[mine].double()) < 1e-5, name
     for name, _, whole, mine in matches(model, first):
@@ -254,7 +254,7 @@ def test_averages_by_name_move_with_the_experts(shape: Shape) -> None:
     state = saved(average.module)
     assert any("experts_of_rows" in name for name in state)
     model.load_state_dict(state)
-    assert error_of(model, whole_average.module) < 1e-5
+    assert error_of(model, whole_average.module) < 1e-5  # type: ignore[arg-type]
     model.load_state_dict(anchor)
     assert error_of(model, first) < 1e-6
 
@@ -364,7 +364,7 @@ def test_an_average_can_not_be_in_a_session() -> None:
     average = AveragedModel(model)
     session.register_state(model, average.module)
     with pytest.raises(InputError, match="register_state"):
-        again(average.module)
+        again(average.module)  # type: ignore[arg-type]
 
 
 @SHAPES
@@ -447,7 +447,7 @@ def test_parameters_that_were_replaced_in_the_model_are_refused() -> None:
     # The new Parameters have the experts' places, too: at once, and if torch writes them past `setattr`, when they run.
     assert any("experts_of_rows" in name for name in saved(model))
     for block in model.moe_blocks():
-        block._parameters["gate_up"] = nn.Parameter(block.gate_up.detach().clone())
+        block._parameters["gate_up"] = nn.Parameter(block.gate_up.detach().clone())  # type: ignore[operator]
     with session.live_micro_step():
         assert error_of(model, reference) < 1e-6
     again(model)
@@ -468,7 +468,7 @@ def test_experts_that_no_optimizer_holds_are_reported_on_all_ranks() -> None:
         lambda: session.micro_step(0).__enter__(),
         lambda: session.live_micro_step().__enter__(),
         lambda: session.finish_gradients(model.replicated()),
-        lambda: session.plan(step.trace.select(step.schedule.sequences_of(session.rank)), step.schedule),
+        lambda: session.plan(step.trace.select(step.schedule.sequences_of(session.rank)), step.schedule),  # type: ignore[has-type]
     )
     for seed, call in enumerate(calls):
         step = Step(seed, moves=False)
@@ -512,7 +512,7 @@ def test_optimizers_may_step_in_turn_and_other_models_are_no_concern() -> None:
     step.run(session, model)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+            parameter -= 0.1 * parameter.grad  # type: ignore[operator, misc]
     critic.step()
     model.zero_grad()
     step.apply(session)
@@ -600,4 +600,4 @@ def test_parametrized_experts_are_refused_with_the_cause() -> None:
     with pytest.raises(InputError, match=r"MoE layer 0: 'gate_up' .* is parametrized, as LoRA"):
         session.live_micro_step().__enter__()
     with pytest.raises(InputError, match=r"expert tensor 0 is of type Tensor, not a Parameter; .*parametrize \(?"):
-        Session(num_experts=4).add_layer(lambda: [holder.gate_up, holder.down], gated_experts())
+        Session(num_experts=4).add_layer(lambda: [holder.gate_up, holder.down], gated_experts())  # type: ignore[list-item]

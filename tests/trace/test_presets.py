@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from trimtab.planner import pack_by_length
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.trace import PRESETS, synthesize_preset
 from trimtab.trace.counting import count_experts
-from trimtab.trace.presets import _domain_popularity, _lengths
+from trimtab.trace.presets import _domain_popularity
 from trimtab.trace.sampling import derive, sample_experts
 
 MICRO_STEPS = 8
@@ -109,8 +110,11 @@ def test_popularity_is_zipf_with_exponents_spread_over_the_layers() -> None:
     keys = derive(np.uint64(7), np.arange(10, dtype=np.uint64))
     preset = PRESETS["qwen3-30b-math"]
     low, high = preset.zipf
-    for step in (0, 2):
-        descending_DLE = -np.sort(-_domain_popularity(preset, keys, 32, step), axis=-1)
+    of_steps = [_domain_popularity(preset, keys, 32, step) for step in range(3)]
+    # It drifts from step to step.
+    assert all((one != other).any(axis=-1).all() for one, other in pairwise(of_steps))
+    for popularity_DLE in of_steps:
+        descending_DLE = -np.sort(-popularity_DLE, axis=-1)
         exponents_DL = -np.log2(descending_DLE[..., 1])
         for exponents_L in exponents_DL:
             assert np.sort(exponents_L) == pytest.approx(low + (high - low) * (np.arange(10) + 0.5) / 10)
@@ -156,11 +160,6 @@ def test_a_seventh_of_a_sequence_is_prompt() -> None:
     assert np.all(small_trace(mean_length=2).prompt_lengths == 1)
 
 
-def test_lengths_have_the_requested_mean() -> None:
-    lengths = _lengths(derive(np.uint64(3), np.arange(4000, dtype=np.uint64)), 1000, 10**6)
-    assert lengths.mean() == pytest.approx(1000, rel=0.03)
-
-
 def test_single_picks_follow_the_popularity() -> None:
     """Pearson's statistic of 8 experts is above 40 once in a million times."""
     tokens, weights = 60_000, np.array([8, 4, 2, 1, 1, 0.5, 0.25, 0.25])
@@ -170,15 +169,6 @@ def test_single_picks_follow_the_popularity() -> None:
     expected_E = tokens * weights / weights.sum()
     found_E = np.bincount(ids_TLK.ravel(), minlength=8)
     assert ((found_E - expected_E) ** 2 / expected_E).sum() < 40
-
-
-def test_tokens_take_the_most_popular_experts_that_they_lack() -> None:
-    """Each expert outweighs all after it by far, so after the first pick nearly all picks are misses, then scans."""
-    ids_TLK = np.empty((300, 1, 4), np.uint8)
-    keys, starts = np.array([5], np.uint64), np.array([0, 300])
-    log_popularity_E = -8.0 * np.arange(6)
-    sample_experts(log_popularity_E[None, None], np.zeros(1, np.int64), keys, starts, 0.0, 0.0, ids_TLK)
-    assert (ids_TLK[:, 0] == [0, 1, 2, 3]).all(axis=1).mean() > 0.98
 
 
 @pytest.mark.parametrize("steepness", [0.0, 1.0, 8.0])

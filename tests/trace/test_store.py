@@ -97,6 +97,7 @@ BEYOND = bytes([0, 8, 1, 1]) + TOKEN[4:]
         ({"header": {"model": "m" * 257}}, "its header should have a model of at most 256 letters, not 'mmm"),
         ({"header": {"model": None}}, "its header should have a model of at most 256 letters, not None"),
         ({"domain": ["", "", "x" * 257, ""]}, "a domain has 257 letters; names have at most 256"),
+        ({"domain": ["", "", "x" * 100_000, ""]}, r"the file claims to have row group 0: 10\d+ bytes beside the"),
         ({"step": [0, 0, -1, 0]}, "sequence 2 has step -1; it should be at least 0"),
         ({"prompt_length": [0, -7, 0, 0]}, "sequence 1 has prompt length -7; it should be at least 0"),
         (

@@ -44,6 +44,7 @@ class SessionGradients(SessionBase):
             RanksDisagreeError: if the ranks made different calls before, or pass different parameters.
         """
         self._calls.require_outside_backward("finish_gradients")
+        self._lockstep.need_groups()
         accumulation, topology = self._experts.accumulation, self.topology
         dense = dense_parameters(replicated, self._experts.parameters())
         experts = [parameter for parameter in self._experts.parameters() if parameter.requires_grad]

@@ -272,7 +272,7 @@ class RankExperts:
 
     def close(self) -> None:
         """Release threads and memory. What is used again is created again."""
-        self._with_transfers(lambda transfers: transfers.ring.close())
+        self._with_transfers(lambda transfers: transfers.close())
         self._transfers, self.changed = None, True
         for layer in self.layers:
             layer.drop_staging()
@@ -287,7 +287,7 @@ class RankExperts:
             return
         if self._is_elsewhere:
             raise RuntimeError("an optimizer that trains experts can't step within first_homes()")
-        if self._topology.expert_dp_group is not None and self.accumulation.is_open:
+        if self._topology.groups > 1 and self.accumulation.is_open:
             raise RuntimeError(
                 "an optimizer steps while gradients of experts are not summed over expert-parallel groups; call "
                 "finish_gradients() first"

@@ -61,7 +61,7 @@ class Session(SessionSteps, SessionGradients):
     def first_homes(self) -> Iterator[None]:
         """A context for passes with the weights of another model, such as a reference or a teacher, that were copied
         into the same Parameters by position. Every expert is then where it was at the start. Load these weights
-        before or in it, and bring back the others before it ends or before the next call of a layer. Collective.
+        before or in it, and bring back the others after it, before the next call of a layer. Collective.
 
         Only live micro-steps and calls outside of micro-steps may run in it, without gradients.
         """

@@ -209,6 +209,10 @@ def test_damaged_zips_are_refused() -> None:
         archive.writestr("a/data.pkl", pickle.dumps(1, 2))
     whole = plain.getvalue()
     assert load(whole) == 1
+    # The entry claims more bytes than the file has.
+    sizes = whole.index(b"PK\x01\x02") + 20
+    with pytest.raises(InputError, match=r"entry 'a/data\.pkl' lies beyond its end"):
+        load(whole[:sizes] + struct.pack("<II", len(whole), len(whole)) + whole[sizes + 8 :])
     # The numbers of entries and bytes that the last record claims.
     assert load(whole[:-14] + struct.pack("<HH", 60_000, 60_000) + whole[-10:]) == 1
     for claimed in (1 << 10, 1 << 24, 1 << 31):

@@ -51,6 +51,21 @@ def test_bfloat16_empty_and_repeated_tensors() -> None:
     assert np.array_equal(again[4].numpy(), again[0].numpy())
 
 
+@pytest.mark.parametrize(
+    ("codes", "value"),
+    [
+        ((b"C\x03", b"B\x03\0\0\0", b"\x8e\x03\0\0\0\0\0\0\0"), b"abc"),
+        ((b"\x8c\x03", b"X\x03\0\0\0", b"\x8d\x03\0\0\0\0\0\0\0"), "abc"),
+        ((b"\x96\x03\0\0\0\0\0\0\0",), bytearray(b"abc")),
+        ((b"\x8a\x03", b"\x8b\x03\0\0\0"), int.from_bytes(b"abc", "little")),
+    ],
+)
+def test_values_with_sizes_of_any_width(codes: tuple[bytes, ...], value: Any) -> None:
+    for code in codes:
+        program = b"\x80\x05" + code + b"abc."
+        assert load(program) == pickle.loads(program) == value
+
+
 def test_nested_tensors() -> None:
     rows = [torch.arange(n * 2).reshape(n, 2) for n in (3, 0, 5)]
     again = load(saved({"n": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}))["n"]

@@ -107,6 +107,8 @@ def test_invalid_files_are_refused(tmp_path: Path) -> None:
     assert message({"top_indices": [], "topk": 2}) == "line 1: no layer"
     assert message([1]) == "item 1: a whole number; expected an object with top_indices"
     assert message(row(ids, 0, block="mtp")) == "no row of a decoder layer"
+    for key in ("layer", "top_indices"):
+        assert not megatron.recognise(json_lines(tmp_path / "b.jsonl", [{key: row(ids, 0)[key]}]))
 
 
 def test_ids_parsed_separately_equal_those_of_json() -> None:
@@ -121,7 +123,10 @@ def test_ids_parsed_separately_equal_those_of_json() -> None:
                 assert json.loads(b'{"a":' + mutant.replace(b"\n", b"")) == {"a": ids.tolist()}
                 taken += 1
     assert taken > 30
-    assert megatron.ids_at_end(b"[[1, 2]]}\n") is not None
+    for values, dtype in (([[1, 2]], "int16"), ([[-32768], [32767]], "int16"), ([[-1, 32768]], "int32")):
+        ids = megatron.ids_at_end(json.dumps(values).encode() + b"}\n")
+        assert ids is not None
+        assert (ids.tolist(), ids.dtype.name) == (values, dtype)
     for text in (b"[ [1 ,2] , [ 3,4]\t]}", b"[[01]]}", b"[[1], [2, 3]]}", b"[[1.0]]}", b"[]}", b"[[1]], 2}"):
         assert megatron.ids_at_end(text + b"\n") is None
 

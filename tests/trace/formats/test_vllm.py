@@ -161,11 +161,20 @@ def test_only_the_completion_in_0_21(prompt_routes: dict[str, None], rows: int, 
     np.testing.assert_array_equal(record.ids, ids)
 
 
-def test_no_row_for_the_prompt_in_0_21() -> None:
-    """The prompt was cached, and its length is unknown."""
-    response = {"choices": [{"routed_experts": [[[1, 2]], [[3, 4]]]}], "prompt_routed_experts": []}
+@pytest.mark.parametrize(
+    ("prompt", "rows", "length"),
+    [
+        ({"prompt_routed_experts": []}, 2, 0),
+        ({"prompt_routed_experts": [[[5, 6]]]}, 3, 1),
+        ({"prompt_routed_experts": [[[5, 6]]], "usage": {"prompt_tokens": 3}}, 3, 3),
+        ({}, 2, 0),
+    ],
+)
+def test_rows_for_a_part_of_the_prompt(prompt: dict[str, Any], rows: int, length: int) -> None:
+    """The prompt was cached, wholly or in part; its length may be unknown."""
+    response = {"choices": [{"routed_experts": [[[1, 2]], [[3, 4]]]}], **prompt}
     (record,) = kept(vllm.records_of_outputs([response]))
-    assert (len(record.ids), record.prompt_length, record.num_tokens) == (2, 0, None)
+    assert (len(record.ids), record.prompt_length, record.num_tokens) == (rows, length, None)
 
 
 def test_labels_of_a_response_override_those_of_its_wrapper() -> None:
@@ -204,8 +213,9 @@ def test_outputs_in_memory() -> None:
     assert dropped(items) == {"responses without routed_experts": 5}
 
 
-def test_one_array(tmp_path: Path) -> None:
-    ids = routes(6, 2, 2, 300, "uint16")
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_one_array(tmp_path: Path, top_k: int) -> None:
+    ids = routes(6, 2, top_k, 300, "uint16")
     for content in (npy_bytes(ids), npy_bytes(ids.byteswap(), descr=">u2")):
         (tmp_path / "a.npy").write_bytes(content)
         (record,) = read(tmp_path / "a.npy")
@@ -284,6 +294,12 @@ def test_sequences_in_one_array(tmp_path: Path, compressed: bool) -> None:
 def test_invalid_sequence_facts_are_refused(tmp_path: Path, facts: dict[str, Any], expected: str) -> None:
     np.savez(tmp_path / "a.npz", routed_experts=routes(9, 2, 2, 8, "uint8"), **facts)
     assert expected in refused(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 2, 0), (4, 0, 2), (2, 0, 2, 2)])
+def test_arrays_of_other_shapes_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    np.savez(tmp_path / "a.npz", routed_experts=np.zeros(shape, np.uint8))
+    assert f"routed_experts has shape {list(shape)}" in refused(tmp_path / "a.npz")
 
 
 def refused(path: Path) -> str:

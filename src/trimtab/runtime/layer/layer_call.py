@@ -331,7 +331,12 @@ class LayerCall:
             which = "a forward" if self.index < 0 else f"the forward of micro-step {self.index}"
             raise RuntimeError(
                 f"MoE layer {self.homes.index}: another plan was applied between {which} and its backward; call "
-                "backward() before plan(), apply_plan() or move()"
+                "backward() before plan(), apply_plan(), move() or suspend()"
+            )
+        if not self._calls.topology.has_groups:
+            raise RuntimeError(
+                f"MoE layer {self.homes.index}: the session was suspended between a forward and its backward; call "
+                "backward() before suspend()"
             )
         self._calls.accumulation.begin_backward(running_backward())
         if not self.homes.joins_in_backward:

@@ -142,6 +142,11 @@ class Transfers:
                 self.ring.peers = PeerMemory.in_host_memory(self._topology, self.layers)
         self._is_live = True
 
+    def close(self) -> None:
+        """Release threads and memory. Backwards of its plan can't run any more."""
+        self.ring.close()
+        self.plan_number = -1
+
     def refresh(self) -> None:
         """Copy changed weights to staging memory, mirrors and symmetric memory."""
         self.ring.quiesce()
