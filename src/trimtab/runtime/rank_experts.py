@@ -60,9 +60,9 @@ class RankExperts:
         self.gradients = GradientWatch()
         self.optimizers = OptimizerWatch(self._own_layers, self._before_step, self._after_step)
         self.changed = True
-        # Of layers by number: how often state dicts were loaded, and sampled elements of the experts, as they were
-        # trained or moved last.
-        self._noted: dict[int, tuple[int, torch.Tensor]] = {}
+        # Of layers by number: what changes known weights, see `KnownPlaces.changes`, and sampled elements of the
+        # experts, as they were trained or moved last.
+        self._noted: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}
         self._is_elsewhere = False
         self.at_backward_end: Callable[[], None] = lambda: None
 
@@ -217,25 +217,27 @@ class RankExperts:
         finally:
             for layer, before in zip(self.layers, places, strict=True):
                 layer.known.now = before
-            self._noted = {index: (self.layers[index].known.loads, noted) for index, (_, noted) in self._noted.items()}
+            self._noted = {
+                index: (self.layers[index].known.changes, noted) for index, (_, noted) in self._noted.items()
+            }
             self.changed, self._is_elsewhere = True, False
 
     def note_weights(self) -> None:
         """Note sampled elements of experts that are away from their first homes: the present weights are those of the
         model that is trained."""
         away = [layer for layer in self.layers if not layer.known.are_first]
-        self._noted = {layer.index: (layer.known.loads, sampled_bytes(layer)) for layer in away}
+        self._noted = {layer.index: (layer.known.changes, sampled_bytes(layer)) for layer in away}
 
     def foreign_weights(self, layers: Sequence[HomeExperts]) -> Exception | None:
         """The error if the weights of experts that are away from their first homes were replaced, but by optimizers."""
         for layer in layers:
-            loads, noted = self._noted.get(layer.index, (0, None))
+            changes, noted = self._noted.get(layer.index, ((0, 0), None))
             if noted is None or self._is_elsewhere:
                 continue
             now = sampled_bytes(layer)
-            if layer.known.loads != loads:
-                # Rows of a state dict are in the present order.
-                self._noted[layer.index] = layer.known.loads, now
+            if layer.known.changes != changes:
+                # Another session has moved the experts, or a state dict was loaded, with rows in the present order.
+                self._noted[layer.index] = layer.known.changes, now
             elif not torch.equal(now, noted):
                 return RuntimeError(
                     f"MoE layer {layer.index}: the weights of experts were replaced while these are away from their "

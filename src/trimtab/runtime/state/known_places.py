@@ -61,6 +61,11 @@ class KnownPlaces:
         """Whether all experts are at their first places."""
         return self.now is self.first or not self.now.moved(self.first).size
 
+    @property
+    def changes(self) -> tuple[int, int]:
+        """Another value after a move in any session, or after a module has loaded a state dict."""
+        return self.moved_at, self.loads
+
     def set(self, places: ExpertPlaces) -> None:
         """Store the places after a move."""
         global _last_move
