@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from helpers import any_loop
+from helpers import any_loop, loop_state, user_actions
 from helpers.examples import examples
 from helpers.rank_pool import RankPool, shared_pool
 
 seeds = st.integers(0, 1 << 20)
-runs = st.sampled_from(any_loop.RUNS)
+runs = st.sampled_from(loop_state.RUNS)
 deviations = st.one_of(st.none(), seeds)
-micro_steps = st.integers(0, any_loop.MICRO_STEPS - 1)
+micro_steps = st.integers(0, loop_state.MICRO_STEPS - 1)
 # The experts of all layers are trained, those of some, or none. (Hypothesis draws numbers more evenly than it samples.)
 FROZEN_LAYERS = [frozenset[int](), frozenset({0}), frozenset[int](), frozenset({1, 2}), frozenset({0, 1, 2})]
 
@@ -46,7 +46,7 @@ class AnyLoop(RuleBasedStateMachine):
 
     @rule(seed=seeds, moves=st.booleans(), mode=st.sampled_from(["plan", "plan", "plan", "static", "shadow", "off"]))
     def plan(self, seed: int, moves: bool, mode: str) -> None:
-        self.do(any_loop.plan, seed, moves, mode, any_loop.ROWS[seed % 4])
+        self.do(any_loop.plan, seed, moves, mode, loop_state.ROWS[seed % 4])
 
     @rule(index=micro_steps, run=runs, skipped=st.frozensets(st.integers(0, 2), max_size=1), deviates=deviations)
     def forward(self, index: int, run: str, skipped: frozenset[int], deviates: int | None) -> None:
@@ -98,34 +98,34 @@ class AnyLoop(RuleBasedStateMachine):
 
     @rule()
     def save(self) -> None:
-        self.do(any_loop.save)
+        self.do(user_actions.save)
 
     @rule(seed=seeds)
     def reload(self, seed: int) -> None:
-        self.do(any_loop.reload, seed)
+        self.do(user_actions.reload, seed)
 
     @precondition(lambda self: self.sessions < 3)
     @rule(seed=seeds)
     def change_session(self, seed: int) -> None:
         self.sessions += 1
-        self.do(any_loop.change_session, seed)
+        self.do(user_actions.change_session, seed)
 
     @rule(seed=seeds, replaces=st.booleans())
     def change_optimizer(self, seed: int, replaces: bool) -> None:
-        self.do(any_loop.change_optimizer, seed, replaces)
+        self.do(user_actions.change_optimizer, seed, replaces)
 
-    @rule(change=st.sampled_from([any_loop.repoint, any_loop.offload, any_loop.onload]))
+    @rule(change=st.sampled_from([user_actions.repoint, user_actions.offload, user_actions.onload]))
     def change_memory(self, change: Any) -> None:
         self.do(change)
 
     @rule(way=st.sampled_from(["tensor", "data"]))
     def write(self, way: str) -> None:
-        self.do(any_loop.write, way)
+        self.do(user_actions.write, way)
 
     @precondition(lambda self: self.checked)
     @rule()
     def write_unnoticed(self) -> None:
-        self.do(any_loop.write, "unnoticed")
+        self.do(user_actions.write, "unnoticed")
 
 
 @pytest.fixture(params=examples(short=[2], long=[2, 3, 4]))

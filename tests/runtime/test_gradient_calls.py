@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import any_loop
-from helpers.any_loop import Loop, start, update
+from helpers import any_loop, loop_state
+from helpers.any_loop import start, update
+from helpers.loop_state import Loop
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.runtime.state.weight_watch import OptimizerWatch
@@ -28,13 +29,13 @@ def test_replicated_parameters_in_any_form_but_without_experts() -> None:
         dense = loop.model.replicated()
         loop.session.finish_gradients(given(dense))
         loop.is_finished = True
-        any_loop.compare(loop)
+        loop_state.compare(loop)
         # The first norm is too large to change anything.
         for max_norm in (1e9, 1e-3):
             norm = loop.session.clip_gradients(given(dense), max_norm)
             expected = torch.nn.utils.clip_grad_norm_(loop.reference.parameters(), max_norm)
             assert abs(norm - expected) < 1e-12 * expected
-            any_loop.compare(loop)
+            loop_state.compare(loop)
     with pytest.raises(InputError, match="include experts of the session"):
         loop.session.finish_gradients(loop.model.parameters())
     with pytest.raises(InputError, match="include experts of the session"):
@@ -151,14 +152,14 @@ def test_a_session_may_be_collected_in_the_middle_of_an_optimizer_step() -> None
     parameter.grad = torch.ones(1)
     seen: list[str] = []
 
-    def collect(holds_experts: bool) -> None:
+    def collect(holds_experts: Any, _is_registered: bool = False) -> None:
         gc.collect()
-        seen.append(f"with experts: {holds_experts}")
+        seen.append(f"with experts: {bool(holds_experts)}")
 
-    layer: Any = SimpleNamespace(parameters=[parameter])
+    layer: Any = SimpleNamespace(parameters=[parameter], known=SimpleNamespace(returns_to=None, moved_at=0))
     watch = OptimizerWatch(lambda: [layer], collect, collect)
     for _ in range(3):
-        other = OptimizerWatch(list, lambda _: None, lambda _: None)
+        other = OptimizerWatch(list, lambda _: None, lambda *_: None)
         # A reference cycle, as in sessions.
         other.itself = other  # type: ignore[attr-defined]
         del other

@@ -16,9 +16,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from helpers import any_loop, moe_model
-from helpers.any_loop import RUNS, Loop, backward, finish, forward, live, start, step, update, zero
+from helpers import any_loop, moe_model, user_actions
+from helpers.any_loop import backward, finish, forward, live, start, step, update, zero
 from helpers.equality import relative_error
+from helpers.loop_state import RUNS, Loop
 from helpers.moe_model import Shape, TinyMoE
 from helpers.planned_steps import rows_of
 from helpers.random_plans import random_schedule, random_trace
@@ -49,9 +50,9 @@ def test_a_checkpointed_layer_runs_again_in_the_micro_step_of_its_first_run(run:
 STEP: list[tuple[Any, ...]] = [(update,), (step,)]
 ACTIONS: dict[str, Any] = {
     f"memory of parameters, {change.__name__}": [
-        *STEP, (change,), (any_loop.onload,), *STEP, *STEP, (change,), (any_loop.onload,), *STEP,
+        *STEP, (change,), (user_actions.onload,), *STEP, *STEP, (change,), (user_actions.onload,), *STEP,
     ]
-    for change in (any_loop.repoint, any_loop.offload)
+    for change in (user_actions.repoint, user_actions.offload)
 } | {
     f"{name}, set_to_none={to_none}": actions
     for to_none in (False, True)
@@ -387,7 +388,7 @@ def test_verify_weights_detects_hidden_changes() -> None:
             assert Session(num_experts=4).settings.verify_weights is (checked is not None)
             assert Session(num_experts=4, mode="shadow").settings.verify_weights
             assert not Session(num_experts=4, mode="shadow", verify_weights=False).settings.verify_weights
-    any_loop.write(loop, "unnoticed")
+    user_actions.write(loop, "unnoticed")
     forward(loop, 0)
     # One sampled element of one expert, on one rank.
     if loop.session.rank == 1:

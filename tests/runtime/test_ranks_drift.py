@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers import any_loop, late_device
-from helpers.any_loop import Loop, start, update
+from helpers.any_loop import start, update
+from helpers.loop_state import Loop
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import RanksDisagreeError
 
@@ -73,11 +74,14 @@ def test_what_a_framework_shards_may_differ() -> None:
     loop = start()
     shard = torch.nn.Parameter(torch.full((3,), float(dist.get_rank())))
     lost = torch.nn.Parameter(torch.full((3,), float("nan")))
-    loop.session.register_optimizers(loop.optimizers[1], torch.optim.SGD([shard, lost], lr=0.1))
+    # As shards of norms and biases are at first.
+    norm = torch.nn.Parameter(torch.ones(3))
+    loop.session.register_optimizers(loop.optimizers[1], torch.optim.SGD([shard, lost, norm], lr=0.1))
     for _ in range(2):
         update(loop)
         any_loop.step(loop)
         shard.data += 1 + dist.get_rank()
+        norm.data += dist.get_rank()
 
 
 @pytest.mark.parametrize("views", [False, True])

@@ -9,16 +9,19 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from helpers import any_loop
-from helpers.any_loop import Loop, start, update
+from helpers import any_loop, loop_state
+from helpers.any_loop import start, update
 from helpers.equality import relative_error
+from helpers.loop_state import Loop
 from helpers.moe_model import TinyMoE
 from helpers.rank_tests import runs_on_ranks
+from trimtab.planner import Placement
 from trimtab.runtime import Session, gated_experts
 
 
@@ -40,7 +43,7 @@ def test_steps_after_suspension_are_right_and_keep_nothing(seed: int) -> None:
     for number in range(20):
         if number:
             any_loop.plan(loop, number)
-        update(loop, number % any_loop.MICRO_STEPS)
+        update(loop, number % loop_state.MICRO_STEPS)
         any_loop.step(loop)
         loop.session.suspend()
         loop.session.suspend()
@@ -175,9 +178,9 @@ def test_a_pass_with_weights_that_were_loaded_by_position(seed: int, in_micro_st
     for block in other.moe_blocks():
         block.recorded_ids = None
     with loop.session.first_homes():
-        assert relative_error(live_pass(loop, in_micro_step), other(loop.tokens[rows])) < any_loop.TOLERANCE
+        assert relative_error(live_pass(loop, in_micro_step), other(loop.tokens[rows])) < loop_state.TOLERANCE
     restore(loop, mine)
-    any_loop.compare(loop)
+    loop_state.compare(loop)
     update_and_step(loop, seed + 1)
 
 
@@ -199,6 +202,39 @@ def test_such_a_pass_at_other_homes_is_refused(seed: int, in_micro_step: bool) -
             parameter.data.mul_(0.5)
     loop.session.weights_changed()
     any_loop.live(loop, seed, "plain", None)
+
+
+@runs_on_ranks()
+def test_trained_weights_are_loaded_within_first_homes_for_its_end() -> None:
+    """Also where a rank has its first experts in other rows."""
+    loop = start(0)
+    session = loop.session
+    before = session.placement.home.copy()
+    num_homes = session.num_experts // session.num_ranks
+    for seed in range(20):
+        any_loop.move(loop, seed)
+    session.move(Placement(before[:, np.r_[num_homes : session.num_experts, :num_homes]].copy()))
+    update_and_step(loop, 3)
+    mine = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    with session.first_homes():
+        with torch.no_grad():
+            for parameter in loop.model.parameters():
+                parameter.data.zero_()
+        live_pass(loop, False)
+        loop.model.load_state_dict(mine)
+    loop_state.compare(loop)
+    update_and_step(loop, 4)
+
+
+@runs_on_ranks()
+def test_steps_of_other_models_do_not_hide_weights_of_another_model() -> None:
+    loop, other, _ = at_other_homes(1)
+    critic = torch.nn.Parameter(torch.ones(3))
+    critic.grad = torch.ones(3)
+    torch.optim.SGD([critic], lr=0.1).step()
+    load_by_position(loop.model, other, loop.session.home_experts.tolist())
+    with pytest.raises(RuntimeError, match=r"enter session.first_homes\(\)"):
+        live_pass(loop, True)
 
 
 ACTIONS: dict[str, Callable[[Loop], object]] = {

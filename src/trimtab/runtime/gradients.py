@@ -92,13 +92,17 @@ class SessionGradients(SessionBase):
         return [p for p in trained if id(p) not in known and not hasattr(p, "to_local") and _has_memory(p)]
 
     def _find_equal(self, others: Sequence[torch.nn.Parameter]) -> None:
-        """Find out which parameters have the same element on all ranks now, as frameworks' shards don't. Collective."""
+        """Find out which parameters have the same element on all ranks now, as frameworks' shards don't. Collective.
+
+        Parameters of one value, as norms have at first, tell nothing.
+        """
         mine = read_elements(others)()
         gathered: list[dict[str, float]] = [{}] * self.topology.num_data_ranks
         dist.all_gather_object(gathered, mine, group=self.topology.control)
         for key, parameter in zip(mine, others, strict=True):
             # As text, since NaN differs from NaN.
-            self._equal[parameter] = all(repr(of_rank.get(key)) == repr(mine[key]) for of_rank in gathered)
+            is_equal = all(repr(of_rank.get(key)) == repr(mine[key]) for of_rank in gathered)
+            self._equal[parameter] = is_equal and bool((parameter != parameter.reshape(-1)[0]).any())
 
     def clip_gradients(self, replicated: Iterable[torch.nn.Parameter], max_norm: float) -> float:
         """Clip the gradients of replicated parameters and of all ranks' experts by their joint norm, and return it.

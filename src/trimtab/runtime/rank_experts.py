@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move
 from trimtab.runtime.state.named_rows import follow_owners
 from trimtab.runtime.state.optimizer_rows import ExpertState, OptimizerState
 from trimtab.runtime.state.parameter_checks import check_compute_dtype, check_new_parameters
-from trimtab.runtime.state.weight_watch import OptimizerWatch, sampled_bytes
+from trimtab.runtime.state.weight_watch import OptimizerWatch, note_weights
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
 
@@ -60,10 +60,6 @@ class RankExperts:
         self.gradients = GradientWatch()
         self.optimizers = OptimizerWatch(self._own_layers, self._before_step, self._after_step)
         self.changed = True
-        # Of layers by number: what changes known weights, see `KnownPlaces.changes`, and sampled elements of the
-        # experts, as they were trained or moved last.
-        self._noted: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}
-        self._is_elsewhere = False
         self.at_backward_end: Callable[[], None] = lambda: None
 
     @property
@@ -167,10 +163,10 @@ class RankExperts:
 
     def check_move(self, places_L: Sequence[ExpertPlaces]) -> None:
         """Check a move to these places. Raises InputError, or RuntimeError if gradients would be lost."""
-        if any(layer.places.moved(places_L[layer.index]).size for layer in self.layers):
-            if self._framework_state is None:
-                self.need_own("move experts")
-            self.optimizers.check_registered()
+        moved = [layer for layer in self.layers if layer.places.moved(places_L[layer.index]).size]
+        if moved and self._framework_state is None:
+            self.need_own("move experts")
+            self.optimizers.check_registered(moved)
         check_movable(self.layers, places_L, self.state)
 
     @property
@@ -193,13 +189,14 @@ class RankExperts:
         self.transfers.ring.drain()
         before_L = self.places
         if any(before.moved(after).size for before, after in zip(before_L, places_L, strict=True)):
-            moved = self._move_price.measure(
+            sent_R = self._move_price.measure(
                 lambda: move_experts(self.layers, places_L, self.state, self._topology),
                 self.device,
             )
-            self._counters.moved_bytes += moved.sent
+            self._counters.moved_bytes += int(sent_R[self._topology.rank])
             self.changed = True
-            self.note_weights()
+            self.optimizers.moved()
+            note_weights(self.layers)
             for layer, before in zip(self.layers, before_L, strict=True):
                 if layer.places is not before:
                     for call in layer.known.on_move:
@@ -208,43 +205,14 @@ class RankExperts:
     @contextmanager
     def at_first_homes(self) -> Iterator[None]:
         """A context in which the rows of parameters are those of the first homes."""
-        places = [layer.places for layer in self.layers]
-        for layer in self.layers:
-            layer.known.now = layer.known.first
-        self.changed = self._is_elsewhere = True
+        self.changed = True
         try:
-            yield
+            with ExitStack() as stack:
+                for layer in self.layers:
+                    stack.enter_context(layer.known.at_first())
+                yield
         finally:
-            for layer, before in zip(self.layers, places, strict=True):
-                layer.known.now = before
-            self._noted = {
-                index: (self.layers[index].known.changes, noted) for index, (_, noted) in self._noted.items()
-            }
-            self.changed, self._is_elsewhere = True, False
-
-    def note_weights(self) -> None:
-        """Note sampled elements of experts that are away from their first homes: the present weights are those of the
-        model that is trained."""
-        away = [layer for layer in self.layers if not layer.known.are_first]
-        self._noted = {layer.index: (layer.known.changes, sampled_bytes(layer)) for layer in away}
-
-    def foreign_weights(self, layers: Sequence[HomeExperts]) -> Exception | None:
-        """The error if the weights of experts that are away from their first homes were replaced, but by optimizers."""
-        for layer in layers:
-            changes, noted = self._noted.get(layer.index, ((0, 0), None))
-            if noted is None or self._is_elsewhere:
-                continue
-            now = sampled_bytes(layer)
-            if layer.known.changes != changes:
-                # Another session has moved the experts, or a state dict was loaded, with rows in the present order.
-                self._noted[layer.index] = layer.known.changes, now
-            elif not torch.equal(now, noted):
-                return RuntimeError(
-                    f"MoE layer {layer.index}: the weights of experts were replaced while these are away from their "
-                    "first homes. For weights of another model, loaded by position, enter session.first_homes() "
-                    "around the pass; after new weights of this model call session.weights_changed()"
-                )
-        return None
+            self.changed = True
 
     def refresh(self) -> None:
         """Copy the present weights to staging memory, mirrors and symmetric memory. Collective."""
@@ -285,8 +253,6 @@ class RankExperts:
         self._with_transfers(lambda transfers: transfers.ring.complete())
         if not holds_experts:
             return
-        if self._is_elsewhere:
-            raise RuntimeError("an optimizer that trains experts can't step within first_homes()")
         if self._topology.groups > 1 and self.accumulation.is_open:
             raise RuntimeError(
                 "an optimizer steps while gradients of experts are not summed over expert-parallel groups; call "
@@ -295,15 +261,16 @@ class RankExperts:
         # A rank that skips a step, as a gradient scaler may, is detected at the next comparison of logs.
         self._lockstep.log(STEP)
 
-    def _after_step(self, holds_experts: bool) -> None:
+    def _after_step(self, held: Sequence[HomeExperts], is_registered: bool) -> None:
         self.changed = True
-        if holds_experts and self._framework_state is None:
-            self.note_weights()
+        if self._framework_state is not None or (is_registered and not held):
+            # New weights are copied to the parameters after the step.
+            for layer in self.layers:
+                layer.known.noted = None
         else:
-            # A framework copies new weights to the parameters after the step.
-            self._noted = {}
+            note_weights(held)
         if self._transfers is not None:
-            self._transfers.watch.steps += holds_experts
+            self._transfers.watch.steps += bool(held) or is_registered
 
     def _complete_gradients(self) -> None:
         """At the end of a backward: add the replica gradients that are in transfer."""

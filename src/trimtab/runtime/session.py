@@ -12,14 +12,16 @@ from trimtab.runtime.gradients import SessionGradients
 from trimtab.runtime.ranks.lockstep import FIRST_HOMES, LOGICAL, SUSPEND
 from trimtab.runtime.ranks.recorder import Recorder
 from trimtab.runtime.session_settings import SessionSettings, takes_arguments_of
+from trimtab.runtime.session_state import SessionState
 from trimtab.runtime.session_steps import SessionSteps
 from trimtab.runtime.state.logical_state import LogicalState
+from trimtab.runtime.state.weight_watch import note_weights
 
 # Below this part of recorded experts that the router chooses, too, a warning is logged once.
 LEAST_AGREEMENT = 0.5
 
 
-class Session(SessionSteps, SessionGradients):
+class Session(SessionSteps, SessionState, SessionGradients):
     """Balanced expert parallelism over the ranks of a process group.
 
     Add every MoE layer once, and register the optimizers that train the experts. In every step, call `plan`, enter
@@ -55,7 +57,7 @@ class Session(SessionSteps, SessionGradients):
         Not a collective. Optimizer steps need no call.
         """
         self._experts.changed = True
-        self._experts.note_weights()
+        note_weights(self.homes)
 
     @contextmanager
     def first_homes(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,10 +26,6 @@ from trimtab.runtime.rows.background_slices import COMPARED
 from trimtab.runtime.rows.grouped_products import ApplyExperts
 from trimtab.runtime.session_settings import Mode, Paths, SessionSettings
 from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, read_tensors
-from trimtab.runtime.state.known_places import Names, OnMove, names_in, read_state
-from trimtab.runtime.state.named_rows import follow, follow_optimizer, names_of
-from trimtab.runtime.state.optimizer_rows import ExpertState
-from trimtab.runtime.state.row_updates import check_elementwise
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
 
@@ -65,7 +61,7 @@ class SessionBase:
         self._experts = RankExperts(settings, self.topology, self._lockstep, self.counters)
         self._calls = LayerCalls(
             self.topology, self._lockstep, self.counters, self._experts.backward, self._experts.accumulation,
-            self._experts.gradients, num_slots, self._experts.foreign_weights,
+            self._experts.gradients, num_slots,
         )  # fmt: skip
         self._feedback = Feedback()
         # Names of replicated parameters, in errors.
@@ -190,14 +186,6 @@ class SessionBase:
             )
         return FrameworkLayer(self._calls, self._experts.add_layer(parameters, self._initial_E, joins_in_backward=True))
 
-    def set_framework_state(self, state: ExpertState) -> None:
-        """Let plans move the experts of framework layers. Not a collective.
-
-        Args:
-            state: what a framework's optimizers keep of the experts.
-        """
-        self._experts.state = state
-
     def replicated_parameters(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
         """The model's parameters that every rank holds: all but the experts. Not a collective.
 
@@ -215,66 +203,6 @@ class SessionBase:
                 "by load_state_dict(assign=True), add layers with a function that returns them"
             )
         return others
-
-    def register_optimizers(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Register the optimizers that train the experts. Not a collective.
-
-        Plans then move experts to other homes between steps, with their rows of optimizer state. Without it homes don't
-        change. Register all that train experts, and again if you replace one: experts don't move while an optimizer
-        that has state of them is not registered.
-
-        Raises:
-            InputError: if a layer was added with `weights`; if an optimizer updates an expert of a stack differently
-                with other experts in it, as Adafactor does.
-        """
-        self._experts.need_own("move experts with their optimizer state")
-        for optimizer in optimizers:
-            check_elementwise(optimizer, self.homes)
-            follow_optimizer(optimizer)
-        self._experts.optimizers.registered = list(optimizers)
-
-    def register_state(self, model: torch.nn.Module, state: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
-        """Let tensors that are kept of the experts move with them: averages of weights, anchors, old weights. Not a
-        collective.
-
-        They also move if another session moves the experts. Their rows are in the order of the parameters' rows now.
-        They may be replaced by other tensors under the same names.
-
-        Args:
-            model: the model, for the names of the experts' parameters.
-            state: tensors on the parameters' device, in any dtype, under the names that their parameters have in
-                `model`; or a module with the same names, such as the `module` of an `AveragedModel`, whose state dicts
-                then say which experts they have. It need not have all experts; other tensors don't matter.
-
-        Raises:
-            InputError: if it has none of the experts, only some of a list, or a tensor of another shape.
-        """
-        names, present = names_of(model), read_state(state)
-        entries: list[list[Names]] = [
-            [names_in(tensor, names, present, f"MoE layer {layer.index}") for tensor in layer.tensors]
-            for layer in self.homes
-        ]
-        if not any(entry for of_layer in entries for entry in of_layer):
-            raise InputError(
-                "register_state() was given no tensors under the names of the experts' parameters, such as "
-                f"{next((names[id(p)][0] for layer in self.homes for p in layer.parameters if id(p) in names), '?')!r}"
-            )
-        for layer, names_T in zip(self.homes, entries, strict=True):
-            layer.known.keep(partial(read_state, state), names_T, [shape for shape, _ in layer.likes])
-        if isinstance(state, torch.nn.Module):
-            for module in state.modules():
-                follow(module)
-
-    def on_move(self, callback: OnMove) -> None:
-        """Call a function after every move of experts, also in other sessions, once for each layer whose experts have
-        moved, on all ranks in the same order. Not a collective.
-
-        Args:
-            callback: called with the layer's number, and the places of its experts before and after, an `ExpertPlaces`
-                each: `experts_RH` `[R, H]` has the expert in each row of each rank. It may be a collective.
-        """
-        for layer in self.homes:
-            layer.known.on_move.append(callback)
 
     @property
     def transfers(self) -> Transfers:

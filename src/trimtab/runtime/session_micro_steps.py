@@ -20,6 +20,7 @@ from trimtab.runtime.ranks.lockstep import LIVE_MICRO_STEP, MICRO_STEP
 from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.session_base import SessionBase
 from trimtab.runtime.session_settings import SessionSettings
+from trimtab.runtime.state.weight_watch import foreign_weights
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.streams import BackgroundCopies
 
@@ -269,7 +270,7 @@ class SessionMicroSteps(SessionBase):
                 "homes and rows of experts": [places.digest for places in self._experts.places],
             },
             problem=problem or broken or self._experts.optimizers.untrained()
-            or (None if has_plan else self._experts.foreign_weights(self.homes)),
+            or (None if has_plan else foreign_weights(self.homes)),
         )  # fmt: skip
         if slices is not None:
             slices.agree(values_RV[:, 3:], index)

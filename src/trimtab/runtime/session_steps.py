@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.planner import Placement, PlannedStep, Schedule, SequenceCounts, StepPlan, Workload
+from trimtab.planner import PlannedStep, Schedule, SequenceCounts, StepPlan, Workload
 from trimtab.planner.plan.slices import SlicePlanner, SliceRules
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.layer.micro_step import RunningStep
@@ -23,17 +23,15 @@ from trimtab.runtime.plan_report import PlanReport
 from trimtab.runtime.planning_in_rollout import PlanningInRollout
 from trimtab.runtime.ranks.lockstep import (
     APPLY_PLAN,
-    MOVE,
     PLAN,
     PLAN_SEQUENCES,
     digest,
 )
+from trimtab.runtime.ranks.rank_calls import attempt
 from trimtab.runtime.rows.background_slices import StepSlices, planner_thread
 from trimtab.runtime.rows.unread_rows import assign_unread
 from trimtab.runtime.session_micro_steps import SessionMicroSteps
 from trimtab.runtime.session_settings import SessionSettings
-from trimtab.runtime.state.expert_places import ExpertPlaces
-from trimtab.runtime.state.named_rows import names_of, saved_places
 from trimtab.runtime.step_planner import SessionPlanner
 from trimtab.runtime.trace_checks import countable_trace, fingerprints, own_trace, trace_of_micro_steps
 from trimtab.trace import RoutingTrace
@@ -51,52 +49,6 @@ class SessionSteps(SessionMicroSteps):
         # What was planned of the next step during the rollout.
         self._in_rollout: PlanningInRollout | None = None
 
-    def move(self, placement: Placement) -> None:
-        """Move all experts to given homes, with their rows of optimizer state, between steps. Plans include moves.
-
-        Raises:
-            InputError: if ranks have different numbers of experts, an optimizer has state that can't move or is not
-                registered, registered state does not fit, or a layer was added with `weights`.
-            RuntimeError: if gradients are not zero.
-        """
-        self._calls.require_between_micro_steps("move")
-        self._move(*_attempt(self._experts.places_after, placement))
-
-    def move_to_saved(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-        """Move all experts to the places that they had when the model's `state_dict()` was saved, between steps, so
-        that `load_state_dict` can load it.
-
-        Args:
-            model: the model, with its names as in `state`.
-            state: this rank's state dict. Layers of which it has no tensors don't move.
-
-        Raises:
-            InputError: if it was saved on another number of ranks; as `move`.
-            RanksDisagreeError: if the ranks' state dicts were not saved at the same time.
-        """
-        self._calls.require_between_micro_steps("move_to_saved")
-        self._move(*_attempt(self._saved_places, model, state))
-
-    def _saved_places(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> list[ExpertPlaces]:
-        names = names_of(model)
-        places = []
-        for layer in self._experts.layers:
-            known = [name for parameter in layer.parameters for name in names.get(id(parameter), ()) if name in state]
-            places.append(saved_places(known[0], state, layer.known) if known else layer.places)
-        return places
-
-    def _move(self, places_L: Sequence[ExpertPlaces] | None, problem: Exception | None) -> None:
-        """Move all experts to these places, unless there is a problem, which is raised on all ranks."""
-        if places_L is not None:
-            problem = _attempt(self._experts.check_move, places_L)[1]
-        same: dict[str, object] = {}
-        if places_L is not None and problem is None:
-            same = {"homes": digest(*(array for places in places_L for array in (places.home_E, places.rows_E)))}
-            same |= self._experts.state_to_move(places_L)
-        self._lockstep.agree(MOVE, must_match=same, problem=problem)
-        assert places_L is not None
-        self._experts.move(places_L)
-
     def plan(self, trace: RoutingTrace, schedule: Schedule) -> PlanReport:
         """Plan a step with a given schedule, and apply the plan.
 
@@ -109,7 +61,7 @@ class SessionSteps(SessionMicroSteps):
         """
         self._calls.require_between_micro_steps("plan")
         rank, ranks = self.topology.data_rank, self.topology.num_data_ranks
-        mine, problem = _attempt(own_trace, trace, self._experts.shape, schedule, rank, ranks)
+        mine, problem = attempt(own_trace, trace, self._experts.shape, schedule, rank, ranks)
         places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
         sliced = self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, problem)
         assert mine is not None
@@ -148,7 +100,7 @@ class SessionSteps(SessionMicroSteps):
                 "or switch it off"
             )
         shape = self._experts.shape
-        trace, wrong = (None, problem) if problem else _attempt(trace_of_micro_steps, rows, *shape, unread)
+        trace, wrong = (None, problem) if problem else attempt(trace_of_micro_steps, rows, *shape, unread)
         same = {"number of micro-steps": len(rows), "top_k": trace and trace.top_k, "may_move": may_move}
         sliced = self._agree(PLAN, same | {"unread is given": unread is not None}, wrong)
         assert trace is not None
@@ -203,7 +155,7 @@ class SessionSteps(SessionMicroSteps):
         """
         if not self.topology.has_groups:
             raise RuntimeError("plan_ahead() needs the session's process groups; call it before suspend()")
-        counted, problem = _attempt(countable_trace, trace, self._experts.shape)
+        counted, problem = attempt(countable_trace, trace, self._experts.shape)
         # The other ranks wait for this one's counts.
         mine = trace.part(0, 0) if counted is None else counted
         in_rollout = self._in_rollout = self._in_rollout or PlanningInRollout(self.topology)
@@ -235,7 +187,7 @@ class SessionSteps(SessionMicroSteps):
         self._calls.require_between_micro_steps("plan_sequences")
         batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
         same = {"token_budget": token_budget, "mini_batch": batches}
-        mine, problem = _attempt(own_trace, trace, self._experts.shape)
+        mine, problem = attempt(own_trace, trace, self._experts.shape)
         sliced = self._agree(PLAN_SEQUENCES, same, problem)
         assert mine is not None
         planned = self._planner(mine).for_sequences(
@@ -289,7 +241,7 @@ class SessionSteps(SessionMicroSteps):
     ) -> tuple[RoutingTrace, Exception | None]:
         """This rank's trace of a plan of its group; or the trace as it is, and why it does not fit."""
         topology, shape = self.topology, self._experts.shape
-        mine, problem = _attempt(own_trace, trace, shape, plan.schedule, topology.rank, topology.num_ranks, hashes)
+        mine, problem = attempt(own_trace, trace, shape, plan.schedule, topology.rank, topology.num_ranks, hashes)
         return trace if mine is None else mine, problem
 
     def _plan(
@@ -338,7 +290,7 @@ class SessionSteps(SessionMicroSteps):
             problem = problem or InputError(
                 "mode 'rehome' moves experts with the state of their optimizers; register these first"
             )
-        problem = problem or _attempt(self._require_plans)[1] or self._experts.optimizers.untrained()
+        problem = problem or attempt(self._require_plans)[1] or self._experts.optimizers.untrained()
         can_slice = self.settings.slices_plans and self._can_slice
         is_counted = self._in_rollout is not None and can_slice and self._in_rollout.is_complete()
         values_RV = self._lockstep.agree(
@@ -394,7 +346,7 @@ class SessionSteps(SessionMicroSteps):
         """
         self._calls.require_between_micro_steps("apply_plan")
         plan, experts, is_executed = planned.plan, self._experts, self.settings.executes_plans
-        problem = problem or _attempt(self._check_plan, plan)[1]
+        problem = problem or attempt(self._check_plan, plan)[1]
         same: dict[str, object] = {"the plan": plan.hash, **self._shared}
         if is_executed and not problem and experts.num_moved(plan.placement):
             same |= experts.state_to_move(experts.places_after(plan.placement))
@@ -453,14 +405,6 @@ class SessionSteps(SessionMicroSteps):
         if self.settings.rates is not None:
             self._patience_s = LONGEST_WAIT_S
         return slices
-
-
-def _attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:
-    """The result of a function, or the error that it raises."""
-    try:
-        return function(*args), None
-    except (InputError, RuntimeError) as error:
-        return None, error
 
 
 def _free_bytes(device: torch.device) -> int:

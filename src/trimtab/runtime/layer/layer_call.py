@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +28,7 @@ from trimtab.runtime.rows.exchange import RowExchange
 from trimtab.runtime.rows.layout import Layout, SecondPhase, place_rows
 from trimtab.runtime.rows.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows
 from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.state.weight_watch import foreign_weights
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.returns import accumulates
 from trimtab.runtime.transfer.streams import download, start_timer
@@ -49,7 +50,6 @@ class LayerCalls:
         accumulation: detects gradients that were already summed.
         gradients: detects gradients that others change.
         num_slots: slots of a rank.
-        problem_of_weights: the error if layers have the weights of another model; for calls outside of micro-steps.
         current: the routes of the open micro-step.
         is_planned: whether a plan was applied; calls outside of micro-steps are then counted.
         is_at_first_homes: whether the parameters have the weights of another model; see `Session.first_homes`.
@@ -62,7 +62,6 @@ class LayerCalls:
     accumulation: Accumulation
     gradients: GradientWatch
     num_slots: int
-    problem_of_weights: Callable[[Sequence[HomeExperts]], Exception | None]
     current: BoundRoutes | None = None
     is_planned: bool = False
     is_at_first_homes: bool = False
@@ -135,7 +134,7 @@ class LayerCalls:
             if torch.is_grad_enabled() and running_backward() is None:
                 self.accumulation.begin_forward()
             if routes is None and running_backward() is None:
-                problem = problem or self.problem_of_weights([homes])
+                problem = problem or foreign_weights([homes])
             experts = PhysicalExperts.of(homes, self.topology.rank, self.topology.positions, self.num_slots)
             planned = PlannedRows.unknown(tuple(own_ids.shape), experts)
         elif routes is not None:

@@ -41,6 +41,14 @@ def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup) -> T:
     return cast(T, result)
 
 
+def attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:
+    """The result of a function, or the error that it raises."""
+    try:
+        return function(*args), None
+    except (InputError, RuntimeError) as error:
+        return None, error
+
+
 class CallThread:
     """A thread that runs one blocking call at a time. The caller can stop waiting for it.
 

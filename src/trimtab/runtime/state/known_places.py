@@ -8,6 +8,7 @@ names of the model's parameters, such as averages of weights, are known here too
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,7 +39,8 @@ class KnownPlaces:
         rank: this rank's number in its expert-parallel group.
         ranks: the ranks of this group in the whole job.
         moved_at: the number of the layer's last move among all moves of this process; 0 if there was none.
-        loads: how often a module that holds its Parameters has loaded a state dict.
+        noted: sampled elements of this rank's experts, as the trained model has them; None if that is not known.
+        returns_to: within `Session.first_homes`, the places of the trained model's experts; None outside.
         states: tensors that users keep of the experts: how they are read, and the names of the layer's tensors in them.
         on_move: called after each move.
         is_replaced: whether a later session has the Parameters for other ranks.
@@ -48,7 +50,8 @@ class KnownPlaces:
     rank: int
     ranks: tuple[int, ...] = ()
     moved_at: int = 0
-    loads: int = 0
+    noted: torch.Tensor | None = None
+    returns_to: ExpertPlaces | None = None
     states: list[tuple[ReadState, list[Names]]] = field(default_factory=list)
     on_move: list[OnMove] = field(default_factory=list)
     is_replaced: bool = False
@@ -61,19 +64,23 @@ class KnownPlaces:
         """Whether all experts are at their first places."""
         return self.now is self.first or not self.now.moved(self.first).size
 
-    @property
-    def changes(self) -> tuple[int, int]:
-        """Another value after a move in any session, or after a module has loaded a state dict."""
-        return self.moved_at, self.loads
-
     def set(self, places: ExpertPlaces) -> None:
         """Store the places after a move."""
         global _last_move
         _last_move += 1
-        self.now, self.moved_at = places, _last_move
+        self.now, self.moved_at, self.noted = places, _last_move, None
 
-    def keep(self, read: ReadState, names_T: list[Names], shapes: Sequence[torch.Size]) -> None:
-        """Let tensors move with the experts from now on.
+    @contextmanager
+    def at_first(self) -> Iterator[None]:
+        """A context in which the Parameters have the weights of another model, with experts at their first places."""
+        self.returns_to, self.now = self.now, self.first
+        try:
+            yield
+        finally:
+            self.now, self.returns_to = self.returns_to, None
+
+    def keep(self, read: ReadState, names_T: list[Names], shapes: Sequence[torch.Size]) -> Callable[[], None]:
+        """Let tensors move with the experts from now on, until the returned function is called.
 
         Args:
             read: reads them.
@@ -84,12 +91,14 @@ class KnownPlaces:
             InputError: as `kept`.
         """
         if not any(names_T):
-            return
+            return lambda: None
         state = read()
         tensors = [_tensors_of(state, names, shape) for names, shape in zip(names_T, shapes, strict=True)]
-        self.states.append((read, names_T))
+        entry = read, names_T
+        self.states.append(entry)
         if all(isinstance(tensor, nn.Parameter) for tensor in _flat(tensors)):
             know(self, [tensor if tensor is not None else () for tensor in tensors], state=True)
+        return lambda: self.states.remove(entry) if entry in self.states else None
 
     def kept(self, shapes: Sequence[torch.Size]) -> Iterator[torch.Tensor | list[torch.Tensor]]:
         """Yields the tensors that users keep of this rank's experts: stacks `[H, ...]`, or lists of H tensors `[...]`.

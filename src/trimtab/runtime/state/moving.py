@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,21 +39,17 @@ _Rows = tuple[list[int], torch.Tensor]
 """Rows of this rank that go to another rank, or come from it: their numbers, and the same on the device."""
 
 
-class Moved(NamedTuple):
-    """Bytes of rows that this rank sent, and that the busiest rank sent."""
-
-    sent: int
-    busiest: int
-
-
 def move_experts(
     layers: Sequence[HomeExperts], places_L: Sequence[ExpertPlaces], state: ExpertState, topology: Topology
-) -> Moved:
+) -> Array:
     """Move experts to new places, after `check_movable` has passed on all ranks. Collective over all data ranks.
 
     Args:
         places_L: the new places of each layer's experts; every rank keeps its number of experts.
         state: what moves with the experts.
+
+    Returns:
+        `[R]` bytes of rows that each rank of an expert-parallel group sent.
     """
     moved = _moved(layers, places_L)
     moves = [_Move.of(layer, places_L[layer.index], topology) for layer in moved]
@@ -66,7 +61,7 @@ def move_experts(
     ]
     for together in _rounds(slices):
         _exchange_slices(together, topology)
-    sent_R = sum((part.sent_R for part in slices), np.zeros(topology.num_ranks, np.int64))
+    sent_R: Array = sum((part.sent_R for part in slices), np.zeros(topology.num_ranks, np.int64))
     for move, tensors in zip(moves, state.row_parts(moved), strict=True):
         for parts in tensors:
             sent_R = sent_R + _move_parts(move, parts, topology)
@@ -75,7 +70,7 @@ def move_experts(
             parameter.grad = None
         layer.known.set(move.after)
         know(layer.known, layer.tensors)
-    return Moved(int(sent_R[topology.rank]), int(sent_R.max()))
+    return sent_R
 
 
 def expert_state_bytes(layer: HomeExperts, state: ExpertState) -> int:
@@ -92,6 +87,8 @@ def check_movable(layers: Sequence[HomeExperts], places_L: Sequence[ExpertPlaces
         RuntimeError: if a gradient that no optimizer has used would be lost.
     """
     for layer in _moved(layers, places_L):
+        if layer.known.returns_to is not None:
+            raise RuntimeError(f"the experts of MoE layer {layer.index} can't move within first_homes()")
         if state.gradients_wait(layer):
             raise RuntimeError(
                 f"MoE layer {layer.index} has gradients that wait for an optimizer step; call zero_grad() before the "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,8 +27,10 @@ from trimtab.runtime.state.known_places import KnownPlaces, follow_parameter, ro
 
 # Appended to the name of a Parameter: int64 `[R, H]`, the logical expert in each row of each rank.
 IDS = ".experts_of_rows"
-# The same in an optimizer's state dict, by the numbers of its Parameters.
+# The same in the groups of an optimizer's state dict, by the numbers of its Parameters.
 IDS_OF_STATE = "experts_of_rows"
+
+T = TypeVar("T")
 
 # Modules that hold each Parameter, and its name there, as far as they are known.
 _owners = WeakIdKeyDictionary()
@@ -43,13 +45,23 @@ def follow_owners(parameters: Sequence[torch.Tensor]) -> None:
     if not _hooks:
         _hooks.append(register_module_parameter_registration_hook(_note))
     if not all(parameter in _owners for parameter in parameters):
-        modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-        for module in modules:
+        for module in instances_of(nn.Module):
             follow(module)
     for parameter in parameters:
         for owner, _ in _owners.get(parameter, ()):
             if (module := owner()) is not None:
                 _add_hooks(module)
+
+
+def instances_of(kind: type[T]) -> list[T]:
+    """All objects of a class in this process."""
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:  # Frozen objects are not listed.
+        gc.unfreeze()
+    found = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    if is_frozen:
+        gc.freeze()
+    return found
 
 
 def follow(module: nn.Module) -> None:
@@ -124,12 +136,23 @@ def saved_places(name: str, state: Mapping[str, torch.Tensor], known: KnownPlace
     return ExpertPlaces(home_E, rows_E)
 
 
-def follow_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer save the ids of rows, and refuse state whose rows have other experts."""
+def follow_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Let an optimizer save the ids of rows, and refuse state whose rows have other experts.
+
+    Returns:
+        Whether it has loaded state with ids before, which are those of the present rows.
+
+    Raises:
+        RuntimeError: if it has loaded such state before.
+    """
+    has_ids = _check_loaded_state(optimizer)
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
     if hooks is not None and _add_ids_of_state not in hooks.values():
         optimizer.register_state_dict_post_hook(_add_ids_of_state)
         optimizer.register_load_state_dict_pre_hook(_check_ids_of_state)
+        optimizer.register_load_state_dict_post_hook(_drop_ids_of_state)
+    _drop_ids_of_state(optimizer)
+    return has_ids
 
 
 def _note(module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
@@ -171,9 +194,12 @@ def _order_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
             known, t, row = found
             tensors.setdefault((id(known), t), (known, {}))[1][row] = prefix + name
     for known, name_of_row in tensors.values():
-        known.loads += 1
         one = next(iter(name_of_row.values()))
-        saved_RH, now_RH = rows_in(one, state, known), known.now.experts_RH
+        # Within `first_homes` those of the trained model, which has ids, stay as they are for its end.
+        places = known.now if known.returns_to is None or one + IDS not in state else known.returns_to
+        saved_RH, now_RH = rows_in(one, state, known), places.experts_RH
+        if known.returns_to is None:
+            known.noted = None
         for name in name_of_row.values():
             state.pop(name + IDS, None)
         if np.array_equal(saved_RH, now_RH) or known.keeps(state[one]):
@@ -208,18 +234,37 @@ def _numbered(optimizer: torch.optim.Optimizer) -> dict[int, KnownPlaces]:
 
 
 def _add_ids_of_state(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
-    ids = {
-        number: torch.from_numpy(known.now.experts_RH.astype(np.int64))
-        for number, known in _numbered(optimizer).items()
-        if not known.are_first
-    }
-    if ids:
-        packed[IDS_OF_STATE] = ids
+    # In the groups, since optimizers that no session knows yet keep what these have.
+    known = _numbered(optimizer)
+    for group in packed["param_groups"]:
+        away = [number for number in group["params"] if number in known and not known[number].are_first]
+        if away:
+            group[IDS_OF_STATE] = {n: torch.from_numpy(known[n].now.experts_RH.astype(np.int64)) for n in away}
 
 
 def _check_ids_of_state(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
-    ids = packed.get(IDS_OF_STATE, {})
-    for number, known in _numbered(optimizer).items():
-        saved_RH = ids[number].cpu().numpy() if number in ids else known.first.experts_RH
-        if number in packed["state"] and not np.array_equal(saved_RH, known.now.experts_RH):
-            raise RuntimeError(_difference(f"state of {type(optimizer).__name__} has", saved_RH, known))
+    known, ids = _numbered(optimizer), _ids_of_state(packed["param_groups"])
+    for number in known.keys() & packed["state"].keys():
+        _check_rows(optimizer, known[number], ids.get(number))
+
+
+def _check_loaded_state(optimizer: torch.optim.Optimizer) -> bool:
+    known, ids = _numbered(optimizer), _ids_of_state(optimizer.param_groups)
+    for number in known.keys() & ids.keys():
+        _check_rows(optimizer, known[number], ids[number])
+    return bool(ids)
+
+
+def _drop_ids_of_state(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group.pop(IDS_OF_STATE, None)
+
+
+def _ids_of_state(groups: Sequence[Mapping[str, Any]]) -> dict[int, torch.Tensor]:
+    return {number: ids for group in groups for number, ids in group.get(IDS_OF_STATE, {}).items()}
+
+
+def _check_rows(optimizer: torch.optim.Optimizer, known: KnownPlaces, saved: torch.Tensor | None) -> None:
+    saved_RH = known.first.experts_RH if saved is None else saved.cpu().numpy()
+    if not np.array_equal(saved_RH, known.now.experts_RH):
+        raise RuntimeError(_difference(f"state of {type(optimizer).__name__} has", saved_RH, known))

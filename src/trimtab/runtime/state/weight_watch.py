@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from trimtab.errors import InputError
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.state.known_places import moves_so_far
+from trimtab.runtime.state.named_rows import follow_optimizer, instances_of
 from trimtab.runtime.state.parameter_checks import check_current_parameters
 
 # Elements of each tensor of an expert that `verify` compares.
@@ -119,8 +120,37 @@ def _marks(layer: HomeExperts) -> list[Mark]:
     ]
 
 
-def sampled_bytes(layer: HomeExperts) -> torch.Tensor:
-    """Sampled elements of the first tensor of every expert, as bytes, since NaN differs from NaN."""
+def note_weights(layers: Iterable[HomeExperts]) -> None:
+    """Note sampled elements of experts that are away from their first homes: the present weights are those of the model
+    that is trained."""
+    for layer in layers:
+        layer.known.noted = None if layer.known.are_first else _sampled_bytes(layer)
+
+
+def foreign_weights(layers: Iterable[HomeExperts]) -> Exception | None:
+    """The error if the weights of experts that are away from their first homes were replaced, but by optimizers and
+    state dicts."""
+    for layer in layers:
+        known = layer.known
+        if known.are_first:
+            continue
+        now = _sampled_bytes(layer)
+        if known.noted is None:
+            known.noted = now
+        elif now is not None and not torch.equal(now, known.noted):
+            return RuntimeError(
+                f"MoE layer {layer.index}: the weights of experts were replaced while these are away from their first "
+                "homes. After new weights of this model, such as an average, call session.weights_changed(); for "
+                "weights of another model that were loaded by position, enter session.first_homes() around the pass"
+            )
+    return None
+
+
+def _sampled_bytes(layer: HomeExperts) -> torch.Tensor | None:
+    """Sampled elements of the first tensor of every expert, as bytes, since NaN differs from NaN; None if they are
+    offloaded."""
+    if not all(parameter.untyped_storage().nbytes() for parameter in layer.parameters):
+        return None
     return _samples(layer, 1)[0].view(torch.uint8)
 
 
@@ -137,12 +167,13 @@ def _samples(layer: HomeExperts, most_tensors: int | None = None) -> list[torch.
     return samples
 
 
-Step = Callable[[bool], None]
+BeforeStep = Callable[[bool], None]
+AfterStep = Callable[[Sequence[HomeExperts], bool], None]
 
 _watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
 _handles: list[RemovableHandle] = []
-# Optimizers that have stepped, each with the number of moves of all sessions before its last step.
-_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+# Optimizers that have stepped, or whose state has moved, each with the number of moves of all sessions before that.
+_current: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def _watch(watch: OptimizerWatch) -> None:
@@ -163,7 +194,7 @@ def _call_before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _call_after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _stepped[optimizer] = moves_so_far()
+    _current[optimizer] = moves_so_far()
     for watch in list(_watches):
         watch.after(optimizer)
 
@@ -173,13 +204,14 @@ class OptimizerWatch:
 
     Args:
         layers: the session's layers whose experts torch's optimizers train.
-        before, after: called with whether the optimizer holds experts of the session.
+        before: called with whether the optimizer is registered, or holds experts of the session.
+        after: called with the layers whose experts the optimizer holds, and whether it is registered.
 
     Attributes:
         registered: optimizers that train the experts; they may hold other tensors than the parameters.
     """
 
-    def __init__(self, layers: Callable[[], Sequence[HomeExperts]], before: Step, after: Step) -> None:
+    def __init__(self, layers: Callable[[], Sequence[HomeExperts]], before: BeforeStep, after: AfterStep) -> None:
         self.registered: list[torch.optim.Optimizer] = []
         self._layers = layers
         self._before, self._after = before, after
@@ -194,26 +226,57 @@ class OptimizerWatch:
         """Called before an optimizer step.
 
         Raises:
-            RuntimeError: if an optimizer that no session knows has state of experts from before they moved.
+            RuntimeError: if an optimizer that no session knows has state of experts from before they moved; within
+                `Session.first_homes`.
         """
         held = self._held_layers(optimizer)
-        if held and not any(watch._is_registered(optimizer) for watch in _watches):
-            for layer in held:
-                if _has_state(optimizer, layer) and layer.known.moved_at > _stepped.get(optimizer, 0):
-                    raise RuntimeError(
-                        f"{type(optimizer).__name__} has state of the experts of MoE layer {layer.index} from before "
-                        "they moved to other ranks, and is not registered; register it with "
-                        "session.register_optimizers(), with all others that train experts, before experts move"
-                    )
+        if any(layer.known.returns_to is not None for layer in held):
+            raise RuntimeError("an optimizer that trains experts can't step within first_homes()")
+        self._check_current(optimizer, held)
         self._before(bool(held) or self._is_registered(optimizer))
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after an optimizer step."""
-        self._after(bool(self._held_layers(optimizer)) or self._is_registered(optimizer))
+        self._after(self._held_layers(optimizer), self._is_registered(optimizer))
         self._held |= _held_ids(optimizer)
 
-    def check_registered(self) -> None:
-        """Raises InputError if an optimizer that is not registered has state of experts that would not move."""
+    def register(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Register optimizers in place of those before.
+
+        Raises:
+            RuntimeError: if one has state of experts from before they moved, as far as is known.
+        """
+        for optimizer in optimizers:
+            if follow_optimizer(optimizer):
+                _current[optimizer] = moves_so_far()
+            else:
+                away = [layer for layer in self._held_layers(optimizer) if not layer.known.are_first]
+                self._check_current(optimizer, away)
+        self.registered = list(optimizers)
+
+    def moved(self) -> None:
+        """Call it when experts have moved with the state of the registered optimizers."""
+        for optimizer in self.registered:
+            _current[optimizer] = moves_so_far()
+
+    def _check_current(self, optimizer: torch.optim.Optimizer, held: Sequence[HomeExperts]) -> None:
+        if any(watch._is_registered(optimizer) for watch in _watches):
+            return
+        for layer in held:
+            if _has_state(optimizer, layer) and layer.known.moved_at > _current.get(optimizer, 0):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} has state of the experts of MoE layer {layer.index} from before they "
+                    "moved to other ranks; register it with session.register_optimizers(), with all others that train "
+                    "experts, before experts move"
+                )
+
+    def check_registered(self, layers: Iterable[HomeExperts]) -> None:
+        """Check that the state of all optimizers moves with the experts of these layers.
+
+        Raises:
+            InputError: if an optimizer that is not registered has state of experts, or if no registered one holds
+                experts that are trained, since it may have copies of them, which don't move.
+        """
         names = self._unregistered()
         if names:
             gc.collect()  # Optimizers of an earlier session may be in reference cycles.
@@ -224,6 +287,14 @@ class OptimizerWatch:
                 "would keep it; register all optimizers that train experts with session.register_optimizers(), and "
                 "drop those that are not used"
             )
+        held = set().union(*map(_held_ids, self.registered))
+        for layer in layers if self.registered else ():
+            if any(parameter.requires_grad and id(parameter) not in held for parameter in layer.parameters):
+                raise InputError(
+                    f"experts can't move: no registered optimizer holds all trained expert tensors of MoE layer "
+                    f"{layer.index}. Copies that an optimizer trains instead (masters) don't move with the experts; "
+                    "tensors that are not trained should have requires_grad=False"
+                )
 
     def finish(self, dense: Sequence[torch.Tensor], experts: Sequence[torch.Tensor]) -> None:
         """Call it when gradients are complete.
@@ -250,9 +321,10 @@ class OptimizerWatch:
             return None
         if not all(id(parameter) in held for parameter in trained):
             # Others step less often, or have skipped this step.
-            held = held.union(*held_by_R, *map(_held_ids, list(_stepped)))
+            held = held.union(*held_by_R, *map(_held_ids, list(_current)))
         if not all(id(parameter) in held for parameter in trained):
-            held = held.union(*map(_held_ids, [each for each in gc.get_objects() if _is_optimizer(each)]))
+            every = [each for each in instances_of(torch.optim.Optimizer) if hasattr(each, "param_groups")]
+            held = held.union(*map(_held_ids, every))
         missing = [parameter for parameter in trained if id(parameter) not in held]
         if not missing:
             return None
@@ -261,14 +333,15 @@ class OptimizerWatch:
             f"MoE layer {index}: no optimizer holds {len(missing)} of {len(trained)} trained expert tensors, and one "
             "has stepped after finish_gradients(); the model's tensors may have been replaced after add_layer, as by "
             "load_state_dict(assign=True) or fully_shard (then add layers with a function that returns their "
-            "parameters), or the optimizer has copies of them (then register it with session.register_optimizers())"
+            "parameters), or the optimizer has copies of them (then register it with session.register_optimizers()). "
+            "Experts that are not trained should have requires_grad=False"
         )
 
     def _unregistered(self) -> list[str]:
         others = [optimizer for watch in list(_watches) for optimizer in watch.registered]
         return [
             type(optimizer).__name__
-            for optimizer in {id(each): each for each in [*list(_stepped), *others]}.values()
+            for optimizer in {id(each): each for each in [*list(_current), *others]}.values()
             if not self._is_registered(optimizer)
             and any(_has_state(optimizer, layer) for layer in self._held_layers(optimizer))
         ]
@@ -285,10 +358,6 @@ class OptimizerWatch:
 
 def _held_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _is_optimizer(value: object) -> bool:
-    return issubclass(type(value), torch.optim.Optimizer) and hasattr(value, "param_groups")
 
 
 def _has_state(optimizer: torch.optim.Optimizer, layer: HomeExperts) -> bool:

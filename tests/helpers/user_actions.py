@@ -1,0 +1,164 @@
+"""Actions on what a user holds, in a loop of `any_loop`: saved weights, sessions, optimizers, memory, new weights."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.any_loop import forward, plan
+from helpers.loop_state import Loop, action, compare, zero_gradients
+from helpers.random_plans import random_placement
+from trimtab.errors import InputError
+from trimtab.runtime import Session
+
+
+@action
+def save(loop: Loop) -> None:
+    """Store state dicts."""
+    parts = (loop.model, loop.optimizers[1], loop.reference, loop.optimizers[0])
+    loop.saved = tuple(copy.deepcopy(part.state_dict()) for part in parts)
+
+
+@action
+def reload(loop: Loop, seed: int) -> None:
+    """Load what was stored, after experts have returned to the places that they had. Before that it is refused, or
+    modules put rows in order."""
+    if loop.saved is None:
+        return
+    model, session = loop.model, loop.session
+    zero_gradients(loop, True)
+    mine, state, whole, whole_state = (copy.deepcopy(part) for part in loop.saved)
+    before = [layer.places for layer in session.homes]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    try:
+        model.load_state_dict(mine)
+        is_loaded = True
+    except RuntimeError as error:
+        assert "move_to_saved" in str(error)
+        is_loaded = False
+    loop.reference.load_state_dict(whole)
+    if is_loaded:
+        weights = session.logical_state_dict(model)
+        assert all(torch.equal(weights[name], value) for name, value in loop.reference.state_dict().items())
+    session.move_to_saved(model, mine)
+    model.load_state_dict(mine)
+    loop.optimizers[1].load_state_dict(state)
+    loop.optimizers[0].load_state_dict(whole_state)
+    loop.changes = loop.changes._replace(weights=loop.changes.weights + 1)
+    loop.pending.clear()
+    if any(layer.places is not places for layer, places in zip(session.homes, before, strict=True)):
+        plan(loop, seed, False, session.mode)
+
+
+@action
+def change_session(loop: Loop, seed: int) -> None:
+    """Another session gets the model's experts, where they are."""
+    before, settings = loop.session, loop.session.settings
+    loop.pending.clear()
+    loop.session = Session(
+        num_experts=settings.num_experts, slots_per_rank=settings.slots_per_rank, ring_layers=settings.ring_layers,
+        ranks_per_node=before.topology.ranks_per_node, verify_weights=settings.verify_weights, mode=before.mode,
+    )  # fmt: skip
+    for block in loop.model.moe_blocks():
+        block.run_in(loop.session)
+    assert np.array_equal(loop.session.placement.home, before.placement.home)
+    loop.session.register_optimizers(loop.optimizers[1])
+    zero_gradients(loop, True)
+    before.close()
+    plan(loop, seed, False, loop.session.mode)
+
+
+@action
+def change_optimizer(loop: Loop, seed: int, replaces: bool) -> None:
+    """Another optimizer with the same state, for the same parameters or for others that replace them.
+
+    Args:
+        replaces: the model gets other parameters; refused at the next micro-step if the session got a list.
+    """
+    old = loop.optimizers[1]
+    if replaces:
+        if not loop.model.moe_blocks()[0].is_read:
+            return
+        zero_gradients(loop, True)
+        loop.pending.clear()
+        frozen = {name for name, parameter in loop.model.named_parameters() if not parameter.requires_grad}
+        values = {name: value.clone() for name, value in loop.model.state_dict().items()}
+        loop.model.load_state_dict(values, assign=True)
+        for name, parameter in loop.model.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+    new = torch.optim.AdamW(loop.model.parameters(), lr=0.01, eps=0.1, foreach=False)
+    new.load_state_dict(copy.deepcopy(old.state_dict()))
+    loop.session.register_optimizers(new)
+    placement = random_placement(
+        np.random.default_rng(seed), len(loop.session.layers), loop.session.num_experts, loop.session.num_ranks
+    )
+    has_state = any(p in old.state for layer in loop.session.layers for p in layer.parameters)
+    if loop.has_stepped and has_state and not np.array_equal(placement.home, loop.session.placement.home):
+        with pytest.raises(InputError, match="experts can't move: AdamW has state"):
+            loop.session.move(placement)
+    # Nobody uses it any more.
+    old.param_groups.clear()
+    old.state.clear()
+    loop.optimizers, loop.has_stepped = (loop.optimizers[0], new), False
+
+
+@action
+def repoint(loop: Loop) -> None:
+    """Replace the memory of all parameters by a clone, as when weights are loaded or averaged."""
+    for parameter in loop.model.parameters():
+        parameter.data = parameter.data.clone()
+    # Hidden from autograd's version check, which is not tested here.
+    loop.pending.clear()
+
+
+@action
+def offload(loop: Loop) -> None:
+    """The parameters' memory is freed."""
+    loop.pending.clear()
+    loop.offloaded_parameters = [parameter.data.clone() for parameter in loop.model.parameters()]
+    for parameter in loop.model.parameters():
+        parameter.data.untyped_storage().resize_(0)
+
+
+def onload(loop: Loop) -> None:
+    """The parameters get new memory."""
+    if loop.offloaded_parameters is not None:
+        for parameter, values in zip(loop.model.parameters(), loop.offloaded_parameters, strict=True):
+            parameter.data = values
+        loop.offloaded_parameters = None
+    compare(loop)
+
+
+@action
+def write(loop: Loop, way: str) -> None:
+    """New weights: by tensor operations, announced writes through `.data`, or unannounced ones."""
+    if way == "unnoticed":
+        # Run a forward first, so that the session has copied the current weights.
+        forward(loop, 0)
+        for parameter in loop.model.parameters():
+            parameter.data.mul_(2)
+        with pytest.raises(RuntimeError, match=r"changed without an optimizer step"), loop.session.micro_step(0):
+            pass
+        for parameter in loop.model.parameters():
+            parameter.data.div_(2)
+        return
+    # Alternately, since large weights would have large rounding errors.
+    loop.writes += 1
+    factor = 1.25 if loop.writes % 2 else 0.8
+    for parameter in (*loop.model.parameters(), *loop.reference.parameters()):
+        if way == "data":
+            parameter.data.mul_(factor)
+        else:
+            with torch.no_grad():
+                parameter.mul_(factor)
+    if way == "data":
+        loop.pending.clear()
+    # Where experts are away from their first homes, they could be the weights of another model.
+    if way == "data" or any(not layer.known.are_first for layer in loop.session.homes):
+        loop.session.weights_changed()
+    loop.changes = loop.changes._replace(weights=loop.changes.weights + 1)

@@ -1,0 +1,368 @@
+"""What trains experts that move: a second session, optimizers, Parameters that replace others.
+
+Each test compares the model in the session with one whole model, or expects an error on all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel
+
+from helpers.equality import relative_error
+from helpers.moe_model import Shape, TinyMoE, matches
+from helpers.moved_experts import (
+    LISTED,
+    SHAPES,
+    adamw,
+    again,
+    change,
+    error_of,
+    homes,
+    momentum_error,
+    move,
+    saved,
+    train,
+)
+from helpers.planned_steps import SHAPE, Step, make
+from helpers.rank_tests import runs_on_ranks
+from trimtab.errors import InputError
+from trimtab.runtime import Session, gated_experts
+
+
+@SHAPES
+@runs_on_ranks()
+def test_a_second_session_starts_from_the_present_homes(shape: Shape) -> None:
+    first, model, reference = make(shape=shape)
+    layers = [block.layer for block in model.moe_blocks()]
+    move(first, 9)
+    second = again(model)
+    assert np.array_equal(second.placement.home, first.placement.home)
+    assert error_of(model, reference) < 1e-6
+    optimizer, expected = adamw(model), adamw(reference)
+    second.register_optimizers(optimizer)
+    for seed in range(2):
+        train(second, model, reference, seed, expected, optimizer, moves=True)
+    assert error_of(model, reference) < 1e-5
+    # The first one knows the moves of the second one, also one after the last optimizer step.
+    move(second, 12)
+    for block, layer in zip(model.moe_blocks(), layers, strict=True):
+        block.layer = layer
+    assert error_of(model, reference) < 1e-5
+    step = Step(5)
+    first.plan(step.trace.select(step.schedule.sequences_of(first.rank)), step.schedule)
+    with first.micro_step(0):
+        pass
+    move(second, 10)
+    with pytest.raises(RuntimeError, match="experts have moved since the plan was applied"), first.micro_step(0):
+        pass
+    first.plan(step.trace.select(step.schedule.sequences_of(first.rank)), step.schedule)
+    step.reference_loss(reference).backward()
+    step.run(first, model)
+    for name, parameter, whole, mine in matches(model, reference):
+        assert parameter.grad is not None
+        assert whole.grad is not None
+        assert relative_error(parameter.grad, whole.grad[mine]) < 1e-5, name
+
+
+@runs_on_ranks()
+def test_a_second_session_with_other_ranks_is_refused_while_experts_are_away() -> None:
+    first, model, _ = make()
+    move(first, 11)
+    with pytest.raises(InputError, match="MoE layer 0 have moved in an earlier session"):
+        again(model, num_experts=4, groups=2)
+    first.move(homes(0, 1, 2, 3))
+    again(model, num_experts=4, groups=2)
+    with pytest.raises(RuntimeError, match="the experts of MoE layer 0 are in a later session with other ranks"):
+        move(first, 11)
+
+
+@runs_on_ranks()
+def test_an_average_can_not_be_in_a_session() -> None:
+    session, model, _ = make()
+    average = AveragedModel(model)
+    session.register_state(model, average.module)
+    with pytest.raises(InputError, match="register_state"):
+        again(average.module)  # type: ignore[arg-type]
+
+
+@SHAPES
+@runs_on_ranks()
+def test_experts_do_not_move_while_an_optimizer_with_state_is_not_registered(shape: Shape) -> None:
+    session, model, reference = make(shape=shape)
+    up = [p for name, p in model.named_parameters() if "gate_up" in name]
+    others = [p for name, p in model.named_parameters() if "gate_up" not in name]
+    one, two, expected = adamw(others), adamw(up), adamw(reference)
+    session.register_optimizers(one)
+    train(session, model, reference, 1, one, two, expected)
+    before = session.placement.home
+    with pytest.raises(InputError, match="experts can't move: AdamW has state"):
+        move(session, 12)
+    step = Step(2)
+    with pytest.raises(InputError, match="experts can't move: AdamW has state"):
+        step.apply(session)
+    assert np.array_equal(session.placement.home, before)
+    session.register_optimizers(one, two)
+    for seed in range(3, 5):
+        train(session, model, reference, seed, one, two, expected, moves=True)
+    assert momentum_error(model, [one, two], reference, expected) < 1e-5
+    # Also in another session.
+    with pytest.raises(InputError, match="experts can't move: AdamW, AdamW have state"):
+        move(again(model), 12)
+
+
+@runs_on_ranks()
+def test_an_optimizer_with_copied_state_must_be_registered() -> None:
+    session, model, reference = make()
+    old, expected = adamw(model), adamw(reference)
+    session.register_optimizers(old)
+    train(session, model, reference, 1, old, expected)
+    new = adamw(model)
+    new.load_state_dict(copy.deepcopy(old.state_dict()))
+    move(session, 13)
+    step = Step(2, moves=False)
+    session.plan(step.trace.select(step.schedule.sequences_of(session.rank)), step.schedule)
+    step.run(session, model)
+    with pytest.raises(RuntimeError, match=r"AdamW has state of the experts .* session.register_optimizers\(\)"):
+        new.step()
+    old.step()
+
+
+@SHAPES
+@runs_on_ranks()
+def test_state_that_was_loaded_before_registration_has_the_present_rows(shape: Shape) -> None:
+    session, model, reference = make(shape=shape)
+    optimizer, expected = adamw(model), adamw(reference)
+    session.register_optimizers(optimizer)
+    train(session, model, reference, 1, optimizer, expected)
+    first = copy.deepcopy(optimizer.state_dict())
+    move(session, 7)
+    away = copy.deepcopy(optimizer.state_dict())
+    # With rows of now and of before.
+    good, bad = adamw(model), adamw(model)
+    good.load_state_dict(away)
+    bad.load_state_dict(first)
+    with pytest.raises(RuntimeError, match="from before they moved"):
+        session.register_optimizers(bad)
+    del bad
+    session.register_optimizers(optimizer, good)
+    move(session, 8)
+    assert momentum_error(model, [optimizer, good], reference, expected) < 1e-5
+    other_session, other, _ = make(shape=shape)
+    late = adamw(other)
+    late.load_state_dict(away)
+    with pytest.raises(RuntimeError, match=r"state of AdamW .*session\.move_to_saved"):
+        other_session.register_optimizers(late)
+
+
+@runs_on_ranks()
+def test_experts_do_not_move_with_an_optimizer_of_copies() -> None:
+    session, model, _ = make()
+    masters = [parameter.detach().clone().double() for parameter in model.parameters()]
+    session.register_optimizers(torch.optim.SGD(masters, lr=0.1))
+    with pytest.raises(InputError, match=r"no registered optimizer holds all trained expert tensors of MoE layer 0"):
+        move(session, 1)
+    for layer in session.homes:
+        for parameter in layer.parameters:
+            parameter.requires_grad_(False)
+    move(session, 1)
+
+
+@runs_on_ranks()
+def test_an_optimizer_without_state_need_not_be_registered() -> None:
+    session, model, reference = make()
+    for seed in range(2):
+        train(session, model, reference, seed, torch.optim.SGD(model.parameters(), lr=0.1),
+              torch.optim.SGD(reference.parameters(), lr=0.1))  # fmt: skip
+        move(session, seed)
+    assert error_of(model, reference) < 1e-5
+
+
+def shared_with_functions() -> tuple[Session, TinyMoE, TinyMoE]:
+    """As `make`, with layers that are added with functions."""
+    session, model, reference = make()
+    session = Session(num_experts=SHAPE.experts)
+    for block in model.moe_blocks():
+        block.layer = session.add_layer(lambda block=block: [block.gate_up, block.down], gated_experts())  # type: ignore[misc]
+    return session, model, reference
+
+
+@runs_on_ranks()
+def test_parameters_that_were_replaced_in_the_model_are_refused() -> None:
+    session, model, reference = make()
+    change(model)
+    model.load_state_dict(saved(model), assign=True)
+    step = Step(3, moves=False)
+    step.apply(session)
+    with pytest.raises(InputError, match=r"MoE layer 0: 'gate_up' of MoEBlock has been replaced .*function"):
+        session.micro_step(0).__enter__()
+    # A function returns the new ones.
+    session, model, reference = shared_with_functions()
+    move(session, 14)
+    state = saved(model)
+    change(model)
+    model.load_state_dict(state, assign=True)
+    assert error_of(model, reference) < 1e-6
+    # The new Parameters have the experts' places, too: at once, and if torch writes them past `setattr`, when they run.
+    assert any("experts_of_rows" in name for name in saved(model))
+    for block in model.moe_blocks():
+        block._parameters["gate_up"] = nn.Parameter(block.gate_up.detach().clone())  # type: ignore[operator]
+    with session.live_micro_step():
+        assert error_of(model, reference) < 1e-6
+    again(model)
+    assert error_of(model, reference) < 1e-6
+
+
+@runs_on_ranks()
+def test_experts_that_no_optimizer_holds_are_reported_on_all_ranks() -> None:
+    session, model, _ = make()
+    experts = {id(p) for layer in session.layers for p in layer.parameters}
+    missing = {id(model.moe_blocks()[1].down)} if session.rank else set()
+
+    def without(ids: set[int]) -> torch.optim.Optimizer:
+        return adamw([nn.Parameter(p.detach().clone()) if id(p) in ids else p for p in model.parameters()])
+
+    optimizer = without(missing)
+    calls = (
+        lambda: session.micro_step(0).__enter__(),
+        lambda: session.live_micro_step().__enter__(),
+        lambda: session.finish_gradients(model.replicated()),
+        lambda: session.plan(step.trace.select(step.schedule.sequences_of(session.rank)), step.schedule),  # type: ignore[has-type]
+    )
+    for seed, call in enumerate(calls):
+        step = Step(seed, moves=False)
+        step.apply(session)
+        step.run(session, model)
+        optimizer.step()
+        model.zero_grad()
+        with pytest.raises(InputError, match="MoE layer 1: no optimizer holds 1 of 8 trained expert tensors"):
+            call()
+    # A registered one may have copies of all experts.
+    del optimizer
+    optimizer = without(experts)
+    session.register_optimizers(optimizer)
+    step.apply(session)
+    step.run(session, model)
+    optimizer.step()
+    session.micro_step(0).__enter__()
+
+
+@runs_on_ranks()
+def test_optimizers_may_step_in_turn_and_other_models_are_no_concern() -> None:
+    session, model, _ = make()
+    experts = [p for layer in session.layers for p in layer.parameters]
+    dense, of_experts = adamw(model.replicated()), adamw(experts)
+    other = nn.Linear(2, 2)
+    critic = adamw(other)
+    for seed in range(4):
+        step = Step(seed, moves=False)
+        step.apply(session)
+        step.run(session, model)
+        other(torch.ones(2)).sum().backward()
+        critic.step()
+        if seed:
+            dense.step()
+        if seed == 2:
+            of_experts.step()
+        model.zero_grad()
+    # Updates without an optimizer.
+    session, model, _ = make()
+    step.apply(session)
+    step.run(session, model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad  # type: ignore[operator, misc]
+    critic.step()
+    model.zero_grad()
+    step.apply(session)
+    step.run(session, model)
+
+
+class Lamb(torch.optim.Optimizer):
+    """A trust ratio of whole tensors."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * p.norm() / p.grad.norm() * p.grad
+
+
+ELEMENTWISE: tuple[Any, ...] = (
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    lambda p: torch.optim.SGD(p, lr=0.0),
+    lambda p: torch.optim.AdamW(p, fused=True),
+    lambda p: torch.optim.AdamW(p, foreach=False, lr=torch.tensor(0.0)),
+    lambda p: torch.optim.AdamW(p, foreach=True),
+    lambda p: torch.optim.Adam(p, amsgrad=True, maximize=True),
+    torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adamax,
+    torch.optim.Rprop, torch.optim.Adadelta, torch.optim.ASGD,
+)  # fmt: skip
+
+
+@runs_on_ranks()
+def test_optimizers_that_mix_the_experts_of_a_stack_are_refused() -> None:
+    session, model, _ = make()
+    listed, listed_model, _ = make(shape=LISTED)
+    state = torch.random.get_rng_state()
+    for kind in (torch.optim.Adafactor, Lamb):
+        optimizer = kind(model.parameters())
+        with pytest.raises(InputError, match=rf"MoE layer 0, expert tensor 0: {kind.__name__} updates an expert by"):
+            session.register_optimizers(optimizer)
+        assert not optimizer.state
+        listed.register_optimizers(kind(listed_model.parameters()))
+    # Also at the start of a warm-up.
+    with pytest.raises(InputError, match="Lamb updates an expert by"):
+        session.register_optimizers(Lamb(model.parameters(), lr=0.0))
+    before = saved(model)
+    for make_optimizer in ELEMENTWISE:
+        optimizer = make_optimizer(model.parameters())
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+        optimizer.register_step_post_hook(lambda *_: pytest.fail("a hook of the user was called"))
+        session.register_optimizers(optimizer)
+        assert not any(
+            key != "sum" for values in optimizer.state.values() for key in values if key not in ("step", "sum")
+        )
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in saved(model).items())
+
+
+@runs_on_ranks()
+def test_lists_move_with_the_state_of_adafactor() -> None:
+    session, model, reference = make(shape=LISTED)
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
+    expected = torch.optim.Adafactor(reference.parameters(), lr=0.01)
+    session.register_optimizers(optimizer)
+    for seed in range(3):
+        train(session, model, reference, seed, optimizer, expected, moves=True)
+    assert error_of(model, reference) < 1e-5
+
+
+class Doubled(nn.Module):
+    """As the sum of a weight and an adapter."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+@runs_on_ranks()
+def test_parametrized_experts_are_refused_with_the_cause() -> None:
+    holder = nn.Module()
+    holder.gate_up, holder.down = nn.Parameter(torch.randn(2, 6, 4)), nn.Parameter(torch.randn(2, 4, 3))
+    session = Session(num_experts=4)
+    session.add_layer([holder.gate_up, holder.down], gated_experts())
+    parametrize.register_parametrization(holder, "gate_up", Doubled())
+    with pytest.raises(InputError, match=r"MoE layer 0: 'gate_up' .* is parametrized, as LoRA"):
+        session.live_micro_step().__enter__()
+    with pytest.raises(InputError, match=r"expert tensor 0 is of type Tensor, not a Parameter; .*parametrize \(?"):
+        Session(num_experts=4).add_layer(lambda: [holder.gate_up, holder.down], gated_experts())  # type: ignore[list-item]
