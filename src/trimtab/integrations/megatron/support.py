@@ -59,7 +59,7 @@ def check_slots(layer: MoELayer, slots_per_rank: int) -> None:
 
 
 def auxiliary_loss(config: Any) -> str:
-    """The options of a model by which a loss or a bias depends on the routes of all tokens; "" if there is none."""
+    """The model options that make a loss or a bias depend on the routes of all tokens; empty if there are none."""
     coefficients = config.moe_aux_loss_coeff
     several = coefficients if isinstance(coefficients, list | tuple) else [coefficients]
     found = {

@@ -57,7 +57,7 @@ def leave_to_session(model: nn.Module, session: Session) -> None:
 
 
 def auxiliary_loss(config: Any) -> str:
-    """The options of a model by which a loss depends on the routes of all tokens; "" if there is none."""
+    """The model options that make a loss depend on the routes of all tokens; empty if there are none."""
     coefficient = getattr(config, "router_aux_loss_coef", 0)
     is_on = getattr(config, "output_router_logits", False) and coefficient
     return f"output_router_logits=True with router_aux_loss_coef={coefficient}" if is_on else ""
