@@ -38,8 +38,8 @@ class SessionBase:
         topology: process groups, and this rank's numbers in them.
         layers: the layers that a model of torch modules calls, in the order of `add_layer`.
         counters: counts what `Session.take_metrics` reports.
-        auxiliary_loss: returns the model options that make a loss or a bias depend on the routes of all tokens; empty if
-            there are none. Set by integrations, which know the model.
+        auxiliary_loss: returns the model options that make a loss or a bias depend on the routes of all tokens; empty
+            if there are none. Set by integrations, which know the model.
     """
 
     def __init__(self, settings: SessionSettings) -> None:
