@@ -80,6 +80,17 @@ def test_backwards_after_suspension_are_refused() -> None:
     any_loop.step(loop)
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+@runs_on_ranks()
+def test_planned_backwards_are_refused_also_when_the_session_goes_on(recomputes: bool) -> None:
+    loop = start()
+    any_loop.forward(loop, 0, "checkpoint" if recomputes else "plain", 1)
+    loop.session.suspend()
+    any_loop.plan(loop, 1, moves=False)
+    with pytest.raises(RuntimeError, match="another plan was applied"):
+        loop.pending.pop(1).loss.backward()
+
+
 @runs_on_ranks()
 def test_a_session_goes_on_with_groups_that_replace_destroyed_ones() -> None:
     loop = start()

@@ -6,6 +6,7 @@ Each test compares the model in the session with one whole model, or expects an 
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,25 @@ def test_state_that_was_loaded_before_registration_has_the_present_rows(shape: S
     late.load_state_dict(away)
     with pytest.raises(RuntimeError, match=r"state of AdamW .*session\.move_to_saved"):
         other_session.register_optimizers(late)
+
+
+@runs_on_ranks()
+def test_an_optimizer_whose_state_has_moved_goes_on_in_another_session() -> None:
+    """Before it has stepped again, when the session that moved its state is gone."""
+    session, model, reference = make()
+    optimizer, expected = adamw(model), adamw(reference)
+    session.register_optimizers(optimizer)
+    train(session, model, reference, 1, optimizer, expected)
+    move(session, 7)
+    for block in model.moe_blocks():
+        block.layer = None
+    del session
+    gc.collect()
+    other = again(model)
+    other.register_optimizers(optimizer)
+    move(other, 8)
+    train(other, model, reference, 2, optimizer, expected, moves=True)
+    assert momentum_error(model, [optimizer], reference, expected) < 1e-5
 
 
 @runs_on_ranks()

@@ -222,13 +222,14 @@ def test_state_moves_until_it_is_not_used_any_more() -> None:
 
 @runs_on_ranks()
 def test_modules_that_are_frozen_from_garbage_collection_are_found() -> None:
-    session = Session(num_experts=SHAPE.experts)
-    model = TinyMoE(SHAPE, torch.float32)
+    session, model = Session(num_experts=4), nn.Module()
+    # Without torch's hook on registration.
+    model._parameters.update(up=nn.Parameter(torch.randn(2, 6, 4)), down=nn.Parameter(torch.randn(2, 4, 3)))
     gc.freeze()
     try:
-        model.share(session)
-        move(session, 2)
-        assert any("experts_of_rows" in name for name in model.state_dict())
+        session.add_layer(list(model.parameters()), gated_experts())
+        session.move(Placement(np.array([[1, 0, 1, 0]], np.int16)))
+        assert {"up.experts_of_rows", "down.experts_of_rows"} < model.state_dict().keys()
     finally:
         gc.unfreeze()
 

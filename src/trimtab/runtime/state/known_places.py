@@ -68,7 +68,7 @@ class KnownPlaces:
         """Store the places after a move."""
         global _last_move
         _last_move += 1
-        self.now, self.moved_at, self.noted = places, _last_move, None
+        self.now, self.moved_at = places, _last_move
 
     @contextmanager
     def at_first(self) -> Iterator[None]:
