@@ -28,6 +28,7 @@ from trimtab.integrations.trl.refused_options import (
     check_supported,
 )
 from trimtab.runtime import PlanReport, Session
+from trimtab.runtime.state.named_rows import drop_ids
 
 
 class TrimtabGRPOTrainer(GRPOTrainer):
@@ -273,6 +274,7 @@ class TrimtabGRPOTrainer(GRPOTrainer):
         whole = dict(self._session.logical.optimizer_state(self.model, optimizer))
         packed = optimizer.state_dict()
         packed["state"] = {number: whole[name] for number, name in enumerate(names) if name in whole}
+        drop_ids(packed["param_groups"])
         with self._optimizer_as(SimpleNamespace(state_dict=lambda: packed)):
             super()._save_optimizer_and_scheduler(output_dir)
 

@@ -256,7 +256,12 @@ def _check_loaded_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _drop_ids_of_state(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
+    drop_ids(optimizer.param_groups)
+
+
+def drop_ids(groups: Sequence[dict[str, Any]]) -> None:
+    """Remove the ids of rows from an optimizer's groups, or those of its state dict."""
+    for group in groups:
         group.pop(IDS_OF_STATE, None)
 
 
