@@ -26,7 +26,7 @@ from trimtab.runtime.state.home_experts import HomeExperts, ReadParameters, read
 from trimtab.runtime.state.known_places import know
 from trimtab.runtime.state.move_price import MovePrice
 from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
-from trimtab.runtime.state.named_rows import follow_owners
+from trimtab.runtime.state.named_rows import follow_owners, note_owners
 from trimtab.runtime.state.optimizer_rows import ExpertState, OptimizerState
 from trimtab.runtime.state.parameter_checks import check_compute_dtype, check_new_parameters
 from trimtab.runtime.state.weight_watch import OptimizerWatch, note_weights
@@ -48,6 +48,7 @@ class RankExperts:
     """
 
     def __init__(self, settings: SessionSettings, topology: Topology, lockstep: Lockstep, counters: Counters) -> None:
+        note_owners()
         self._settings, self._topology = settings, topology
         self._lockstep, self._counters = lockstep, counters
         self._transfers: Transfers | None = None

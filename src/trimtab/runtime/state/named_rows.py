@@ -37,13 +37,18 @@ _owners = WeakIdKeyDictionary()
 _hooks: list[Any] = []
 
 
+def note_owners() -> None:
+    """Note from now on which modules get Parameters, in this process."""
+    if not _hooks:
+        _hooks.append(register_module_parameter_registration_hook(_note))
+
+
 def follow_owners(parameters: Sequence[torch.Tensor]) -> None:
     """Let the modules that hold experts' Parameters save and load the ids of rows; also those that get them later.
 
-    Modules are searched among all objects of the process, once for all Parameters that exist then.
+    If modules got them before `note_owners`, these are searched among all objects of the process, once for all
+    Parameters that exist then.
     """
-    if not _hooks:
-        _hooks.append(register_module_parameter_registration_hook(_note))
     if not all(parameter in _owners for parameter in parameters):
         for module in instances_of(nn.Module):
             follow(module)
