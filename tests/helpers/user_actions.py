@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
+import re
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from helpers.any_loop import forward, plan
-from helpers.loop_state import Loop, action, compare, zero_gradients
+from helpers.equality import relative_error
+from helpers.loop_state import TOLERANCE, Loop, action, compare, zero_gradients
+from helpers.moe_model import TinyMoE
 from helpers.random_plans import random_placement
 from trimtab.errors import InputError
 from trimtab.runtime import Session
@@ -162,3 +167,59 @@ def write(loop: Loop, way: str) -> None:
     if way == "data" or any(not layer.known.are_first for layer in loop.session.homes):
         loop.session.weights_changed()
     loop.changes = loop.changes._replace(weights=loop.changes.weights + 1)
+
+
+def load_by_position(model: TinyMoE, whole: TinyMoE, home: list[int]) -> None:
+    """As frameworks load a reference model: rows are those of the experts that the rank held at first."""
+    experts = re.compile(r"(blocks\.\d+\.(?:gate_up|down))(?:\.(\d+))?$")
+    weights = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if match := experts.match(name):
+                rows = [home[int(match[2])]] if match[2] else home
+                whole_stack = weights.get(match[1])
+                of_rows = [weights[f"{match[1]}.{row}"] if whole_stack is None else whole_stack[row] for row in rows]
+                stack = torch.stack(of_rows)
+                parameter.data.copy_(stack[0] if match[2] else stack)
+            else:
+                parameter.data.copy_(weights[name])
+
+
+@action
+def run_other_weights(loop: Loop, seed: int) -> None:
+    """The weights of another model, loaded by position, run at the first homes."""
+    other = copy.deepcopy(loop.reference)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
+    for block in other.moe_blocks():
+        block.recorded_ids = None
+    loop.model.run_block = other.run_block = "plain"
+    loop.model.skipped = other.skipped = frozenset()
+    mine = [parameter.detach().clone() for parameter in loop.model.parameters()]
+    loop.pending.clear()
+    load_by_position(loop.model, other, loop.session.home_experts.tolist())
+    tokens = loop.tokens[loop.rows(0, loop.session.rank)] if len(loop.tokens) else loop.tokens
+    with loop.session.first_homes(), torch.no_grad():
+        assert relative_error(loop.model(tokens), other(tokens)) < TOLERANCE
+    for parameter, value in zip(loop.model.parameters(), mine, strict=True):
+        parameter.data.copy_(value)
+
+
+@action
+def wrap_in_ddp(loop: Loop) -> None:
+    """Data parallelism over all parameters is refused in the first backward; the loop goes on without it."""
+    mine = [parameter.detach().clone() for parameter in loop.model.parameters()]
+    zero_gradients(loop, True)
+    loop.pending.clear()
+    loop.model.run_block, loop.model.skipped = "plain", frozenset()
+    whole = DistributedDataParallel(loop.model)
+    for parameter, value in zip(loop.model.parameters(), mine, strict=True):
+        parameter.data.copy_(value)
+    loss = whole(loop.tokens).sum()
+    if any(parameter.requires_grad for layer in loop.session.layers for parameter in layer.parameters):
+        with pytest.raises(RuntimeError, match="_ddp_params_and_buffers_to_ignore"):
+            loss.backward()
+    del whole, loss
+    gc.collect()
+    zero_gradients(loop, True)

@@ -96,8 +96,9 @@ def try_all(mutations: Sequence[Mutation], selection: Selection) -> list[Result]
             elif not earlier:
                 waiting.append((trial.mutation, outcome))
             else:
-                # The same failure at set-up, or the same crash, twice is no accident.
-                is_kill = outcome == earlier and outcome.startswith(("failed at set-up", "ended with status"))
+                # The same failure at set-up or before it, or the same crash, twice is no accident.
+                failures = "failed at set-up", "tests not found", "ended with status"
+                is_kill = outcome == earlier and outcome.startswith(failures)
                 end(trial.mutation, "killed" if is_kill else "undecided", outcome, count, seconds)
         time.sleep(POLL_S)
     return results

@@ -114,6 +114,14 @@ class AnyLoop(RuleBasedStateMachine):
     def change_optimizer(self, seed: int, replaces: bool) -> None:
         self.do(user_actions.change_optimizer, seed, replaces)
 
+    @rule(seed=seeds)
+    def run_other_weights(self, seed: int) -> None:
+        self.do(user_actions.run_other_weights, seed)
+
+    @rule()
+    def wrap_in_ddp(self) -> None:
+        self.do(user_actions.wrap_in_ddp)
+
     @rule(change=st.sampled_from([user_actions.repoint, user_actions.offload, user_actions.onload]))
     def change_memory(self, change: Any) -> None:
         self.do(change)

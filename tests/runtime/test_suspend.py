@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -21,6 +20,7 @@ from helpers.equality import relative_error
 from helpers.loop_state import Loop
 from helpers.moe_model import TinyMoE
 from helpers.rank_tests import runs_on_ranks
+from helpers.user_actions import load_by_position
 from trimtab.planner import Placement
 from trimtab.runtime import Session, gated_experts
 
@@ -132,22 +132,6 @@ def test_groups_of_other_sessions_stay() -> None:
     for session in (pair, other):
         session.add_layer([torch.nn.Parameter(torch.ones(4, 2, 2))], lambda weights, rows, groups: rows)
         session.plan_micro_steps([torch.zeros(3, 1, 1, dtype=torch.int64)])
-
-
-def load_by_position(model: TinyMoE, whole: TinyMoE, home: list[int]) -> None:
-    """As frameworks load a reference model: rows are those of the experts that the rank held at first."""
-    experts = re.compile(r"(blocks\.\d+\.(?:gate_up|down))(?:\.(\d+))?$")
-    weights = dict(whole.named_parameters())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if match := experts.match(name):
-                rows = [home[int(match[2])]] if match[2] else home
-                whole_stack = weights.get(match[1])
-                of_rows = [weights[f"{match[1]}.{row}"] if whole_stack is None else whole_stack[row] for row in rows]
-                stack = torch.stack(of_rows)
-                parameter.data.copy_(stack[0] if match[2] else stack)
-            else:
-                parameter.data.copy_(weights[name])
 
 
 def at_other_homes(seed: int) -> tuple[Loop, TinyMoE, list[torch.Tensor]]:

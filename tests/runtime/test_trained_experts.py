@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from helpers.planned_steps import SHAPE, Step, make
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.runtime import Session, gated_experts
+from trimtab.runtime.transfer.ring import ReplicaRing
 
 
 @SHAPES
@@ -302,6 +304,20 @@ def test_optimizers_may_step_in_turn_and_other_models_are_no_concern() -> None:
     model.zero_grad()
     step.apply(session)
     step.run(session, model)
+
+
+@runs_on_ranks()
+def test_lost_transfers_are_no_concern_of_other_models() -> None:
+    session, model, _ = make()
+    step = Step(0, moves=False)
+    step.apply(session)
+    step.run(session, model)
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    with mock.patch.object(ReplicaRing, "complete", side_effect=RuntimeError("connection reset")):
+        adamw(other).step()
+        with pytest.raises(RuntimeError, match="connection reset"):
+            adamw(model).step()
 
 
 class Lamb(torch.optim.Optimizer):
