@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +21,7 @@ from helpers.framework_batches import EXPERTS, MODEL, miles, random_sequences, v
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.observe import JsonLines, Observer
-from trimtab.observe.observation import Call, Observation
+from trimtab.observe.observation import LEAST_FREE_BYTES, Call, Observation
 from trimtab.observe.observer import MOST_CALLS, OWN_MB
 from trimtab.trace import read_trace
 
@@ -42,12 +44,12 @@ def stopped(observer: Observer) -> Iterator[None]:
             yield
         finally:
             gate.set()
-            assert observer.flush(60)
+            assert observer.flush(300)
 
 
 def figures_of(observer: Observer, batch: Any, step: int = 0) -> dict[str, float]:
     observer.record(batch, step)
-    assert observer.flush(60)
+    assert observer.flush(300)
     return observer.metrics()
 
 
@@ -65,7 +67,7 @@ def test_every_step_has_its_figures() -> None:
             batch = sequences(seed, count)
             payload_bytes[step] += sum(ids.nbytes for ids in batch)
             observer.record(miles(batch), step, last=is_last)
-        assert observer.flush(60)
+        assert observer.flush(300)
     assert [step for step, _ in found] == [0, 1, 2, 3]
     for step, figures in found:
         assert figures["rollout/moe/payload_mb"] == pytest.approx(payload_bytes[step] / 1e6)
@@ -78,7 +80,7 @@ def test_metrics_are_those_of_the_last_step_and_are_given_once() -> None:
         assert observer.metrics() == {}
         for step in (5, 6):
             observer.record(miles(sequences(step)), step)
-        assert observer.flush(60)
+        assert observer.flush(300)
         assert observer.metrics()["rollout/moe/step"] == 6
         assert observer.metrics() == {}
 
@@ -109,7 +111,7 @@ def test_text_for_which_there_is_no_room_is_dropped(caplog: pytest.LogCaptureFix
     ]
     with Observer("vllm", ranks=4, model=MODEL, memory_mb=OWN_MB + 1) as observer:
         assert figures_of(observer, responses)["moe/dropped_samples"] == len(responses)
-    assert "more text and lists than may be held" in caplog.text
+    assert "more text, lists and arrays of mapped files than may be held" in caplog.text
 
 
 def test_calls_that_come_too_fast_are_counted() -> None:
@@ -130,6 +132,80 @@ def test_bad_samples_are_dropped_alone(caplog: pytest.LogCaptureFixture) -> None
         assert figures_of(observer, miles(mine))["rollout/moe/dropped_samples"] == 2
     assert "they should be 0 to 15" in caplog.text
     assert "have one twice" in caplog.text
+
+
+@pytest.mark.parametrize("room_mb", [1, 24])
+def test_arrays_of_a_file_that_is_cut_are_copied_or_dropped(
+    room_mb: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reading them would end the process."""
+    mine = [np.tile(ids, (-(-20_000 // len(ids)), 1, 1)) for ids in sequences(5, 4)]
+    mapped = []
+    for place, ids in enumerate(mine):
+        np.save(tmp_path / f"{place}.npy", ids)
+        mapped.append(np.asarray(np.load(tmp_path / f"{place}.npy", mmap_mode="r"))[1:])
+    with observed(memory_mb=OWN_MB + room_mb) as observer:
+        with stopped(observer):
+            observer.record(miles(mapped), 0)
+            for place in range(len(mine)):
+                os.truncate(tmp_path / f"{place}.npy", 0)
+        dropped = observer.metrics()["rollout/moe/dropped_samples"]
+    assert (dropped > 0) == (room_mb == 1) == ("arrays of mapped files than may be held" in caplog.text)
+
+
+def test_ten_thousand_bad_steps_are_ten_lines_at_most(caplog: pytest.LogCaptureFixture) -> None:
+    good = sequences(6, 1)
+    with observed() as observer:
+        for step in range(10_000):
+            bad = good[0].copy()
+            bad[0, 0] = EXPERTS + step
+            observer.record({0: "no batch", 1: miles([bad])}[step % 2], step)
+            if step % 50 == 49:
+                assert observer.flush(300)
+        assert figures_of(observer, miles(good), 10_000)["rollout/moe/dropped_samples"] == 0
+    assert 2 <= len(caplog.records) <= 10
+    assert "more problems like this are not logged" in caplog.text
+
+
+def test_a_step_that_is_no_step_loses_nothing_but_itself(caplog: pytest.LogCaptureFixture) -> None:
+    steps: list[int] = []
+    step: Any
+    with observed(sinks=[lambda figures, step: steps.append(step)]) as observer:
+        for step in (1, 1 << 70, -1, 2.5, None, np.int64(2)):
+            observer.record(miles(sequences()), step)
+        assert observer.flush(300)
+    assert steps == [1, 2]
+    assert "is left out (it should be from 0 to 2147483647)" in caplog.text
+
+
+def test_writing_ends_at_its_limit_and_before_the_disk_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with observed(folder=tmp_path / "limit", disk_mb=1) as observer:
+        for step in range(20):
+            figures = figures_of(observer, miles([np.tile(ids, (2000, 1, 1)) for ids in sequences(step, 4)]), step)
+            assert figures["rollout/moe/observed_share"] == 1
+    size = sum(file.stat().st_size for file in (tmp_path / "limit").iterdir())
+    assert size < 8e6
+    nearly_full = SimpleNamespace(free=LEAST_FREE_BYTES)
+    with mock.patch("shutil.disk_usage", return_value=nearly_full), observed(folder=tmp_path / "full") as observer:
+        figures_of(observer, miles(sequences()))
+    assert "less than 1 GB of the disk would be free" in caplog.text
+    assert not list((tmp_path / "full").iterdir())
+
+
+def test_a_sink_that_ends_its_thread_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    steps: list[int] = []
+
+    def leave(figures: Mapping[str, float], step: int) -> None:
+        sys.exit(3)
+
+    with observed(sinks=[leave, lambda figures, step: steps.append(step)]) as observer:
+        for step in range(3):
+            observer.record(miles(sequences(step)), step)
+        assert observer.flush(300)
+    assert steps == [0, 1, 2]
+    assert caplog.text.count("gets no more figures") == 1
 
 
 def test_a_sink_that_fails_ends_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

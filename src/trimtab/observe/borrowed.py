@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import weakref
 from collections.abc import Callable
@@ -43,6 +44,8 @@ class Room:
 class Borrowed:
     """A reference to an object: it is kept alive while there is room, and else only as long as its owner keeps it.
 
+    Of an array in a file's memory a copy is kept, or nothing: reading it after the file was cut would end the process.
+
     Args:
         value: an array, a tensor, a text, or lists and dictionaries of these.
 
@@ -52,17 +55,23 @@ class Borrowed:
 
     def __init__(self, value: Any, room: Room) -> None:
         self._room = room
-        self._kept = size_of(value)
-        self._get: Callable[[], Any] = lambda: value
+        is_mapped = _is_mapped(value)
+        self._kept = value.nbytes if is_mapped else size_of(value)
         self.can_be_weak = True
-        if not room.take(self._kept):
-            self._kept = 0
-            try:
-                self._get = weakref.ref(value)
-            except TypeError:
-                # Text, lists and dictionaries.
-                self._get = lambda: None
-                self.can_be_weak = False
+        self._get: Callable[[], Any] = lambda: None
+        if room.take(self._kept):
+            held = _copy(value) if is_mapped else value
+            self._get = lambda: held
+            return
+        self._kept = 0
+        if is_mapped:
+            self.can_be_weak = False
+            return
+        try:
+            self._get = weakref.ref(value)
+        except TypeError:
+            # Text, lists and dictionaries.
+            self.can_be_weak = False
 
     def get(self) -> Any:
         """The object; None if its owner has freed it."""
@@ -89,6 +98,19 @@ def size_of(value: Any) -> int:
         # The first item stands for all, so that long lists are not read.
         return 64 + len(value) * (8 + (size_of(value[0]) if value else 0))
     return 32
+
+
+def _is_mapped(value: Any) -> bool:
+    """Whether an array or tensor is in the memory of a file. Tensors of `torch.load(mmap=True)` do not show it."""
+    if hasattr(value, "untyped_storage") and not getattr(value, "is_nested", False):
+        return getattr(value.untyped_storage(), "filename", None) is not None
+    while isinstance(value, np.ndarray):
+        value = value.base
+    return isinstance(value, mmap.mmap)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if hasattr(value, "untyped_storage") else np.array(value)
 
 
 def fingerprint(ids: Array) -> bytes:

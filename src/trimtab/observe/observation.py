@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from trimtab.trace.formats.records import Record
 from trimtab.trace.message_text import reason
 
 LATE = "handed over faster than the thread reads"
+# Of a disk, what writing leaves free.
+LEAST_FREE_BYTES = 1 << 30
 
 
 class Call(NamedTuple):
@@ -63,7 +66,8 @@ class Observation:
         token_budget: tokens of a rank in a micro-step.
         writer: of the trace; None to write none.
         sample: the part of the sequences that is written.
-        complain: called with what went wrong, and a key: of problems with the same key, the first is told.
+        disk_bytes: most that is written.
+        complain: called with the kind of a problem, the problem, and a key: of those with equal keys the first is told.
     """
 
     def __init__(
@@ -75,11 +79,13 @@ class Observation:
         token_budget: int,
         writer: TraceWriter | None,
         sample: float,
-        complain: Callable[[str, str], None],
+        disk_bytes: int,
+        complain: Callable[[str, str, str], None],
     ) -> None:
         self._reader = SampleReader(options)
         self._cluster, self._model, self._token_budget = cluster, model, token_budget
         self._writer, self._sample, self._complain = writer, sample, complain
+        self._disk_bytes = disk_bytes
         self._figures: StepFigures | None = None
         self._step: _Step | None = None
         self._rng = np.random.default_rng(0)
@@ -135,8 +141,12 @@ class Observation:
             return
         try:
             write(self._writer)
+            if self._writer.written_bytes >= self._disk_bytes:
+                raise InputError(f"{self._writer.written_bytes / 1e6:,.0f} MB are written, all that disk_mb allows")
+            if shutil.disk_usage(self._writer.folder).free < LEAST_FREE_BYTES + self._writer.waiting_bytes:
+                raise InputError("less than 1 GB of the disk would be free")
         except (InputError, OSError) as error:
-            self._complain(f"no more routing is written to {self._writer.folder} ({reason(error)})", "writing")
+            self._complain("writing", f"no more routing is written to {self._writer.folder} ({reason(error)})", "")
             self._writer = None
 
     def _model_of(self, trace: RoutingTrace) -> ModelSpec | None:
@@ -145,7 +155,7 @@ class Observation:
                 return model_like(trace.num_experts, trace.top_k, trace.num_layers)
             check_model("the routing", trace, self._model)
         except InputError as error:
-            self._complain(f"no times are predicted ({reason(error)})", "model")
+            self._complain("model", f"no times are predicted ({reason(error)})", "model")
             return None
         return self._model
 
@@ -154,9 +164,8 @@ class Observation:
         self._step = None
         read, found = step.read, {}
         for why, count in read.failed.items():
-            self._complain(
-                f"some samples are dropped, {count:,} of {read.handed_over:,} in step {step.number}: {why}", why
-            )
+            problem = f"some samples are dropped, {count:,} of {read.handed_over:,} in step {step.number}: {why}"
+            self._complain("samples", problem, why)
         counted = None if step.counts is None else step.counts.finish()
         if counted is not None and step.counts is not None and self._figures is not None:
             found = self._figures.of(counted)

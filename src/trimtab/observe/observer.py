@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import logging
+import operator
 import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,10 +25,12 @@ from trimtab.observe.observation import Call, Observation
 from trimtab.observe.sinks import Sink
 from trimtab.rank_variables import rank_variable
 from trimtab.trace import ImportOptions, TraceWriter
-from trimtab.trace.message_text import reason
+from trimtab.trace.message_text import clip, reason
 
 # Memory of an observer, and the part of it for counts, the sequence that is read, and the file that is written.
 MEMORY_MB, OWN_MB = 64, 40
+# Most that is written of a process.
+DISK_MB = 10_000
 # Ids of a trace file.
 FILE_BYTES = 4 << 20
 # Calls that may wait for the thread.
@@ -35,6 +39,8 @@ MOST_CALLS = 64
 PATIENCE_S = 30.0
 # Of the thread: below that of the training's threads.
 NICENESS = 10
+# Problems that are logged of a kind, and of all kinds.
+MOST_OF_A_KIND, MOST_PROBLEMS = 3, 10
 
 log = logging.getLogger("trimtab")
 
@@ -45,7 +51,7 @@ class Observer:
     `record` takes a batch as the framework holds it and returns at once: at most 1 us for 1,000 (token, layer) pairs.
     The thread reads the framework's own arrays while they exist; of those that the framework frees at once, up to
     `memory_mb` are kept. What can't be read in time is dropped, and counted in the figures. Nothing that goes wrong
-    here raises in the run: it is logged once.
+    here raises in the run: the first problems of a kind are logged.
 
     Arrays must not be written to until they are read. Where that happens, the samples concerned are dropped.
 
@@ -64,6 +70,7 @@ class Observer:
         rank: of this process, for names of files; by default RANK of the environment, or 0.
         sinks: called with the figures of every step, on the thread.
         memory_mb: most memory that the observer holds.
+        disk_mb: most that is written to the folder. Writing also ends before less than 1 GB of the disk is free.
 
     Raises:
         InputError: one line, if an argument is out of range, or the model has other experts.
@@ -84,10 +91,12 @@ class Observer:
         rank: int | None = None,
         sinks: Sequence[Sink] = (),
         memory_mb: int = MEMORY_MB,
+        disk_mb: int = DISK_MB,
     ) -> None:
         check_choice("framework", framework, FRAMEWORKS)
         check_whole(1, ranks=ranks, token_budget=token_budget)
         check_whole(OWN_MB + 1, memory_mb=memory_mb)
+        check_whole(1, disk_mb=disk_mb)
         check_optional(1, num_experts=num_experts, ranks_per_node=ranks_per_node)
         if not 0 <= sample <= 1:
             raise InputError(f"sample: {sample!r} should be from 0 to 1")
@@ -103,7 +112,9 @@ class Observer:
         self._options = _options(spec, experts)
         self._room = Room((memory_mb - OWN_MB) << 20)
         self._sinks = list(sinks)
-        self._complaints: set[str] = set()
+        self._complaints: Counter[str] = Counter()
+        self._complained: set[str] = set()
+        self._num_experts = experts
         self._lock = threading.Lock()
         self._ready: dict[str, float] = {}
         name = f"rank-{rank_variable('RANK', 0) if rank is None else rank}"
@@ -114,9 +125,9 @@ class Observer:
             token_budget=token_budget,
             writer=None if folder is None else TraceWriter(folder, name=name, file_bytes=FILE_BYTES),
             sample=sample,
+            disk_bytes=disk_mb * 1_000_000,
             complain=self._complain,
         )
-        self._observation.warm_up(experts)
         # An event is set when all before it is read; None ends the thread.
         self._calls: queue.SimpleQueue[Call | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="trimtab-observe", daemon=True)
@@ -132,7 +143,14 @@ class Observer:
             last: False if the step's routing comes in several calls and this is not the last one.
         """
         if not self._thread.is_alive():
-            self._complain("the observer was closed; nothing more is read")
+            self._complain("closed", "the observer was closed; nothing more is read")
+            return
+        try:
+            step = operator.index(step)
+            if not 0 <= step < 1 << 31:
+                raise InputError(f"it should be from 0 to {(1 << 31) - 1}")
+        except Exception as error:
+            self._complain("step", f"step {clip(repr(step))} is left out ({reason(error)})", "step")
             return
         start = time.perf_counter()
         samples, late, payload_bytes = [], 0, 0
@@ -142,10 +160,10 @@ class Observer:
             if self._calls.qsize() >= MOST_CALLS:
                 samples, late = [], len(samples)
             # If only some can be read, they should be any.
-            order = np.random.default_rng(abs(step)).permutation(len(samples))
+            order = np.random.default_rng(step).permutation(len(samples))
             samples = [samples[place] for place in order.tolist()]
         except Exception as error:
-            self._complain(f"the batch can't be read ({reason(error)})")
+            self._complain("batch", f"a batch can't be read ({reason(error)})")
         self._calls.put(Call(step, samples, late, last, time.perf_counter() - start, payload_bytes))
 
     def metrics(self) -> dict[str, float]:
@@ -173,7 +191,7 @@ class Observer:
         self._calls.put(None)
         self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
-            self._complain(f"the thread had not read everything after {PATIENCE_S:.0f} s")
+            self._complain("closed", f"the thread had not read everything after {PATIENCE_S:.0f} s")
 
     def __enter__(self) -> Observer:
         return self
@@ -182,10 +200,14 @@ class Observer:
         self.close()
 
     def _run(self) -> None:
-        """The thread's work."""
-        if hasattr(os, "setpriority"):
-            # On Linux that is of the thread alone.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        """The thread's work. Of any kind of error: none may end it, also not `sys.exit` in a sink."""
+        try:
+            if hasattr(os, "setpriority"):
+                # On Linux that is of the thread alone.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            self._observation.warm_up(self._num_experts)
+        except BaseException as error:
+            self._complain("start", f"the thread's start failed ({reason(error)})")
         while (call := self._calls.get()) is not None:
             try:
                 if isinstance(call, threading.Event):
@@ -195,8 +217,8 @@ class Observer:
                 start = time.thread_time()
                 for step, figures in self._observation.take(call):
                     self._publish(step, figures | {"observe_thread_s": time.thread_time() - start})
-            except Exception as error:
-                self._complain(f"a step has no figures ({reason(error)})")
+            except BaseException as error:
+                self._complain("figures", f"a step has no figures ({reason(error)})")
         self._observation.flush()
 
     def _publish(self, step: int, figures: dict[str, float]) -> None:
@@ -206,15 +228,24 @@ class Observer:
         for sink in list(self._sinks):
             try:
                 sink(named, step)
-            except Exception as error:
+            except BaseException as error:
                 self._sinks.remove(sink)
-                self._complain(f"{type(sink).__name__} gets no more figures ({reason(error)})")
+                self._complain("sink", f"{type(sink).__name__} gets no more figures ({reason(error)})")
 
-    def _complain(self, problem: str, key: str = "") -> None:
-        """Log the first problem of a kind, or this one if it is new."""
-        if (key or problem) not in self._complaints:
-            self._complaints.add(key or problem)
-            log.warning("observe: %s", problem)
+    def _complain(self, kind: str, problem: str, key: str = "") -> None:
+        """Log a problem if it is one of the first of its kind, and new.
+
+        Args:
+            key: equal for problems of which the first is enough; by default the problem itself.
+        """
+        with self._lock:
+            is_known = (key or problem) in self._complained
+            if is_known or self._complaints[kind] >= MOST_OF_A_KIND or self._complaints.total() >= MOST_PROBLEMS:
+                return
+            self._complained.add(key or problem)
+            self._complaints[kind] += 1
+            is_last = self._complaints[kind] == MOST_OF_A_KIND or self._complaints.total() == MOST_PROBLEMS
+        log.warning("observe: %s%s", problem, "; more problems like this are not logged" if is_last else "")
 
 
 def _options(model: ModelSpec | None, num_experts: int) -> ImportOptions:

@@ -20,7 +20,7 @@ from trimtab.trace.message_text import reason
 # Why a sample was not read; other reasons are messages of its reader.
 FREED = "freed by the framework before the thread read them"
 CHANGED = "written to before the thread had read them"
-NO_ROOM = "more text and lists than may be held"
+NO_ROOM = "more text, lists and arrays of mapped files than may be held"
 # A sequence's ids in a trace; longer sequences are not read.
 MOST_BYTES = 32 << 20
 TOO_LONG = f"longer than {MOST_BYTES >> 20} MB of ids"

@@ -33,7 +33,7 @@ def kind_of(value: Any) -> str:
     return _KINDS.get(type(value), f"a {type(value).__name__}")
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """The message of an exception, shortened to one line."""
     text = next(iter(str(error).splitlines()), "") or type(error).__name__
     return text if len(text) <= 120 else text[:117] + "..."

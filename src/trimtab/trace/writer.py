@@ -25,6 +25,9 @@ class TraceWriter:
         name: what file names begin with, such as "rank-3".
         file_bytes: ids of a file. Memory is about four times that.
 
+    Attributes:
+        written_bytes: of all files of this writer.
+
     Raises:
         InputError: by `append`, if the model is not that of the sequences before.
     """
@@ -44,19 +47,27 @@ class TraceWriter:
         self._next = max(before, default=-1) + 1
         self._model = TraceReader(before[self._next - 1]).empty if before else None
         self._waiting: list[RoutingTrace] = []
+        self.written_bytes = 0
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of ids that are buffered."""
+        return sum(part.expert_ids.nbytes for part in self._waiting)
 
     def append(self, sequences: RoutingTrace) -> None:
         """Add sequences; a file is written when there is enough data for one."""
         self._model = self._model or sequences.part(0, 0)
         self._model.check_same_model(sequences)
         self._waiting.append(sequences)
-        if sum(part.expert_ids.nbytes for part in self._waiting) >= self._file_bytes:
+        if self.waiting_bytes >= self._file_bytes:
             self.flush()
 
     def flush(self) -> None:
         """Write all buffered sequences."""
         if any(part.num_sequences for part in self._waiting):
-            write_trace(RoutingTrace.concatenate(self._waiting), self.folder / f"{self._name}-{self._next:06d}.parquet")
+            path = self.folder / f"{self._name}-{self._next:06d}.parquet"
+            write_trace(RoutingTrace.concatenate(self._waiting), path)
+            self.written_bytes += path.stat().st_size
             self._next += 1
         self._waiting.clear()
 
