@@ -63,17 +63,18 @@ def _fill(counts_MLRE, home_LE, replicas, limits, costs, work):  # type: ignore[
     per_node, hops = limits
     # Transfers of an instance over the links of every rank: inside its node or between nodes, out or in.
     sent_22R, moving = np.empty((2, 2, num_ranks)), np.empty((2, num_ranks), np.int64)
-    starts, order_E = np.empty(num_ranks + 1, np.int64), np.empty(num_experts, np.int64)
-    at_home, kept_E = np.empty(num_experts, np.int64), np.empty(num_experts, np.int64)
+    # Rows of a source that stay at home, and a place without rows.
+    at_home, kept_E = np.empty(num_experts, np.int64), np.zeros(num_experts + 1)
     # The last quota of every source, and the one before each quota.
     last_R, before_Q = np.empty(num_ranks, np.int64), np.empty(len(replicas.tokens), np.int64)
     replica_Q = np.empty(len(replicas.tokens), np.int64)
-    # Of a source: its rows for each rank, and the part of its tokens that has none there.
-    rows_R, without_R = np.empty(num_ranks, np.int64), np.empty(num_ranks)
+    # Of a source: its rows for each rank, the part of its tokens that has none there, and copies that it may use.
+    rows_R, without_R, copies_R = np.empty(num_ranks), np.empty(num_ranks), np.empty(num_ranks, np.int64)
+    kept_R, to_R = np.empty(num_ranks), np.empty(num_ranks)
     for m in range(num_micro_steps):
         for layer in range(num_layers):
             home_E = home_LE[layer]
-            _sort_by_home(home_E, starts, order_E)
+            experts_HR = _experts_of_ranks(home_E, num_ranks)
             sent_22R[:] = 0.0
             moving[:] = 0
             at_home[:] = 0
@@ -96,30 +97,34 @@ def _fill(counts_MLRE, home_LE, replicas, limits, costs, work):  # type: ignore[
                     moving[0, home_E[expert]] += share
                     moving[1, rank] += share
             for source in range(num_ranks):
-                rows = np.int64(0)
+                counts_E, rows = counts_MLRE[m, layer, source], np.int64(0)
                 for e in range(num_experts):
-                    kept_E[e] = counts_MLRE[m, layer, source, e]
-                    at_home[e] += kept_E[e]
-                    rows += kept_E[e]
+                    at_home[e] += counts_E[e]
+                for e in range(num_experts):
+                    kept_E[e] = counts_E[e]
+                    rows += counts_E[e]
                 tokens = max(1.0, rows / costs.top_k)
                 part = 1.0 / tokens
-                rows_R[:] = 0
-                without_R[:] = 1.0
+                for rank in range(num_ranks):
+                    rows_R[rank], without_R[rank], copies_R[rank] = 0.0, 1.0, len(experts_HR)
                 q = last_R[source] if hops == 1 else -1
                 while q >= 0:
                     expert, rank = replicas.experts[replica_Q[q]], replicas.ranks[replica_Q[q]]
                     kept_E[expert] -= replicas.tokens[q]
                     rows_R[rank] += replicas.tokens[q]
-                    without_R[rank] *= _rest(replicas.tokens[q] * part)
+                    without_R[rank] *= max(0.0, 1.0 - replicas.tokens[q] * part)
+                    copies_R[rank] += 1
                     q = before_Q[q]
-                for rank in range(num_ranks):
-                    rows, without = rows_R[rank], without_R[rank]
-                    for place in range(starts[rank], starts[rank + 1]):
-                        kept = kept_E[order_E[place]]
-                        rows += kept
-                        without *= _rest(kept * part)
-                    rows_R[rank], without_R[rank] = rows, without
-                _send(source, tokens, rows_R, without_R, np.int64(per_node), costs, sent_22R)
+                # Short loops, which the compiler turns into vector instructions.
+                for expert_R in experts_HR:
+                    for rank in range(num_ranks):
+                        kept_R[rank] = kept_E[expert_R[rank]]
+                    for rank in range(num_ranks):
+                        rows_R[rank] += kept_R[rank]
+                    for rank in range(num_ranks):
+                        rest = 1.0 - kept_R[rank] * part
+                        without_R[rank] *= rest if rest > 0.0 else 0.0
+                _send(source, tokens, (rows_R, without_R, copies_R, to_R), np.int64(per_node), costs, sent_22R)
             for e in range(num_experts):
                 work.loads_MLR[m, layer, home_E[e]] += at_home[e]
                 work.experts_MLR[m, layer, home_E[e]] += _copy_seconds(at_home[e], costs)
@@ -130,75 +135,76 @@ def _fill(counts_MLRE, home_LE, replicas, limits, costs, work):  # type: ignore[
 
 
 @kernel
-def _sort_by_home(home_E, starts, order_E):  # type: ignore[no-untyped-def]
-    """Sets `order_E` to the experts by home, those of rank r from `starts[r]` to `starts[r + 1]`."""
-    starts[:] = 0
+def _experts_of_ranks(home_E, num_ranks):  # type: ignore[no-untyped-def]
+    """`[H, R]` uint32, the experts of every rank, and E where a rank has fewer than others."""
+    count_R = np.zeros(num_ranks, np.int64)
     for e in range(len(home_E)):
-        starts[home_E[e]] += 1
-    end = 0
-    for r in range(len(starts)):
-        end += starts[r]
-        starts[r] = end
-    for e in range(len(home_E) - 1, -1, -1):
-        starts[home_E[e]] -= 1
-        order_E[starts[home_E[e]]] = e
+        count_R[home_E[e]] += 1
+    experts_HR = np.full((count_R.max(), num_ranks), len(home_E), np.uint32)
+    count_R[:] = 0
+    for e in range(len(home_E)):
+        experts_HR[count_R[home_E[e]], home_E[e]] = e
+        count_R[home_E[e]] += 1
+    return experts_HR
 
 
 @kernel
-def _send(source, tokens, rows_R, without_R, per_node, costs, sent_22R):  # type: ignore[no-untyped-def]
+def _send(source, tokens, sent, per_node, costs, sent_22R):  # type: ignore[no-untyped-def]
     """Adds a source's transfers to those of all links.
 
     With forwarding, rows for another node go to the rank there with the source's local number, and from it to others; a
     token once to a node and once to a rank.
     """
     near_out, near_in, far_out, far_in = sent_22R[0, 0], sent_22R[0, 1], sent_22R[1, 0], sent_22R[1, 1]
-    local = source % per_node
+    rows_R, without_R, copies_R, to_R = sent
+    for to in range(len(rows_R)):
+        to_R[to] = _transfers(rows_R[to], without_R[to], copies_R[to], tokens, costs.top_k)
     for first in range(0, len(rows_R), per_node):
-        relay, rows, without = first + local, np.int64(0), 1.0
+        relay, rows, without, copies = first + source % per_node, 0.0, 1.0, np.int64(0)
         for to in range(first, first + per_node):
             rows += rows_R[to]
             without *= without_R[to]
+            copies += copies_R[to]
         if relay != source:
-            to_node = _transfers(rows, without, tokens, costs.top_k)
+            to_node = _transfers(rows, without, copies, tokens, costs.top_k)
             far_out[source] += to_node
             if not costs.forwards:
                 for to in range(first, first + per_node):
                     far_in[to] += rows_R[to]
+                    to_R[to] = 0.0
                 continue
             far_in[relay] += to_node
+        to_R[relay] = 0.0
         for to in range(first, first + per_node):
-            if to != relay:
-                to_rank = _transfers(rows_R[to], without_R[to], tokens, costs.top_k)
-                near_out[relay] += to_rank
-                near_in[to] += to_rank
+            near_out[relay] += to_R[to]
+    for to in range(len(rows_R)):
+        near_in[to] += to_R[to]
 
 
 @kernel
-def _transfers(rows, without, tokens, top_k):  # type: ignore[no-untyped-def]
+def _transfers(rows, without, copies, tokens, top_k):  # type: ignore[no-untyped-def]
     """Transfers of rows to a place, if those of a token share one.
 
     How many of T tokens use experts of a place follows from counts of rows if a token's experts do not depend on each
     other: T (1 - product of 1 - p), with p the part of the tokens that use an expert there. As the k experts of a token
-    differ, it is rather more: with many experts there rather T (1 - (1 - x)^k), with x the part of the rows.
+    differ, it is rather more: with more than k experts there rather T (1 - (1 - x)^k), with x the part of the rows.
 
     Args:
         without: the product.
+        copies: of experts there.
     """
     if top_k == 1:
-        return float(rows)
-    rest = max(0.0, 1.0 - rows / (tokens * top_k))
-    power = 1.0
-    while top_k:
-        if top_k & 1:
-            power *= rest
-        rest *= rest
-        top_k >>= 1
-    return tokens * (1.0 - min(without, power))
-
-
-@kernel
-def _rest(part):  # type: ignore[no-untyped-def]
-    return 1.0 - part if part < 1.0 else 0.0
+        return rows
+    if copies > top_k:
+        rest = max(0.0, 1.0 - rows / (tokens * top_k))
+        power, exponent = 1.0, top_k
+        while exponent:
+            if exponent & 1:
+                power *= rest
+            rest *= rest
+            exponent >>= 1
+        without = min(without, power)
+    return tokens * (1.0 - without)
 
 
 @kernel
