@@ -240,10 +240,20 @@ def policy_results(simulated: SimulatedCase) -> tuple[PolicyResult, ...]:
             speedup_over_eplb=simulated.seconds("eplb") / outcome.simulated.step_time_s if has_eplb else None,
             fits=fits(simulated.case, outcome),
             is_ideal=outcome.policy.traits.ideal,
-            mark="no history" if _lacks_history(simulated, outcome) else "",
+            mark=_mark(simulated, outcome),
         )
         for outcome in simulated.rows.values()
     )
+
+
+def _mark(simulated: SimulatedCase, outcome: Outcome) -> str:
+    """What makes a balancer's figures not comparable with those of others; empty if nothing does."""
+    ours = simulated.outcomes.get("trimtab", outcome).memory.get("replica pool", 0)
+    marks = {
+        "no history": _lacks_history(simulated, outcome),
+        "more memory for replicas": outcome.memory.get("replica pool", 0) > ours,
+    }
+    return ", ".join(mark for mark, is_so in marks.items() if is_so)
 
 
 def _lacks_history(simulated: SimulatedCase, outcome: Outcome) -> bool:
