@@ -155,12 +155,12 @@ def _lost(sweep: Sequence[Mapping[str, Any]]) -> str:
         fastest = min(policies, key=lambda name: policies[name]["step_time_s"])
         if fastest != "trimtab":
             less = 1 - policies[fastest]["step_time_s"] / policies["trimtab"]["step_time_s"]
-            memory = f"; it needs {policies[fastest]['peak_bytes_per_rank'] / 1e9:.0f} GB a rank"
+            memory = f" (with {policies[fastest]['peak_bytes_per_rank'] / 1e9:.0f} GB a rank, which do not fit)"
             texts.append(
                 f"`{fastest}` takes {less:.1%} less time at {_place(case)}{'' if policies[fastest]['fits'] else memory}"
             )
-    others = ", ".join(texts) if texts else "no other balancer is faster"
-    return f"Of {len(sweep)} cases with 8 to 32 ranks, 1 or 2 slots, 8 or 32 micro-steps (tokens): {others}."
+    others = "; ".join(texts) if texts else "in none"
+    return f"Other balancers are faster in {len(texts)} of {len(sweep)} cases of 8 to 32 ranks (tokens): {others}."
 
 
 def _place(case: Mapping[str, Any]) -> str:
