@@ -187,7 +187,7 @@ def test_dir_and_help_list_the_functions() -> None:
         ("simulate", {"token_budget": 64}, "micro_steps: not allowed with argument token_budget"),
         ("simulate", {"micro_steps": None, "token_budget": 0}, "token_budget: 0 should be a whole number"),
         ("simulate", {"ranks": [4, 32]}, "--ranks 32 doesn't divide the 16 experts"),
-        ("simulate", {"ranks": []}, "expected at least one number each"),
+        ("simulate", {"ranks": []}, "expected at least one value each"),
         ("simulate", {"slots": 0.5}, "slots: 0.5 should be a whole number of at least 0"),
         ("simulate", {"mini_batches": 0}, "mini_batches: 0 should be a whole number of at least 1"),
         ("simulate", {"model": None}, "no model that comes with Trimtab has 16 experts, top-4"),

@@ -237,6 +237,21 @@ def test_sweep_runs_every_combination(simulate: Printed, places: Places) -> None
     assert without_times(places["folder"] / "alone.json")["policies"] == found["sweep"][3]["policies"]
 
 
+def test_dispatchers_are_cases_of_a_sweep(simulate: Printed, places: Places) -> None:
+    printed = " ".join(simulate("--dispatcher", "rows", "tokens", "--json", "{folder}/s.json").split())
+    first, second = figures(places)["sweep"]
+    assert (first["dispatch_forwards"], second["dispatch_forwards"]) == (False, True)
+    # The first line answers for both.
+    start = "4 ranks, 2 slots, 8 micro-steps"
+    assert printed.startswith(f"{start}, rows sent: Imbalance costs")
+    assert f"{start}, tokens sent: Imbalance costs" in printed
+    for name in ("static", "trimtab"):
+        rows, tokens = (case["policies"][name]["parts_s"]["dispatch"] for case in (first, second))
+        assert rows > tokens
+    simulate("--dispatcher", "tokens", "--json", "{folder}/t.json")
+    assert figures(places, "t.json")["cluster"]["dispatch_forwards"]
+
+
 def test_options_reach_the_simulation(simulate: Printed, places: Places) -> None:
     settings = ("--groups", "2", "--groups-meet", "layer", "--mini-batches", "2", "--equal-terms", "--step", "0",
                 "--sharding", "fsdp", "--checkpointing")  # fmt: skip

@@ -78,8 +78,9 @@ def test_parts_outside_moe_layers_scale_with_the_layers() -> None:
 def test_with_forwarding_rows_of_a_token_share_a_transfer() -> None:
     # Of two experts one is on the other's rank in a quarter of all cases, and on its node in half of them.
     costs = OperationCosts.of(replace(CLUSTER, dispatch_forwards=True), MODEL)
-    assert costs.near_row_s == pytest.approx(200 / 3e8 * (2 - 1 / 4) / 2)
-    assert costs.far_row_s == pytest.approx(200 / 9e7 * (2 - 1 / 2) / 2)
+    assert (costs.near_row_s, costs.far_row_s) == pytest.approx((200 / 3e8, 200 / 9e7))
+    assert costs.even_near_row_s == pytest.approx(200 / 3e8 * (2 - 1 / 4) / 2)
+    assert costs.even_far_row_s == pytest.approx(200 / 9e7 * (2 - 1 / 2) / 2)
 
 
 def test_rows_and_experts_are_as_wide_as_their_projection() -> None:

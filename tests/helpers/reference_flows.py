@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,6 +92,37 @@ def legs(source: int, to: int, per_node: int, forwards: bool) -> Iterator[tuple[
             yield "near", same_place, to
 
 
+def transfers_of(
+    sent: Mapping[tuple[int, int], Mapping[int, int]], per_node: int, costs: OperationCosts
+) -> dict[tuple[str, int, int], float]:
+    """Transfers over every link, by kind, from where and to where.
+
+    With forwarding a token is sent once to a node, and once to a rank.
+
+    Args:
+        sent: rows by source and destination, of every expert there.
+    """
+    transfers: dict[tuple[str, int, int], float] = defaultdict(float)
+    for source in {source for source, _ in sent}:
+        by_link: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+        for (start, to), rows in sent.items():
+            for leg in legs(source, to, per_node, costs.forwards) if start == source else ():
+                by_link[leg] += rows.values()
+        total = sum(sum(rows.values()) for (start, _), rows in sent.items() if start == source)
+        for leg, rows in by_link.items():
+            transfers[leg] += tokens_with_any(rows, total, costs.top_k)
+    return transfers
+
+
+def tokens_with_any(rows: Sequence[int], total: int, top_k: int) -> float:
+    """Tokens that use any of the experts with these rows, of tokens with `total` rows; the larger of two estimates."""
+    if not total or top_k == 1:
+        return sum(rows)
+    tokens = max(1, total / top_k)
+    independent = tokens * (1 - math.prod(max(0, 1 - count / tokens) for count in rows))
+    return max(independent, tokens * (1 - (1 - sum(rows) / (tokens * top_k)) ** top_k))
+
+
 def copy_seconds(rows: int, costs: OperationCosts) -> float:
     """Forward of one expert's copy."""
     if not rows:
@@ -130,21 +161,24 @@ def needs_of(
             near, far = per_node - 1, others * per_node
             if costs.forwards:
                 near += others * (per_node - 1)
-            need.near, need.far = sent / ranks * near * costs.near_row_s, sent / ranks * far * costs.far_row_s
+            need.near = sent / ranks * near * costs.near_row_s * costs.near_share
+            need.far = sent / ranks * far * costs.far_row_s * costs.far_share
             need.experts = sum(copy_seconds(int(rows), costs) for rows in counts_RE.sum(axis=0)) / ranks
         return needs
     shares: Counter[tuple[int, int]] = Counter()
-    out: Counter[tuple[str, int]] = Counter()
-    into: Counter[tuple[str, int]] = Counter()
+    out: dict[tuple[str, int], float] = defaultdict(float)
+    into: dict[tuple[str, int], float] = defaultdict(float)
+    sent: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for flow in flows_of(plan, counts_RE, m, layer):
         shares[flow.expert, flow.rank] += flow.rows
         first_to = home[flow.expert] if hops == 2 else flow.rank
-        ways = list(legs(flow.source, first_to, per_node, costs.forwards))
+        sent[flow.source, first_to][flow.expert] += flow.rows
         if first_to != flow.rank:
-            ways.append(("hop", first_to, flow.rank))
-        for kind, start, end in ways:
-            out[kind, start] += flow.rows
-            into[kind, end] += flow.rows
+            out["hop", first_to] += flow.rows
+            into["hop", flow.rank] += flow.rows
+    for (kind, start, end), transfers in transfers_of(sent, per_node, costs).items():
+        out[kind, start] += transfers
+        into[kind, end] += transfers
     for (expert, rank), rows in shares.items():
         needs[rank].load += rows
         if hops == 2 and rank != home[expert]:

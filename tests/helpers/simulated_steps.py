@@ -18,8 +18,8 @@ from trimtab.policies.planning_time import FREE, Exchange, PlanningTime, TimeAtS
 from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
 
 # Fields of `OperationCosts` that are no seconds.
-RATIOS = ("dense_backward", "expert_backward", "near_spare", "far_spare")
-OTHERS = ("tile_rows", "forwards", "reach", "chunked")
+RATIOS = ("dense_backward", "expert_backward", "near_spare", "far_spare", "near_share", "far_share")
+OTHERS = ("tile_rows", "forwards", "reach", "chunked", "top_k")
 SECONDS = tuple(name for name in OperationCosts._fields if name not in (*RATIOS, *OTHERS))
 # What takes no time with links that are infinitely fast.
 WEIGHTS = ("near_weights_s", "far_weights_s", "host_weights_s")
@@ -86,8 +86,11 @@ def random_costs(rng: np.random.Generator) -> OperationCosts:
     }
     if rng.random() < 0.3:
         costs |= {name: costs[name] * 10 for name in (*WEIGHTS, *GRADIENTS)}
+    forwards = bool(rng.integers(2))
     return OperationCosts(
-        **costs, tile_rows=int(rng.choice([1, 2, 5, 128])), forwards=bool(rng.integers(2)),
+        **costs, tile_rows=int(rng.choice([1, 2, 5, 128])), forwards=forwards,
+        top_k=int(rng.choice([1, 2, 3, 8])) if forwards else 1,
+        near_share=float(rng.choice([0.3, 1.0])), far_share=float(rng.choice([0.2, 1.0])),
         reach=int(rng.choice([0, 1, 7, 40])), chunked=bool(rng.integers(2)),
         dense_backward=float(rng.choice([0.5, 2.0, 3.1])), expert_backward=float(rng.choice([0.7, 2.0, 2.9])),
         near_spare=float(rng.choice([0.0, 0.1, 0.6, 1.0])), far_spare=float(rng.choice([0.0, 0.1, 0.6, 1.0])),

@@ -95,6 +95,17 @@ def test_deepep_gets_planned_experts_with_weight_0(state: State) -> None:
     assert torch.allclose(manager.token_probs, weights)
 
 
+@pytest.mark.parametrize("name", ["deepep", "grouped", "grouped fused overlap"])
+@runs_on_ranks()
+def test_plans_price_what_the_dispatcher_sends(state: State, name: str) -> None:
+    from trimtab.integrations.megatron import balance
+
+    model = Model(LAYOUT, CASES[name])
+    session = balance(model.chunks, dispatcher=CASES[name].dispatcher).session
+    assert session is not None
+    assert {homes.dispatch_forwards for homes in session.homes} == {name == "deepep"}
+
+
 @runs_on_ranks()
 def test_refuses_by_name(state: State) -> None:
     from megatron.core.transformer.moe.experts import GroupedMLP

@@ -39,6 +39,15 @@ def test_plans_with_impossible_places_are_refused(field: str, value: int) -> Non
         replace(plan, **{field: values}).check(step.workloads(schedule)[0])
 
 
+@pytest.mark.parametrize("field", ["micro_step", "rank", "mini_batch_of_micro_step"])
+def test_plans_with_schedules_of_unequal_length_are_refused(field: str) -> None:
+    step = steady_step(1)
+    planned = step.plan()
+    shorter = replace(planned.plan, **{field: getattr(planned.plan, field)[:-1]})
+    with pytest.raises(InputError, match=r"invalid plan: .*differ in (length|number)"):
+        shorter.check(step.workloads(planned.schedule)[0])
+
+
 def test_a_plan_with_too_many_copies_or_tokens_is_refused() -> None:
     """Two ranks with two experts each and one slot; source 1 has 7 tokens of every expert."""
     workload = Workload.known(np.full((1, 1, 2, 4), 7, np.int32))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -36,6 +38,17 @@ def test_prices_count_every_pass_of_a_step(recompute: bool, checkpointing: bool,
     sent = (forwards + 1) * 12_000 + 24_000
     assert prices.near_replica == pytest.approx(0.25 * sent / 4e8 / 8 * FEMTOSECONDS)
     assert prices.far_replica == pytest.approx(0.25 * sent / 1e8 / 8 * FEMTOSECONDS)
+
+
+def test_a_row_more_between_nodes_costs_a_transfer_if_the_token_has_no_other_there() -> None:
+    rows, tokens = (
+        prices_of(StepCosts.of(cluster, replace(MODEL, top_k=3)), cluster, 0.25)
+        for cluster in (CLUSTER, replace(CLUSTER, dispatch_forwards=True))
+    )
+    # Neither of the two others is there in a quarter of all cases.
+    assert tokens.far_row == pytest.approx(rows.far_row / 4)
+    # Every rank has one of the experts, so no rows of a token share a rank.
+    assert tokens.near_row == rows.near_row
 
 
 def test_dense_rows_take_as_long_as_the_dense_parts() -> None:

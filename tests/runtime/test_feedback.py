@@ -16,6 +16,7 @@ import torch.distributed as dist
 from helpers.moe_model import Shape
 from helpers.planned_steps import make
 from helpers.rank_pool import on_ranks
+from helpers.rank_tests import runs_on_ranks
 from trimtab.cluster import QWEN3_30B, ClusterSpec, StepCosts
 from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.strategy import ALL_BUT_NOTHING, ANY, NEAR, NOTHING, STEP, Strategy
@@ -137,6 +138,18 @@ def test_costs_of_moves_are_measured_and_not_scaled() -> None:
     for name, value in operations._asdict().items():
         is_scaled = name.endswith("_s") and name not in ("near_state_s", "far_state_s")
         assert getattr(scaled, name) == value * (2.0 if is_scaled else 1.0), name
+
+
+@runs_on_ranks()
+def test_plans_price_what_the_dispatcher_sends() -> None:
+    """Not what the given rates say."""
+    for forwards in (False, True):
+        session, _, _ = make(shape=Shape(layers=1, experts=4, top_k=2, hidden=8, width=8), rates=ClusterSpec(2, 2))
+        for homes in session.homes:
+            homes.dispatch_forwards = forwards
+        session.plan_micro_steps([np.tile([0, 1], (16, 1, 1))])
+        operations = json.loads(session.step_plan.settings)["costs"]["operations"]
+        assert (operations["forwards"], operations["top_k"]) == (forwards, 2 if forwards else 1)
 
 
 def learn_in_a_session(rates: ClusterSpec | None) -> list[float]:

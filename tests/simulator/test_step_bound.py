@@ -35,8 +35,9 @@ def test_no_plan_is_faster_than_the_bound(case: Case) -> None:
     assert list(bound_s) == list(step.parts_s)
     assert sum(bound_s.values()) <= step.step_time_s * LITTLE
     # Also where rows are all that takes time, in each way of sending them.
-    for forwards in (False, True):
-        rows = replace(case, costs=free_costs(near_row_s=1.0, far_row_s=3.0, forwards=forwards)).but(hops=1)
+    for forwards, top_k in ((False, 1), (True, 1), (True, 3)):
+        costs = free_costs(near_row_s=1.0, far_row_s=3.0, forwards=forwards, top_k=top_k)
+        rows = replace(case, costs=costs).but(hops=1)
         assert sum(bound_of(rows).values()) <= rows.run().step_time_s * LITTLE
     # More slots never raise it.
     more_s = bound_of(case, case.plan.slots_per_rank + 1)

@@ -100,3 +100,19 @@ def test_skewed_synthetic_routing_is_valid_and_repeatable() -> None:
     assert np.array_equal(make().expert_ids, make().expert_ids)
     counts = count_experts(make(), np.zeros(4, int), 1)[0]
     assert np.all(counts.max(axis=1) > 2 * counts.mean(axis=1))
+
+
+def test_windows_are_checked_against_their_own_sequence() -> None:
+    trace = small_trace()
+    windows = np.empty(2, object)
+    windows[:] = (), ((0, 1), (1, 1))
+    replace(trace, windows=windows[::-1].copy())
+    with pytest.raises(InputError, match="sequence 1 has 1 "):
+        replace(trace, windows=windows)
+
+
+def test_synthetic_popularity_follows_the_exponent() -> None:
+    trace = synthesize(num_sequences=50, sequence_length=200, num_layers=2, num_experts=4, top_k=1, zipf=1.0)
+    for layer in range(2):
+        counts = np.bincount(trace.expert_ids[:, layer, 0], minlength=4)
+        assert np.sort(counts)[::-1] / 10_000 == pytest.approx(np.array([12, 6, 4, 3]) / 25, abs=0.02)

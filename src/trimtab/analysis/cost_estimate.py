@@ -65,20 +65,17 @@ def estimate_cost(
     costs = OperationCosts.of(cluster, model, moe_layers=num_layers)
     # Recompute and update run forward once each; backward's experts and dense parts take longer, its rows do not.
     experts, dense, rows = 2 + costs.expert_backward, 2 + costs.dense_backward, 3
-    near_s, far_s = _row_seconds(costs, cluster)
+    near, far = _parts_sent(costs, cluster)
+    even_row_s = max(near * costs.even_near_row_s, far * costs.even_far_row_s)
     busiest_L, even_L = np.zeros(num_layers), np.zeros(num_layers)
     for layer in range(num_layers):
         counts_ME = counts_MLE[:, layer]
-        work_MR = home_loads(copy_seconds(counts_ME, costs), cluster.ranks)
-        loads_MR = home_loads(counts_ME, cluster.ranks)
-        entering_MR = loads_MR
-        if costs.forwards:
-            # Rows from other nodes arrive at the rank with the source's local index, so evenly over the node.
-            by_node = loads_MR.reshape(num_micro_steps, -1, cluster.ranks_per_node).mean(axis=-1)
-            entering_MR = np.repeat(by_node, cluster.ranks_per_node, axis=-1)
-        exchange_MR = np.maximum(near_s * loads_MR, far_s * entering_MR)
+        work_MR = home_loads(costs.copy_seconds(counts_ME), cluster.ranks)
+        mean_M = counts_ME.sum(axis=1) / cluster.ranks
+        to_rank_MR, to_node_MR = _entering(counts_ME, costs, cluster)
+        exchange_MR = np.maximum(near * costs.near_row_s * to_rank_MR, far * costs.far_row_s * to_node_MR)
         busiest_L[layer] = experts * work_MR.max(axis=-1).sum() + 2 * rows * exchange_MR.max(axis=-1).sum()
-        even_L[layer] = experts * work_MR.mean(axis=-1).sum() + 2 * rows * max(near_s, far_s) * loads_MR.mean(-1).sum()
+        even_L[layer] = experts * work_MR.mean(axis=-1).sum() + 2 * rows * even_row_s * mean_M.sum()
     amounts = (lengths, np.square(lengths), costs.pairs_within_reach(lengths))
     tokens, squares, near = (amount.sum() / cluster.ranks for amount in amounts)
     fixed_s = num_micro_steps * (num_layers * (dense * costs.layer_s + 2 * rows * costs.dispatch_s))
@@ -101,17 +98,23 @@ def estimate_cost(
     )
 
 
-def copy_seconds(counts: Array, costs: OperationCosts) -> Array:
-    """Forward seconds of experts at home for given rows each, as in the simulator."""
-    tiles = -(-counts // costs.tile_rows)
-    seconds = costs.copy_s + np.maximum(tiles * costs.tile_s, costs.weights_s) + counts * costs.row_s
-    return np.where(counts > 0, seconds, 0.0)
+def _entering(counts_ME: Array, costs: OperationCosts, cluster: ClusterSpec) -> tuple[Array, Array]:
+    """Transfers `[M, R]` of all ranks to each rank, and to its link between nodes, with contiguous homes."""
+    tokens_M = counts_ME.sum(axis=1) / costs.top_k
+    places_MR, places_MN = (
+        costs.transfers(counts_ME.reshape(len(counts_ME), places, -1), np.repeat(tokens_M[:, None], places, axis=1))
+        for places in (cluster.ranks, cluster.nodes)
+    )
+    if not costs.forwards:
+        return places_MR, places_MR
+    # What comes from other nodes arrives at the rank with the source's local index, so evenly over the node.
+    return places_MR, np.repeat(places_MN / cluster.ranks_per_node, cluster.ranks_per_node, axis=1)
 
 
-def _row_seconds(costs: OperationCosts, cluster: ClusterSpec) -> tuple[float, float]:
-    """Of a row through its rank's all-to-all, inside the node and between nodes, if rows come evenly from all ranks."""
+def _parts_sent(costs: OperationCosts, cluster: ClusterSpec) -> tuple[float, float]:
+    """Of what goes to a rank, the parts that links inside the node and between nodes carry, if all ranks send alike."""
     near = (cluster.ranks_per_node - 1) / cluster.ranks
     far = (cluster.ranks - cluster.ranks_per_node) / cluster.ranks
     if costs.forwards:
         near += far * (cluster.ranks_per_node - 1) / cluster.ranks_per_node
-    return near * costs.near_row_s, far * costs.far_row_s
+    return near, far

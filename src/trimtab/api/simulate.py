@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trimtab.api.arguments import (
@@ -55,6 +55,8 @@ ALL = "all"
 PERMUTED_POLICIES = ("static", "eplb", "trimtab", "balanced")
 DEFAULT_MICRO_STEPS = 8
 GROUPS_MEET = ("layer", "step")
+# What is sent to a node: every row, or a token once; see `ClusterSpec.dispatch_forwards`.
+DISPATCHERS = {"rows": False, "tokens": True}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,7 +66,8 @@ class SimulationResult(Summarised):
     Attributes:
         source: name of the trace's file or files.
         trace: the simulated step's sequences; the schedules of plans refer to them by index.
-        cases: one for every combination of ranks, slots and micro-steps; the first is the one that is reported on.
+        cases: one for every combination of ranks, slots, micro-steps and dispatchers; the first is the one that is
+            reported on.
     """
 
     source: str
@@ -112,6 +115,7 @@ class SimulationResult(Summarised):
                     "ranks": simulated.ranks,
                     "slots": simulated.slots,
                     "micro_steps": simulated.micro_steps,
+                    "dispatch_forwards": simulated.case.cluster.dispatch_forwards,
                     "token_budget": simulated.case.token_budget,
                     **simulated.figures(),
                 }
@@ -148,6 +152,7 @@ def simulate(
     slots: int | Sequence[int] = 2,
     micro_steps: int | Sequence[int] | None = None,
     token_budget: int | None = None,
+    dispatcher: str | Sequence[str] | None = None,
     mini_batches: int = 1,
     groups: int = 1,
     groups_meet: str = "step",
@@ -173,6 +178,8 @@ def simulate(
         slots: replica slots per rank; several for a sweep.
         micro_steps: micro-steps of the step; several for a sweep. By default 8.
         token_budget: most tokens of a rank in a micro-step, instead of `micro_steps`.
+        dispatcher: what is sent to a node, `rows` (every row to its rank, as all-to-alls do) or `tokens` (a token once,
+            as DeepEP, HybridEP and MoRI do); several for a sweep. By default the cluster's.
         mini_batches: optimizer steps.
         groups: expert-parallel groups.
         groups_meet: where groups synchronise, `layer` or `step`.
@@ -187,7 +194,7 @@ def simulate(
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
             not of the model, or does not fit the ranks, the token budget or the micro-steps.
     """
-    every = _combinations(ranks, slots, micro_steps, token_budget)
+    every = _combinations(ranks, slots, micro_steps, token_budget, dispatcher)
     names, shown = _names(policies)
     check_whole(1, mini_batches=mini_batches, groups=groups)
     check_optional(1, ranks_per_node=ranks_per_node)
@@ -201,7 +208,7 @@ def simulate(
     step_trace, earlier = step_of(reader.read(), step)
     spec = model_of(reader.name, step_trace, model, overrides)
     assert spec is not None
-    for case_ranks, _, _ in every:
+    for case_ranks, *_ in every:
         if step_trace.num_experts % case_ranks:
             raise InputError(
                 f"--ranks {case_ranks} doesn't divide the {step_trace.num_experts} experts of {reader.name}"
@@ -214,23 +221,24 @@ def simulate(
         )
     clusters = [
         load_cluster(cluster, ranks=case_ranks, slots_per_rank=case_slots, ranks_per_node=ranks_per_node)
-        for case_ranks, case_slots, _ in every
+        for case_ranks, case_slots, *_ in every
     ]
 
     counted, before = SequenceCounts.from_trace(step_trace), tuple(map(SequenceCounts.from_trace, earlier))
     total = len(every) * (len(names) + 1)
     cases: list[SimulatedCase] = []
-    for (case_ranks, case_slots, size), nodes in zip(every, clusters, strict=True):
+    for (case_ranks, case_slots, size, sent), nodes in zip(every, clusters, strict=True):
         budget = budget_for((counted, *before), case_ranks * groups, size) if size else token_budget
         assert budget is not None
         case = ComparisonCase(
-            cluster=nodes,
+            cluster=replace(nodes, dispatch_forwards=DISPATCHERS[sent]) if sent else nodes,
             model=spec,
             sequences=counted,
             earlier=before,
             token_budget=budget,
             mini_batches=mini_batches,
             equal_terms=equal_terms,
+            trace=step_trace,
             settings=StepSettings(
                 groups=groups,
                 meet=groups_meet,
@@ -246,7 +254,7 @@ def simulate(
             outcomes[name] = simulate_policy(case, name)
         progress("permuted expert ids", done + len(names), total)
         permuted_s = permuted_step_times(case, [name for name in PERMUTED_POLICIES if name in names], PERMUTATION_SEED)
-        cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes, shown, permuted_s))
+        cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes, shown, permuted_s, sent))
     progress(names[-1], total, total)
     return SimulationResult(reader.name, step_trace, tuple(cases))
 
@@ -256,8 +264,9 @@ def _combinations(
     slots: int | Sequence[int],
     micro_steps: int | Sequence[int] | None,
     token_budget: int | None,
-) -> list[tuple[int, int, int | None]]:
-    """Ranks, slots and micro-steps (None with a token budget) of every case."""
+    dispatcher: str | Sequence[str] | None,
+) -> list[tuple[int, int, int | None, str | None]]:
+    """Ranks, slots, micro-steps (None with a token budget) and dispatcher (None: the cluster's) of every case."""
     check_one_size(token_budget, micro_steps)
     check_optional(1, token_budget=token_budget)
     sizes: list[int | None] = [None]
@@ -269,9 +278,13 @@ def _combinations(
         check_whole(1, ranks=number)
     for number in numbers(slots):
         check_whole(0, slots=number)
-    combinations = list(itertools.product(numbers(ranks), numbers(slots), sizes))
+    sent: list[str | None] = [dispatcher] if dispatcher is None or isinstance(dispatcher, str) else [*dispatcher]
+    for name in sent:
+        if name is not None:
+            check_choice("dispatcher", name, DISPATCHERS)
+    combinations = list(itertools.product(numbers(ranks), numbers(slots), sizes, sent))
     if not combinations:
-        raise InputError("ranks, slots and micro_steps: expected at least one number each")
+        raise InputError("ranks, slots, micro_steps and dispatcher: expected at least one value each")
     return combinations
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from trimtab.api.simulate import ALL, DEFAULT_MICRO_STEPS, GROUPS_MEET, simulate
+from trimtab.api.simulate import ALL, DEFAULT_MICRO_STEPS, DISPATCHERS, GROUPS_MEET, simulate
 from trimtab.cli.options import add_model, add_options, add_trace, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.kernels import compile_beside
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
         description="Plan one step of a routing trace with several balancers, estimate the step time of every plan "
         "with a timeline model of the cluster, and print where the time goes and whether memory is enough. By default "
         "all balancers run, and tables show static, eplb, eplb_oracle, trimtab, the fastest, and the ideal (balanced). "
-        "Several values of --ranks, --slots or --micro-steps are a sweep.",
+        "Several values of --ranks, --slots, --micro-steps or --dispatcher are a sweep.",
         examples=["trimtab simulate out/mixed.parquet --cluster h100x8 --ranks 16 --html out/report.html"],
     )
     add_trace(parser)
@@ -53,6 +53,10 @@ def add(commands: Any) -> None:
     size = partial(add_options, parser.add_mutually_exclusive_group(), of=simulate)
     size("--micro-steps", nargs="+", unset=str(DEFAULT_MICRO_STEPS))
     size("--token-budget", unset="as the micro-steps give")
+    option(
+        "--dispatcher", nargs="+", choices=tuple(DISPATCHERS), unset="the cluster's",
+        help="what is sent to a node: every row, or a token once (DeepEP, HybridEP, MoRI)",
+    )  # fmt: skip
     option("--mini-batches")
     option("--groups", type=positive, help="expert-parallel groups")
     option("--groups-meet", choices=GROUPS_MEET, help="where groups wait for each other")

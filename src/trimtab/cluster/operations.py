@@ -50,9 +50,11 @@ class OperationCosts(NamedTuple):
         weights_s: reading one expert's weights, the least time of a copy with rows.
         row_s: a row outside the matrix products: gathered, activated, weighted.
         dispatch_s: fixed time of an all-to-all.
-        near_row_s, far_row_s: a row through a rank's all-to-all, inside the node or between nodes. With forwarding,
-            rows of a token to the same node, and to the same rank, share a transfer, as with even routing.
+        near_row_s, far_row_s: a transfer of a row through a rank's all-to-all, inside the node or between nodes.
         forwards: see `ClusterSpec.dispatch_forwards`.
+        top_k: rows of a token that share one transfer to a node, and one to a rank, where the dispatcher forwards; else
+            1. How many do depends on where the rows go, see `rank_work`.
+        near_share, far_share: transfers of a row inside the node or between nodes, the mean with even routing.
         near_weights_s, far_weights_s, host_weights_s: one expert's weights over a rank's link inside the node, between
             nodes, or from host memory; 0 without such a link, which no plan uses.
         near_gradient_s, far_gradient_s: one expert's gradient in float32 over the same links.
@@ -98,6 +100,19 @@ class OperationCosts(NamedTuple):
     outer_reach_s: float = 0.0
     reach: int = 0
     chunked: bool = False
+    top_k: int = 1
+    near_share: float = 1.0
+    far_share: float = 1.0
+
+    @property
+    def even_near_row_s(self) -> float:
+        """`near_row_s` of a row with even routing."""
+        return self.near_row_s * self.near_share
+
+    @property
+    def even_far_row_s(self) -> float:
+        """`far_row_s` of a row with even routing."""
+        return self.far_row_s * self.far_share
 
     def scaled(self, factor: float) -> OperationCosts:
         """All seconds but those of moves, times a factor."""
@@ -131,10 +146,7 @@ class OperationCosts(NamedTuple):
         beside_experts_s = 2 * (model.shared_parameters + model.router_parameters) * dense_s
         feed_forward_s = 2 * model.feed_forward_matrices * hidden * model.dense_width * dense_s
         head_s = 2 * hidden * model.vocab_size * dense_s + LOGIT_BYTES * model.vocab_size * memory_s
-        near_share = far_share = 1.0
-        if cluster.dispatch_forwards:
-            near_share = _sharing(cluster.ranks, model.top_k)
-            far_share = _sharing(cluster.nodes, model.top_k)
+        top_k = model.top_k if cluster.dispatch_forwards else 1
         row_bytes = model.row_width * model.weight_bytes
         parameters = model.expert_parameters
         state_bytes = model.expert_bytes + STATE_BYTES * parameters
@@ -161,8 +173,8 @@ class OperationCosts(NamedTuple):
             dense_backward=cluster.dense_backward,
             expert_backward=cluster.expert_backward,
             dispatch_s=cluster.dispatch_s,
-            near_row_s=near_share * row_bytes / cluster.dispatch_node_bytes_per_s,
-            far_row_s=far_share * row_bytes / cluster.dispatch_network_bytes_per_s,
+            near_row_s=row_bytes / cluster.dispatch_node_bytes_per_s,
+            far_row_s=row_bytes / cluster.dispatch_network_bytes_per_s,
             forwards=cluster.dispatch_forwards,
             near_weights_s=_seconds(model.expert_bytes, near),
             far_weights_s=_seconds(model.expert_bytes, far),
@@ -180,6 +192,9 @@ class OperationCosts(NamedTuple):
             outer_reach_s=part * model.dense_layers * outer_attention.reach_width / cluster.attention_flops,
             reach=model.reach,
             chunked=model.chunked,
+            top_k=top_k,
+            near_share=_sharing(cluster.ranks, top_k, model.num_experts),
+            far_share=_sharing(cluster.nodes, top_k, model.num_experts),
         )
 
     def pairs_within_reach(self, lengths: Array) -> Array:
@@ -192,10 +207,25 @@ class OperationCosts(NamedTuple):
         seconds = self.copy_s + np.maximum(tiles * self.tile_s, self.weights_s) + rows * self.row_s
         return np.where(rows > 0, seconds, 0.0)
 
+    def transfers(self, rows: Array, tokens: Array) -> Array:
+        """Transfers `[...]` float64 of rows to a place, where those of a token share one; see `rank_work`.
 
-def _sharing(places: int, top_k: int) -> float:
-    """Distinct places of a token's experts, divided by the number of its experts, with even routing."""
-    return places * (1 - (1 - 1 / places) ** top_k) / top_k
+        Args:
+            rows: `[..., C]` of every expert there.
+            tokens: `[...]` that they are the rows of, with all their experts.
+        """
+        if self.top_k == 1:
+            return np.asarray(rows.sum(axis=-1, dtype=np.float64))
+        some = np.maximum(tokens, 1.0)
+        without = np.prod(1 - np.minimum(1, rows / some[..., None]), axis=-1)
+        power = np.maximum(0, 1 - rows.sum(axis=-1) / (some * self.top_k)) ** self.top_k
+        return np.asarray(some * (1 - np.minimum(without, power)))
+
+
+def _sharing(places: int, top_k: int, num_experts: int) -> float:
+    """Distinct places of a token's experts, divided by the number of its experts, with even routing, as `transfers`."""
+    without = (1 - top_k / num_experts) ** (num_experts / places)
+    return 1.0 if top_k == 1 else places * (1 - min(without, (1 - 1 / places) ** top_k)) / top_k
 
 
 def _seconds(size: float, bytes_per_s: float) -> float:

@@ -26,13 +26,19 @@ ABOUT = {
 }
 
 
+DISPATCHERS = {
+    True: "sends a token to a node once, as DeepEP, HybridEP and MoRI do",
+    False: "sends every row to its rank, as all-to-alls do",
+}
+
+
 def simulation_report(source: str, trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> Report:
     """The page: all cases in a table if there are several, and the first case."""
     first = cases[0]
     loads = {name: outcome.simulated.work.loads_MLR for name, outcome in first.outcomes.items()}
     return Report(
         title=f"Expert load of {first.case.model.name} on {first.ranks} ranks",
-        answer=answer(first) if len(cases) == 1 else f"{first.text}: {answer(first)}",
+        answer=answers(cases),
         facts=setting_facts(source, trace, first),
         policies=policy_results(first),
         layer_names=tuple(str(index) for index in trace.layer_indices),
@@ -56,6 +62,7 @@ def setting_facts(source: str, trace: RoutingTrace, simulated: SimulatedCase) ->
         ("trace", f"{source}, step {trace.steps[0]}: {trace.num_tokens:,} tokens, {trace.num_sequences:,} sequences"),
         ("model", f"{case.model.name}; the trace has {trace.shape_text}"),
         ("cluster", f"{cluster.ranks} ranks, {cluster.ranks_per_node} per node, {cluster.name}"),
+        ("dispatcher", DISPATCHERS[cluster.dispatch_forwards]),
         ("slots", f"{cluster.slots_per_rank} replicas per rank"),
         ("micro-steps", f"{micro_steps}, each of up to {case.token_budget:,} tokens per rank"),
         ("optimizer steps", f"{case.mini_batches}"),
@@ -76,6 +83,14 @@ def table_title(simulated: SimulatedCase) -> str:
     traced, layers = simulated.case.sequences.num_layers, simulated.case.model.moe_layers
     scaled = "" if traced == layers else f", scaled from {traced} to {layers} MoE layers"
     return f"Recompute and update of one step{scaled}"
+
+
+def answers(cases: Sequence[SimulatedCase]) -> str:
+    """The result of the first case, and of the first with each other dispatcher."""
+    if len(cases) == 1:
+        return answer(cases[0])
+    first = {case.dispatcher: case for case in reversed(cases)}
+    return " ".join(f"{case.text}: {answer(case)}" for case in cases if first[case.dispatcher] is case)
 
 
 def answer(simulated: SimulatedCase) -> str:
@@ -225,10 +240,20 @@ def policy_results(simulated: SimulatedCase) -> tuple[PolicyResult, ...]:
             speedup_over_eplb=simulated.seconds("eplb") / outcome.simulated.step_time_s if has_eplb else None,
             fits=fits(simulated.case, outcome),
             is_ideal=outcome.policy.traits.ideal,
-            mark="no history" if _lacks_history(simulated, outcome) else "",
+            mark=_mark(simulated, outcome),
         )
         for outcome in simulated.rows.values()
     )
+
+
+def _mark(simulated: SimulatedCase, outcome: Outcome) -> str:
+    """What makes a balancer's figures not comparable with those of others; empty if nothing does."""
+    ours = simulated.outcomes.get("trimtab", outcome).memory.get("replica pool", 0)
+    marks = {
+        "no history": _lacks_history(simulated, outcome),
+        "more memory for replicas": outcome.memory.get("replica pool", 0) > ours,
+    }
+    return ", ".join(mark for mark, is_so in marks.items() if is_so)
 
 
 def _lacks_history(simulated: SimulatedCase, outcome: Outcome) -> bool:

@@ -13,7 +13,7 @@ COLUMNS = ("slots", "micro-steps", "fastest", "fits", "trimtab", "eplb", "static
 
 
 def sweep_table(cases: Sequence[SimulatedCase]) -> TableData:
-    """Ranks, slots and micro-steps of every case, and seconds of a step.
+    """Ranks, slots, micro-steps and dispatcher of every case, and seconds of a step.
 
     The column `fits` counts the balancers of the tables that fit the device, if not all or none do.
     """
@@ -22,12 +22,14 @@ def sweep_table(cases: Sequence[SimulatedCase]) -> TableData:
     def time(case: SimulatedCase, name: str) -> str:
         return digits(factor * case.seconds(name)) if name in case.outcomes else NONE
 
+    is_named = any(case.dispatcher for case in cases)
     rows = tuple(
         Row(
             str(case.ranks),
             (
                 str(case.slots),
                 str(case.micro_steps or case.outcomes["static"].plan.num_micro_steps),
+                *([str(case.dispatcher)] if is_named else []),
                 f"{case.fastest} {time(case, case.fastest)}",
                 _fits(case),
                 *(time(case, name) for name in ("trimtab", "eplb", "static", "balanced")),
@@ -35,7 +37,8 @@ def sweep_table(cases: Sequence[SimulatedCase]) -> TableData:
         )
         for case in cases
     )
-    return TableData(f"{unit} of a step in every case", ("ranks", *COLUMNS), rows)
+    columns = (*COLUMNS[:2], *(["sent"] if is_named else []), *COLUMNS[2:])
+    return TableData(f"{unit} of a step in every case", ("ranks", *columns), rows)
 
 
 def _fits(case: SimulatedCase) -> str:

@@ -15,7 +15,7 @@ from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.model import PolicyResult
 from trimtab.report.number_text import bytes_text
 from trimtab.report.policies_table import balance_and_replicas, by_time, policies_table
-from trimtab.report.simulation import answer, notes, policy_results, setting_facts, table_title
+from trimtab.report.simulation import answers, notes, policy_results, setting_facts, table_title
 from trimtab.report.sweep import sweep_table
 from trimtab.report.table_data import Facts, Row, TableData
 from trimtab.simulator import Balance, summarise_balance
@@ -127,14 +127,14 @@ def simulation_tables(source: str, trace: RoutingTrace, cases: Sequence[Simulate
     if len(cases) == 1:
         policies = by_time(policy_results(first))
         shown = [
-            f"[bold]{escape(answer(first))}[/bold]\n",
+            f"[bold]{escape(answers(cases))}[/bold]\n",
             terminal_table(policies_table(policies, table_title(first))),
             terminal_table(balance_and_replicas(policies)),
             terminal_table(_parts_table(policies)),
             terminal_table(_memory_table(policies)),
         ]
     else:
-        shown = [f"[bold]{escape(f'{first.text}: {answer(first)}')}[/bold]\n", terminal_table(sweep_table(cases))]
+        shown = [f"[bold]{escape(answers(cases))}[/bold]\n", terminal_table(sweep_table(cases))]
         if len(cases) <= MOST_DETAILED_CASES:
             titles = [f"{case.text}: {table_title(case)}" for case in cases]
             pairs = zip(cases, titles, strict=True)

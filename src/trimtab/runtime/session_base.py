@@ -165,7 +165,7 @@ class SessionBase:
         self.layers.append(layer)
         return layer
 
-    def add_framework_layer(self, parameters: ReadParameters) -> FrameworkLayer:
+    def add_framework_layer(self, parameters: ReadParameters, *, dispatch_forwards: bool = False) -> FrameworkLayer:
         """Add the next MoE layer, which a framework's own dispatcher and matrix products run. Not a collective.
 
         Live micro-steps balance it with any policy but `feplb`, whose second dispatch a framework does not have.
@@ -175,6 +175,8 @@ class SessionBase:
         Args:
             parameters: returns the tensors of this rank's `home_experts`, each a sequence of E / R Parameters `[...]`;
                 called whenever they are needed.
+            dispatch_forwards: whether the dispatcher sends a token to a node once and on from there, as DeepEP does; by
+                default every row is sent to its rank. Plans minimise the time of what is sent.
 
         Raises:
             InputError: as `add_layer`, and if the policy is `feplb`.
@@ -184,7 +186,9 @@ class SessionBase:
                 "policy 'feplb' sends rows in a second dispatch, which a framework's own dispatcher does not have; use "
                 "'quota', 'predict', 'auto' or 'off'"
             )
-        return FrameworkLayer(self._calls, self._experts.add_layer(parameters, self._initial_E, joins_in_backward=True))
+        homes = self._experts.add_layer(parameters, self._initial_E, joins_in_backward=True)
+        homes.dispatch_forwards = dispatch_forwards
+        return FrameworkLayer(self._calls, homes)
 
     def replicated_parameters(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
         """The model's parameters that every rank holds: all but the experts. Not a collective.

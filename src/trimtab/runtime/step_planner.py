@@ -84,6 +84,7 @@ class SessionPlanner:
             ranks=topology.num_ranks,
             ranks_per_node=topology.ranks_per_node,
             slots_per_rank=settings.planned_slots,
+            dispatch_forwards=first.dispatch_forwards,
         )
         parameters = sum(shape.numel() for shape in first.expert_shapes)
         model = ModelSpec(

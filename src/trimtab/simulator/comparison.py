@@ -23,7 +23,7 @@ from trimtab.simulator.memory import RankLoad, mirror_bytes, rank_memory, replic
 from trimtab.simulator.recorded_operations import Operations
 from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
 from trimtab.trace import RoutingTrace
-from trimtab.trace.permuted_experts import permute_experts
+from trimtab.trace.permuted_experts import permute_experts, permute_trace
 
 # Headroom above the mean tokens of a micro-step, so that packing needs no more micro-steps than requested.
 SLACK = 0.1
@@ -43,6 +43,7 @@ class ComparisonCase:
         equal_terms: True: all balancers use contiguous homes, the length-packed schedule and the same number of slots,
             so only replica placement and token split differ. False: each balancer uses its authors' configuration.
         settings: how the step is executed.
+        trace: the step's tokens, S sequences as `sequences`; without them transfers that tokens share are estimated.
     """
 
     cluster: ClusterSpec
@@ -53,6 +54,7 @@ class ComparisonCase:
     mini_batches: int = 1
     equal_terms: bool = False
     settings: StepSettings = field(default_factory=StepSettings)
+    trace: RoutingTrace | None = None
 
     @property
     def scale(self) -> float:
@@ -65,7 +67,10 @@ class ComparisonCase:
         def permuted(part: SequenceCounts) -> SequenceCounts:
             return replace(part, counts_SLE=permute_experts(part.counts_SLE, seed))
 
-        return replace(self, sequences=permuted(self.sequences), earlier=tuple(map(permuted, self.earlier)))
+        trace = None if self.trace is None else permute_trace(self.trace, seed)
+        return replace(
+            self, sequences=permuted(self.sequences), earlier=tuple(map(permuted, self.earlier)), trace=trace
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,6 +228,7 @@ def _simulated(
         settings=settings,
         model_layers=case.model.moe_layers,
         show=show,
+        trace=case.trace,
     )
     parts_s = {part: seconds * case.scale for part, seconds in step.parts_s.items()}
     hidden_s = step.hidden_planning_s * case.scale

@@ -25,6 +25,7 @@ class SimulatedCase:
             among them.
         shown: balancers of the tables; the fastest of all is added.
         permuted_s: step time in seconds by balancer if the experts of every layer had their ids in random order.
+        dispatcher: what is sent to a node, "rows" or "tokens", if it was asked for; else None.
     """
 
     ranks: int
@@ -34,13 +35,15 @@ class SimulatedCase:
     outcomes: dict[str, Outcome]
     shown: tuple[str, ...]
     permuted_s: Mapping[str, float]
+    dispatcher: str | None = None
 
     @property
     def text(self) -> str:
-        """Ranks, slots and micro-steps of the case."""
+        """Ranks, slots, micro-steps and dispatcher of the case."""
         size = f", {self.micro_steps} micro-steps" if self.micro_steps else ""
         slots = "1 slot" if self.slots == 1 else f"{self.slots} slots"
-        return f"{self.ranks} ranks, {slots}{size}"
+        sent = f", {self.dispatcher} sent" if self.dispatcher else ""
+        return f"{self.ranks} ranks, {slots}{size}{sent}"
 
     @property
     def real(self) -> dict[str, Outcome]:

@@ -33,6 +33,8 @@ from trimtab.simulator.timeline import (
     Run,
     run_step,
 )
+from trimtab.simulator.token_replay import count_transfers
+from trimtab.trace import RoutingTrace
 
 STORES = {"none": NONE, "shared slots": SHARED, "layer slots": KEPT, "unbounded": UNBOUNDED}
 STARTS = {"never": AT_STEP, "step": AT_STEP, "micro-step": AT_MICRO_STEP, "layer": AT_LAYER}
@@ -93,6 +95,7 @@ def simulate_step(
     settings: StepSettings | None = None,
     model_layers: int | None = None,
     show: int | None = None,
+    trace: RoutingTrace | None = None,
 ) -> SimulatedStep:
     """Simulate a plan on a cluster.
 
@@ -104,6 +107,8 @@ def simulate_step(
         model_layers: MoE layers of the model, if the plan has only some of them. Planning from recorded routing is then
             that of all layers, in proportion.
         show: the micro-step whose operations are recorded, if any.
+        trace: the sequences with their tokens, from which transfers are counted where tokens share them; without it
+            they are estimated from counts of rows.
     """
     chosen = settings or StepSettings()
     counts_MLRE = workload.estimated_MLRE
@@ -111,6 +116,8 @@ def simulate_step(
         work = even_work(counts_MLRE, plan.ranks_per_node, costs)
     else:
         work = rank_work(plan.replicas, plan.home, counts_MLRE, plan.ranks_per_node, costs, hops=traits.hops)
+        if trace is not None and costs.top_k > 1:
+            work = _with_counted_transfers(work, plan, trace, costs, traits.hops)
     attention_MR, outer_MR = dense_seconds(plan.schedule, lengths, costs)
     paths_P = _paths(plan, cluster, traits)
     all_layers = model_layers or plan.num_layers
@@ -169,6 +176,18 @@ def simulate_step(
     parts_s["migration"] += refresh_s + moving_s
     step_time_s = float(clocks.time_D[0]) + header_s + refresh_s + moving_s
     return SimulatedStep(step_time_s, parts_s, work, operations, hidden_s)
+
+
+def _with_counted_transfers(
+    work: RankWork, plan: StepPlan, trace: RoutingTrace, costs: OperationCosts, hops: int
+) -> RankWork:
+    """Work with the time of the transfers of tokens, in instances with enough known routes."""
+    near_MLR, far_MLR, known_ML = count_transfers(plan, trace, hops=hops)
+    known_ML1 = known_ML[:, :, None]
+    return work._replace(
+        near_MLR=np.where(known_ML1, near_MLR * costs.near_row_s, work.near_MLR),
+        far_MLR=np.where(known_ML1, far_MLR * costs.far_row_s, work.far_MLR),
+    )
 
 
 def _rounds(plan: StepPlan, groups: int, round_s: float, start_s: float) -> Rounds:

@@ -79,14 +79,16 @@ def _least_link_seconds(counts_MLRE: Array, costs: OperationCosts, ranks_per_nod
     micro_steps, layers, ranks, experts = counts_MLRE.shape
     nodes, copies = ranks // ranks_per_node, experts // ranks + slots
     counts_MLNE = counts_MLRE.reshape(micro_steps, layers, nodes, ranks_per_node, experts).sum(axis=3, dtype=np.int64)
-    far_s = _rows_elsewhere(counts_MLNE, copies * ranks_per_node) * (costs.far_row_s / ranks)
+    # At most all rows of a token share a transfer.
+    near_row_s, far_row_s = costs.near_row_s / costs.top_k, costs.far_row_s / costs.top_k
+    far_s = _rows_elsewhere(counts_MLNE, copies * ranks_per_node) * (far_row_s / ranks)
     if costs.forwards or nodes == 1:
         # With forwarding, rows use the link inside a node unless both ranks have the same number in their nodes.
-        near_s = _rows_elsewhere(counts_MLRE, copies * nodes) * (costs.near_row_s / ranks)
+        near_s = _rows_elsewhere(counts_MLRE, copies * nodes) * (near_row_s / ranks)
         return np.maximum(near_s, far_s)
     # Every row to another rank uses one of the links; both take the same time if the rows are divided best.
-    both_s = costs.near_row_s + costs.far_row_s
-    shared_s = costs.near_row_s * costs.far_row_s / both_s / ranks if both_s else 0.0
+    both_s = near_row_s + far_row_s
+    shared_s = near_row_s * far_row_s / both_s / ranks if both_s else 0.0
     return np.maximum(far_s, _rows_elsewhere(counts_MLRE, copies) * shared_s)
 
 

@@ -1,4 +1,4 @@
-"""`permute_experts`: token counts as if the experts of every layer had their ids in random order.
+"""Token counts, or a trace, as if the experts of every layer had their ids in random order.
 
 Contiguous homes put neighbouring ids on one rank. If hot experts have neighbouring ids, a rank is busier than in a
 model whose hot experts lie anywhere. A random order shows how much of the imbalance comes from the ids.
@@ -6,9 +6,13 @@ model whose hot experts lie anywhere. A random order shows how much of the imbal
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.trace.routing import RoutingTrace
 
 
 def permute_experts(counts: Array, seed: int) -> Array:
@@ -16,9 +20,22 @@ def permute_experts(counts: Array, seed: int) -> Array:
 
     All leading indices of a layer, such as sequences or micro-steps, get the same order.
     """
-    num_layers, num_experts = counts.shape[-2:]
-    rng = np.random.default_rng(seed)
     permuted = np.empty_like(counts)
-    for layer in range(num_layers):
-        permuted[..., layer, :] = counts[..., layer, rng.permutation(num_experts)]
+    for layer, order in enumerate(_orders(*counts.shape[-2:], seed)):
+        permuted[..., layer, :] = counts[..., layer, order]
     return permuted
+
+
+def permute_trace(trace: RoutingTrace, seed: int) -> RoutingTrace:
+    """The trace with the experts of every layer in the order that `permute_experts` gives its counts."""
+    permuted = np.empty_like(trace.expert_ids)
+    for layer, order in enumerate(_orders(trace.num_layers, trace.num_experts, seed)):
+        new_E = np.full(trace.no_route + 1, trace.no_route, permuted.dtype)
+        new_E[order] = np.arange(trace.num_experts)
+        permuted[:, layer] = new_E[trace.expert_ids[:, layer]]
+    return replace(trace, expert_ids=permuted)
+
+
+def _orders(num_layers: int, num_experts: int, seed: int) -> Iterator[Array]:
+    rng = np.random.default_rng(seed)
+    return (rng.permutation(num_experts) for _ in range(num_layers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from trimtab.errors import InputError
 from trimtab.trace import ImportOptions
 from trimtab.trace.formats import from_memory
+from trimtab.trace.formats.dump_fields import field, whole_number
 
 EXPERTS, LAYERS, TOP_K = 16, 3, 2
 KNOWN = ImportOptions(EXPERTS, LAYERS, TOP_K)
@@ -105,3 +107,10 @@ def test_nemo_rl_s_turns_of_an_environment_at_the_end_have_no_routes() -> None:
     np.testing.assert_array_equal(trace.expert_ids[:4], ROWS)
     assert len(trace.expert_ids) == 6
     assert (trace.expert_ids[4:] == trace.no_route).all()
+
+
+def test_fields_of_mappings_of_any_library_and_numbers() -> None:
+    source = UserDict({"steps": 0})
+    assert field(source, "steps") == 0
+    assert field(source, "other", 3) == 3
+    assert [whole_number(value, 5) for value in (0, np.array([7]), -1, 1 << 31, True, "1")] == [0, 7, 5, 5, 5, 5]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.experts import Experts, experts_of
@@ -41,7 +42,8 @@ class BalancedLayer:
         experts = experts_of(moe_layer.experts)
         assert experts is not None
         self._experts: Experts = experts
-        self._layer: FrameworkLayer = session.add_framework_layer(experts.tensors)
+        forwards = dispatcher == "megatron" and isinstance(moe_layer.token_dispatcher, MoEFlexTokenDispatcher)
+        self._layer: FrameworkLayer = session.add_framework_layer(experts.tensors, dispatch_forwards=forwards)
         pattern = _moe_pattern(moe_layer.config)
         self.number = sum(pattern[: moe_layer.layer_number - 1])
         self.layers_of_model = sum(pattern)

@@ -109,10 +109,14 @@ def prices_of(costs: StepCosts, cluster: ClusterSpec, exposed: float) -> Prices:
             (operations.far_weights_s or operations.host_weights_s, operations.far_gradient_s),
         )
     )
-    far_row_s = operations.far_row_s / cluster.ranks_per_node if cluster.nodes > 1 else 0.0
+    # Of a row more between nodes, if the token's other rows are anywhere: others may share its transfer.
+    far_row_s = 0.0
+    if cluster.nodes > 1:
+        alone = (1 - 1 / cluster.nodes) ** (operations.top_k - 1)
+        far_row_s = alone * operations.far_row_s / cluster.ranks_per_node
     seconds = (
         costs.computed_row_s,
-        costs.crossings * operations.near_row_s,
+        costs.crossings * operations.even_near_row_s,
         costs.crossings * far_row_s,
         exposed * near_s / cluster.ranks,
         exposed * far_s / cluster.ranks,

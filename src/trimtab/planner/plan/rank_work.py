@@ -18,8 +18,8 @@ class RankWork(NamedTuple):
     Attributes:
         experts_MLR: `[M, L, R]` float64, the copies of experts on this rank; with two hops those that don't move.
         moved_MLR: `[M, L, R]` float64, with two hops the experts that moved here; else 0.
-        near_MLR, far_MLR: `[M, L, R]` float64, rows through the rank's all-to-all inside its node and between nodes,
-            the larger of sent and received rows. Dispatch and combine take this time each.
+        near_MLR, far_MLR: `[M, L, R]` float64, transfers through the rank's all-to-all inside its node and between
+            nodes, the larger of those sent and received. Dispatch and combine take this time each.
         hop_MLR: `[M, L, R]` float64, with two hops the rows that move on inside the node; else 0.
         loads_MLR: `[M, L, R]` int64 rows that the rank computes.
     """
@@ -61,31 +61,33 @@ def _fill(counts_MLRE, home_LE, replicas, limits, costs, work):  # type: ignore[
     """Adds the work of all instances to `work`, which is 0; `limits` are ranks per node and hops."""
     num_micro_steps, num_layers, num_ranks, num_experts = counts_MLRE.shape
     per_node, hops = limits
-    # Rows that each rank sends to each; forwarded rows: [out or in, rank].
-    sent_RR = np.empty((num_ranks, num_ranks), np.int64)
-    moving = np.zeros((2, num_ranks), np.int64)
-    at_home = np.zeros(num_experts, np.int64)
+    # Transfers of an instance over the links of every rank: inside its node or between nodes, out or in.
+    sent_22R, moving = np.empty((2, 2, num_ranks)), np.empty((2, num_ranks), np.int64)
+    # Rows of a source that stay at home, and a place without rows.
+    at_home, kept_E = np.empty(num_experts, np.int64), np.zeros(num_experts + 1)
+    # The last quota of every source, and the one before each quota.
+    last_R, before_Q = np.empty(num_ranks, np.int64), np.empty(len(replicas.tokens), np.int64)
+    replica_Q = np.empty(len(replicas.tokens), np.int64)
+    # Of a source: its rows for each rank, the part of its tokens that has none there, and copies that it may use.
+    rows_R, without_R, copies_R = np.empty(num_ranks), np.empty(num_ranks), np.empty(num_ranks, np.int64)
+    kept_R, to_R = np.empty(num_ranks), np.empty(num_ranks)
     for m in range(num_micro_steps):
         for layer in range(num_layers):
             home_E = home_LE[layer]
-            sent_RR[:] = 0
+            experts_HR = _experts_of_ranks(home_E, num_ranks)
+            sent_22R[:] = 0.0
             moving[:] = 0
             at_home[:] = 0
-            for r in range(num_ranks):
-                counts_E, sent_R = counts_MLRE[m, layer, r], sent_RR[r]
-                for e in range(num_experts):
-                    at_home[e] += counts_E[e]
-                    sent_R[home_E[e]] += counts_E[e]
+            last_R[:] = -1
             instance = m * num_layers + layer
             for p in range(replicas.replica_starts[instance], replicas.replica_starts[instance + 1]):
                 expert, rank = replicas.experts[p], replicas.ranks[p]
                 share = np.int64(0)
                 for q in range(replicas.quota_starts[p], replicas.quota_starts[p + 1]):
-                    tokens = np.int64(replicas.tokens[q])
-                    share += tokens
-                    if hops == 1:
-                        sent_RR[replicas.sources[q], home_E[expert]] -= tokens
-                        sent_RR[replicas.sources[q], rank] += tokens
+                    share += replicas.tokens[q]
+                    replica_Q[q] = p
+                    before_Q[q] = last_R[replicas.sources[q]]
+                    last_R[replicas.sources[q]] = q
                 at_home[expert] -= share
                 work.loads_MLR[m, layer, rank] += share
                 if hops == 1:
@@ -94,44 +96,115 @@ def _fill(counts_MLRE, home_LE, replicas, limits, costs, work):  # type: ignore[
                     work.moved_MLR[m, layer, rank] += _copy_seconds(share, costs)
                     moving[0, home_E[expert]] += share
                     moving[1, rank] += share
+            for source in range(num_ranks):
+                counts_E, rows = counts_MLRE[m, layer, source], np.int64(0)
+                for e in range(num_experts):
+                    at_home[e] += counts_E[e]
+                for e in range(num_experts):
+                    kept_E[e] = counts_E[e]
+                    rows += counts_E[e]
+                tokens = max(1.0, rows / costs.top_k)
+                part = 1.0 / tokens
+                for rank in range(num_ranks):
+                    rows_R[rank], without_R[rank], copies_R[rank] = 0.0, 1.0, len(experts_HR)
+                q = last_R[source] if hops == 1 else -1
+                while q >= 0:
+                    expert, rank = replicas.experts[replica_Q[q]], replicas.ranks[replica_Q[q]]
+                    kept_E[expert] -= replicas.tokens[q]
+                    rows_R[rank] += replicas.tokens[q]
+                    without_R[rank] *= max(0.0, 1.0 - replicas.tokens[q] * part)
+                    copies_R[rank] += 1
+                    q = before_Q[q]
+                # Short loops, which the compiler turns into vector instructions.
+                for expert_R in experts_HR:
+                    for rank in range(num_ranks):
+                        kept_R[rank] = kept_E[expert_R[rank]]
+                    for rank in range(num_ranks):
+                        rows_R[rank] += kept_R[rank]
+                    for rank in range(num_ranks):
+                        rest = 1.0 - kept_R[rank] * part
+                        without_R[rank] *= rest if rest > 0.0 else 0.0
+                _send(source, tokens, (rows_R, without_R, copies_R, to_R), np.int64(per_node), costs, sent_22R)
             for e in range(num_experts):
                 work.loads_MLR[m, layer, home_E[e]] += at_home[e]
                 work.experts_MLR[m, layer, home_E[e]] += _copy_seconds(at_home[e], costs)
-            rows_22R = _count_sent(sent_RR, np.int64(per_node), costs.forwards)
             for r in range(num_ranks):
-                work.near_MLR[m, layer, r] = max(rows_22R[0, 0, r], rows_22R[0, 1, r]) * costs.near_row_s
-                work.far_MLR[m, layer, r] = max(rows_22R[1, 0, r], rows_22R[1, 1, r]) * costs.far_row_s
+                work.near_MLR[m, layer, r] = max(sent_22R[0, 0, r], sent_22R[0, 1, r]) * costs.near_row_s
+                work.far_MLR[m, layer, r] = max(sent_22R[1, 0, r], sent_22R[1, 1, r]) * costs.far_row_s
                 work.hop_MLR[m, layer, r] = max(moving[0, r], moving[1, r]) * costs.hop_row_s
 
 
 @kernel
-def _count_sent(sent_RR, per_node, forwards):  # type: ignore[no-untyped-def]
-    """Rows `[2, 2, R]` int64 over the links of every rank: inside its node or between nodes, out or in.
+def _experts_of_ranks(home_E, num_ranks):  # type: ignore[no-untyped-def]
+    """`[H, R]` uint32, the experts of every rank, and E where a rank has fewer than others."""
+    count_R = np.zeros(num_ranks, np.int64)
+    for e in range(len(home_E)):
+        count_R[home_E[e]] += 1
+    experts_HR = np.full((count_R.max(), num_ranks), len(home_E), np.uint32)
+    count_R[:] = 0
+    for e in range(len(home_E)):
+        experts_HR[count_R[home_E[e]], home_E[e]] = e
+        count_R[home_E[e]] += 1
+    return experts_HR
 
-    With forwarding, rows for another node go to the rank there with the source's local number, and from it to others.
+
+@kernel
+def _send(source, tokens, sent, per_node, costs, sent_22R):  # type: ignore[no-untyped-def]
+    """Adds a source's transfers to those of all links.
+
+    With forwarding, rows for another node go to the rank there with the source's local number, and from it to others; a
+    token once to a node and once to a rank.
     """
-    num_ranks = len(sent_RR)
-    rows = np.zeros((2, 2, num_ranks), np.int64)
-    near_out, near_in, far_out, far_in = rows[0, 0], rows[0, 1], rows[1, 0], rows[1, 1]
-    for source in range(num_ranks):
-        sent_R, local = sent_RR[source], source % per_node
-        for first in range(0, num_ranks, per_node):
-            relay = first + local
-            total = np.int64(0)
-            for to in range(first, first + per_node):
-                total += sent_R[to]
-            if relay != source:
-                far_out[source] += total
-                if not forwards:
-                    for to in range(first, first + per_node):
-                        far_in[to] += sent_R[to]
-                    continue
-                far_in[relay] += total
-            near_out[relay] += total - sent_R[relay]
-            for to in range(first, first + per_node):
-                near_in[to] += sent_R[to]
-            near_in[relay] -= sent_R[relay]
-    return rows
+    near_out, near_in, far_out, far_in = sent_22R[0, 0], sent_22R[0, 1], sent_22R[1, 0], sent_22R[1, 1]
+    rows_R, without_R, copies_R, to_R = sent
+    for to in range(len(rows_R)):
+        to_R[to] = _transfers(rows_R[to], without_R[to], copies_R[to], tokens, costs.top_k)
+    for first in range(0, len(rows_R), per_node):
+        relay, rows, without, copies = first + source % per_node, 0.0, 1.0, np.int64(0)
+        for to in range(first, first + per_node):
+            rows += rows_R[to]
+            without *= without_R[to]
+            copies += copies_R[to]
+        if relay != source:
+            to_node = _transfers(rows, without, copies, tokens, costs.top_k)
+            far_out[source] += to_node
+            if not costs.forwards:
+                for to in range(first, first + per_node):
+                    far_in[to] += rows_R[to]
+                    to_R[to] = 0.0
+                continue
+            far_in[relay] += to_node
+        to_R[relay] = 0.0
+        for to in range(first, first + per_node):
+            near_out[relay] += to_R[to]
+    for to in range(len(rows_R)):
+        near_in[to] += to_R[to]
+
+
+@kernel
+def _transfers(rows, without, copies, tokens, top_k):  # type: ignore[no-untyped-def]
+    """Transfers of rows to a place, if those of a token share one.
+
+    How many of T tokens use experts of a place follows from counts of rows if a token's experts do not depend on each
+    other: T (1 - product of 1 - p), with p the part of the tokens that use an expert there. As the k experts of a token
+    differ, it is rather more: with more than k experts there rather T (1 - (1 - x)^k), with x the part of the rows.
+
+    Args:
+        without: the product.
+        copies: of experts there.
+    """
+    if top_k == 1:
+        return rows
+    if copies > top_k:
+        rest = max(0.0, 1.0 - rows / (tokens * top_k))
+        power, exponent = 1.0, top_k
+        while exponent:
+            if exponent & 1:
+                power *= rest
+            rest *= rest
+            exponent >>= 1
+        without = min(without, power)
+    return tokens * (1.0 - without)
 
 
 @kernel
@@ -159,8 +232,8 @@ def even_work(counts_MLRE: Array, ranks_per_node: int, costs: OperationCosts) ->
     return RankWork(
         experts_MLR=nothing_MLR + seconds_ML1 / num_ranks,
         moved_MLR=nothing_MLR,
-        near_MLR=near * sent_MLR * costs.near_row_s,
-        far_MLR=far * sent_MLR * costs.far_row_s,
+        near_MLR=near * sent_MLR * costs.even_near_row_s,
+        far_MLR=far * sent_MLR * costs.even_far_row_s,
         hop_MLR=nothing_MLR,
         loads_MLR=np.broadcast_to(share_ML1, sent_MLR.shape).copy(),
     )

@@ -35,8 +35,8 @@ def pack_by_time(
     """
     operations = costs.operations
     dense_S = _dense_seconds(lengths, costs)
-    near_s = operations.near_row_s * (1 - 1 / cluster.ranks)
-    far_s = operations.far_row_s * (1 - 1 / cluster.nodes)
+    near_s = operations.even_near_row_s * (1 - 1 / cluster.ranks)
+    far_s = operations.even_far_row_s * (1 - 1 / cluster.nodes)
     time_S = dense_S + costs.crossings * top_k * max(near_s, far_s) * lengths
     micro_step, rank = packed.micro_step.copy(), packed.rank.copy()
     mini_batch_S = packed.mini_batch_of_micro_step[packed.micro_step]

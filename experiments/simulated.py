@@ -1,0 +1,208 @@
+"""`python -m experiments.simulated`: the simulated steps that README and docs/results.md show, as JSON and tables.
+
+One step of each of two synthetic traces on 16 H100 ranks, with both kinds of dispatcher and all balancers, and a sweep.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import trimtab
+from benchmarks.harness import main, show
+from experiments.page_tables import markdown_table, replace_tables
+from trimtab.analysis.summary import answer as analysis_answer
+from trimtab.analysis.summary import cost_summary
+from trimtab.cli.options import add_options
+from trimtab.cli.parser import Parser
+from trimtab.report.simulation import answer
+from trimtab.trace import PRESETS, synthesize_preset
+
+EXAMPLES = ("--json out/simulated.json",)
+ROOT = Path(__file__).parents[1]
+README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
+TRACES = ("qwen3-30b-math", "qwen3-30b-mixed")
+SIZE = {"num_sequences": 2048, "mean_length": 1024, "max_length": 4096, "num_layers": 8, "num_steps": 2}
+STEP = {"cluster": "h100x8", "ranks": 16, "slots": 2, "micro_steps": 32, "checkpointing": True}
+SWEEP = {"ranks": [8, 16, 32], "slots": [1, 2], "micro_steps": [8, 32]}
+DISPATCHERS = ("tokens", "rows")
+# Figures of a balancer that are stored.
+KEPT = (
+    "step_time_s", "speedup_vs_static", "speedup_vs_eplb", "fraction_of_balanced", "replicas_per_instance",
+    "cross_node_token_fraction", "peak_bytes_per_rank", "fits",
+)  # fmt: skip
+ABOUT = {
+    "trimtab": "one plan per micro-step and layer, made during rollout and step",
+    "eplb_oracle": "EPLB that knows the step's total loads",
+    "eplb": "EPLB from the steps before",
+    "static": "plain expert parallelism",
+}
+
+
+def add_to(parser: Parser) -> None:
+    """Add the options."""
+    add_options(parser, "--pages", action="store_true", help="put the tables into README.md and docs/results.md")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the command with its options."""
+    figures = simulate_all(TRACES, SIZE, SWEEP)
+    show(figures, print_figures, options.json)
+    if options.pages:
+        write_pages(figures)
+
+
+def simulate_all(traces: Sequence[str], size: Mapping[str, int], sweep: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures of all balancers on each trace, by dispatcher; and the sweep on the first one."""
+    steps: dict[str, Any] = {}
+    for name in traces:
+        trace = synthesize_preset(PRESETS[name], num_experts=128, top_k=8, **size)
+        result = trimtab.simulate(trace, model="qwen3-30b-a3b", policies="all", dispatcher=DISPATCHERS, **STEP)
+        cases = zip(DISPATCHERS, result.figures()["sweep"], result.cases, strict=True)
+        steps[name] = {sent: {"answer": answer(simulated)} | _kept(case) for sent, case, simulated in cases}
+        if name == traces[0]:
+            analysis = trimtab.analyze(trace, ranks=STEP["ranks"], model="qwen3-30b-a3b").analysis
+            swept = trimtab.simulate(trace, model="qwen3-30b-a3b", policies="all", **STEP | sweep)
+    return {
+        "yardstick": swept.figures()["yardstick"],
+        "size": dict(size),
+        "step": STEP,
+        "analysis": f"{analysis_answer(analysis)} {cost_summary(analysis)}",
+        "steps": steps,
+        "sweep": [
+            {name: case[name] for name in ("ranks", "slots", "micro_steps")} | _kept(case)
+            for case in swept.figures()["sweep"]
+        ],
+    }
+
+
+def print_figures(figures: Mapping[str, Any], console: Console) -> None:
+    """Print the tables as they stand on the pages."""
+    console.print(*blocks(figures).values(), sep="\n\n", markup=False, soft_wrap=True)
+
+
+def _kept(case: Mapping[str, Any]) -> dict[str, Any]:
+    policies = {
+        name: {key: figures[key] for key in KEPT} | {"max_over_mean": figures["max_over_mean"]["mean"]}
+        for name, figures in case["policies"].items()
+    }
+    return {"policies": policies, "permuted_s": case["ids_permuted"]["step_time_s"]}
+
+
+def blocks(figures: Mapping[str, Any]) -> dict[str, str]:
+    """The generated parts of both pages, by name."""
+    return {
+        "gain": _gain(figures),
+        "analysis": f"> {figures['analysis']}",
+        "answer": "> " + next(iter(figures["steps"].values()))[DISPATCHERS[0]]["answer"],
+        "balancers": _balancers(figures),
+        "sweep": _sweep(figures["sweep"]),
+    }
+
+
+def write_pages(figures: Mapping[str, Any]) -> None:
+    """Put the generated parts into README and results."""
+    made = blocks(figures)
+    replace_tables({name: made.pop(name) for name in ("gain", "analysis", "answer")}, README)
+    replace_tables(made, RESULTS)
+
+
+def _gain(figures: Mapping[str, Any]) -> str:
+    """Four balancers with both dispatchers, and what the gain depends on."""
+    skewed, mixed = figures["steps"].values()
+    rows = [
+        [f"`{name}`: {about}", *(cell for sent in DISPATCHERS for cell in _speeds(skewed[sent]["policies"][name]))]
+        for name, about in ABOUT.items()
+    ]
+    header = ["balancer"]
+    for sent in DISPATCHERS:
+        header += [f"{sent} sent: step", "over `static`", "over `eplb`"]
+    notes = [
+        "`tokens`: the dispatcher sends a token to a node once, as DeepEP, HybridEP and MoRI do. `rows`: it sends "
+        "every row to its rank, as an all-to-all does.",
+        "If expert ids are permuted, so that hot experts are neighbours only by chance, `trimtab` is "
+        f"{_gains(skewed, 'permuted_s')}.",
+        f"On mixed text it is {_gains(mixed)}.",
+        _lost(figures["sweep"]),
+    ]
+    return "\n".join([markdown_table(header, rows), "", *(f"* {note}" for note in notes)])
+
+
+def _speeds(policy: Mapping[str, Any]) -> list[str]:
+    return [f"{policy['step_time_s']:.2f} s", *(f"{policy[f'speedup_vs_{than}']:.2f}x" for than in ("static", "eplb"))]
+
+
+def _gains(by_dispatcher: Mapping[str, Any], permuted: str = "") -> str:
+    """Speed-ups of `trimtab` with both dispatchers; of the step with permuted ids if `permuted` names its seconds."""
+    texts = []
+    for sent in DISPATCHERS:
+        case = by_dispatcher[sent]
+        seconds = case[permuted] if permuted else {n: policy["step_time_s"] for n, policy in case["policies"].items()}
+        over = (f"{seconds[than] / seconds['trimtab']:.2f}x over `{than}`" for than in ("static", "eplb"))
+        texts.append(f"{' and '.join(over)} ({sent})")
+    return ", ".join(texts)
+
+
+def _lost(sweep: Sequence[Mapping[str, Any]]) -> str:
+    """The cases of the sweep in which another balancer is faster."""
+    texts = []
+    for case in sweep:
+        policies = {name: figures for name, figures in case["policies"].items() if name != "balanced"}
+        fastest = min(policies, key=lambda name: policies[name]["step_time_s"])
+        if fastest != "trimtab":
+            less = 1 - policies[fastest]["step_time_s"] / policies["trimtab"]["step_time_s"]
+            memory = f" (with {policies[fastest]['peak_bytes_per_rank'] / 1e9:.0f} GB a rank, which do not fit)"
+            texts.append(
+                f"`{fastest}` takes {less:.1%} less time at {_place(case)}{'' if policies[fastest]['fits'] else memory}"
+            )
+    others = "; ".join(texts) if texts else "in none"
+    return f"Other balancers are faster in {len(texts)} of {len(sweep)} cases of 8 to 32 ranks (tokens): {others}."
+
+
+def _place(case: Mapping[str, Any]) -> str:
+    slots = "1 slot" if case["slots"] == 1 else f"{case['slots']} slots"
+    return f"{case['ranks']} ranks, {slots}, {case['micro_steps']} micro-steps"
+
+
+def _balancers(figures: Mapping[str, Any]) -> str:
+    """All balancers on the first trace; those of the other dispatcher and trace in seconds."""
+    first, *others = (
+        (name, sent, cases[sent]["policies"]) for name, cases in figures["steps"].items() for sent in DISPATCHERS
+    )
+    header = ["balancer", "step", "over `static`", "over `eplb`", "of ideal", "max/mean", "replicas", "memory"]
+    header += [f"{name.rpartition('-')[2]}, {sent}" for name, sent, _ in others]
+    rows = [
+        [
+            f"`{name}`", *_speeds(policy), f"{policy['fraction_of_balanced']:.1%}", f"{policy['max_over_mean']:.3f}",
+            f"{policy['replicas_per_instance']:.1f}", f"{policy['peak_bytes_per_rank'] / 1e9:.1f} GB",
+            *(f"{more[name]['step_time_s']:.2f} s" for _, _, more in others),
+        ]
+        for name, policy in sorted(first[2].items(), key=lambda item: item[1]["step_time_s"])
+    ]  # fmt: skip
+    far = first[2]["trimtab"]["cross_node_token_fraction"]
+    return f"{markdown_table(header, rows)}\n\nOf the rows of `trimtab`, {far:.0%} go to another node."
+
+
+def _sweep(sweep: Sequence[Mapping[str, Any]]) -> str:
+    """Seconds of every case."""
+    rows = []
+    for case in sweep:
+        policies = case["policies"]
+        real = {name: policy for name, policy in policies.items() if name != "balanced"}
+        fitting = {name: policy for name, policy in real.items() if policy["fits"]} or real
+        fastest = min(fitting, key=lambda name: fitting[name]["step_time_s"])
+        seconds = {name: f"{policy['step_time_s']:.1f}" for name, policy in policies.items()}
+        names = ("trimtab", "eplb", "static", "balanced")
+        size = [str(case[name]) for name in ("ranks", "slots", "micro_steps")]
+        fits = "yes" if policies["trimtab"]["fits"] else "no"
+        rows.append([*size, f"`{fastest}` {seconds[fastest]}", fits, *(seconds[name] for name in names)])
+    header = ["ranks", "slots", "micro-steps", "fastest that fits", "`trimtab` fits"]
+    return markdown_table([*header, "`trimtab`", "`eplb`", "`static`", "`balanced`"], rows)
+
+
+if __name__ == "__main__":
+    main("experiments.simulated")

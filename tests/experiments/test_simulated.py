@@ -1,0 +1,41 @@
+"""README and results show the stored figures of simulated steps, and a small run gives all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import simulated
+from experiments.page_tables import tables_of_page
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_both_pages_show_the_stored_figures() -> None:
+    figures = json.loads((ROOT / "docs" / "benchmarks" / "simulated.json").read_text())
+    blocks = simulated.blocks(figures)
+    shown = {
+        name: text
+        for page in (simulated.README, simulated.RESULTS)
+        for name, text in tables_of_page(page.read_text(encoding="utf-8")).items()
+    }
+    assert {name: shown[name] for name in blocks} == blocks
+    assert figures["size"] == simulated.SIZE
+    assert figures["step"] == simulated.STEP
+
+
+def test_a_small_run_gives_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    size: dict[str, Any] = {
+        "num_sequences": 32, "mean_length": 24, "max_length": 40, "num_layers": 1, "num_steps": 2,
+    }  # fmt: skip
+    monkeypatch.setattr(simulated, "STEP", simulated.STEP | {"micro_steps": 1})
+    sweep = {"ranks": [8, 16], "slots": [1], "micro_steps": [1]}
+    figures = json.loads(json.dumps(simulated.simulate_all(["uniform"] * 2, size, sweep)))
+    skewed = figures["steps"]["uniform"]
+    tokens, rows = (skewed[sent]["policies"]["static"]["step_time_s"] for sent in ("tokens", "rows"))
+    assert tokens < rows
+    assert f"{tokens:.2f} s" in simulated._gain({**figures, "steps": {"a": skewed, "b": skewed}})
+    assert len(figures["sweep"]) == 2
