@@ -26,9 +26,9 @@ EXAMPLES = ("--json out/simulated.json",)
 ROOT = Path(__file__).parents[1]
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
 TRACES = ("qwen3-30b-math", "qwen3-30b-mixed")
-SIZE = {"num_sequences": 2048, "mean_length": 1024, "max_length": 4096, "num_layers": 8, "num_steps": 2}
-STEP = {"cluster": "h100x8", "ranks": 16, "slots": 2, "micro_steps": 32, "checkpointing": True}
-SWEEP = {"ranks": [8, 16, 32], "slots": [1, 2], "micro_steps": [8, 32]}
+SIZE: dict[str, Any] = {"num_sequences": 2048, "mean_length": 1024, "max_length": 4096, "num_layers": 8, "num_steps": 2}
+STEP: dict[str, Any] = {"cluster": "h100x8", "ranks": 16, "slots": 2, "micro_steps": 32, "checkpointing": True}
+SWEEP: dict[str, Any] = {"ranks": [8, 16, 32], "slots": [1, 2], "micro_steps": [8, 32]}
 DISPATCHERS = ("tokens", "rows")
 # Figures of a balancer that are stored.
 KEPT = (
@@ -66,7 +66,7 @@ def simulate_all(traces: Sequence[str], size: Mapping[str, int], sweep: Mapping[
         steps[name] = {sent: {"answer": answer(simulated)} | _kept(case) for sent, case, simulated in cases}
         if name == traces[0]:
             analysis = trimtab.analyze(trace, ranks=STEP["ranks"], model="qwen3-30b-a3b").analysis
-            swept = trimtab.simulate(trace, model="qwen3-30b-a3b", policies="all", **STEP | sweep)
+            swept = trimtab.simulate(trace, model="qwen3-30b-a3b", policies="all", **STEP | dict(sweep))
     return {
         "yardstick": swept.figures()["yardstick"],
         "size": dict(size),

@@ -109,8 +109,8 @@ def transfers_of(
             for leg in legs(source, to, per_node, costs.forwards) if start == source else ():
                 by_link[leg] += rows.values()
         total = sum(sum(rows.values()) for (start, _), rows in sent.items() if start == source)
-        for leg, rows in by_link.items():
-            transfers[leg] += tokens_with_any(rows, total, costs.top_k)
+        for leg, counts in by_link.items():
+            transfers[leg] += tokens_with_any(counts, total, costs.top_k)
     return transfers
 
 
@@ -168,15 +168,15 @@ def needs_of(
     shares: Counter[tuple[int, int]] = Counter()
     out: dict[tuple[str, int], float] = defaultdict(float)
     into: dict[tuple[str, int], float] = defaultdict(float)
-    sent: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+    rows_sent: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for flow in flows_of(plan, counts_RE, m, layer):
         shares[flow.expert, flow.rank] += flow.rows
         first_to = home[flow.expert] if hops == 2 else flow.rank
-        sent[flow.source, first_to][flow.expert] += flow.rows
+        rows_sent[flow.source, first_to][flow.expert] += flow.rows
         if first_to != flow.rank:
             out["hop", first_to] += flow.rows
             into["hop", flow.rank] += flow.rows
-    for (kind, start, end), transfers in transfers_of(sent, per_node, costs).items():
+    for (kind, start, end), transfers in transfers_of(rows_sent, per_node, costs).items():
         out[kind, start] += transfers
         into[kind, end] += transfers
     for (expert, rank), rows in shares.items():

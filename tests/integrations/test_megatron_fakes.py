@@ -101,7 +101,7 @@ def test_plans_price_what_the_dispatcher_sends(state: State, name: str) -> None:
     from trimtab.integrations.megatron import balance
 
     model = Model(LAYOUT, CASES[name])
-    session = balance(model.chunks, dispatcher=CASES[name].dispatcher).session
+    session = balance(model.chunks, dispatcher=CASES[name].dispatcher).session  # type: ignore[arg-type]
     assert session is not None
     assert {homes.dispatch_forwards for homes in session.homes} == {name == "deepep"}
 

@@ -21,7 +21,7 @@ def permute_experts(counts: Array, seed: int) -> Array:
     All leading indices of a layer, such as sequences or micro-steps, get the same order.
     """
     permuted = np.empty_like(counts)
-    for layer, order in enumerate(_orders(*counts.shape[-2:], seed)):
+    for layer, order in enumerate(_orders(counts.shape[-2], counts.shape[-1], seed)):
         permuted[..., layer, :] = counts[..., layer, order]
     return permuted
 
