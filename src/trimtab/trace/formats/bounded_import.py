@@ -1,7 +1,8 @@
 """Imports of untrusted files, in a child process whose memory and time are limited.
 
 A few bytes can ask for terabytes of memory or endless work, from our readers as well as from a library's. The limits
-of the operating system hold for all of them, so the readers themselves need none.
+of the operating system hold for all of them, so the readers themselves need none. Linux has both limits, macOS that of
+time alone, and Windows none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import logging
 import math
 import os
 import pickle
-import resource
 import signal
 import subprocess
 import sys
@@ -31,6 +31,11 @@ from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.message_text import reason
 from trimtab.trace.routing import RoutingTrace
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 log = logging.getLogger("trimtab")
 SMALL_FILE = 8 << 20
 # A list of numbers takes in Python up to 16 times its JSON, and a mapped file counts as memory.
@@ -44,7 +49,7 @@ class Limits:
 
     Attributes:
         memory: bytes of address space, beyond what the process has before it reads the file.
-        seconds: of processor time, and of elapsed time.
+        seconds: of processor time. Elapsed time depends on what else a machine does.
     """
 
     memory: int = 768 << 20
@@ -71,8 +76,11 @@ def bounded_import(
         limits: for a file below 8 MB.
 
     Raises:
-        InputError: one line that names the file, if it is not of this format, is damaged, or takes more than `limits`.
+        InputError: one line that names the file, if it is not of this format, is damaged, or takes more than `limits`;
+            on systems without limits of processes.
     """
+    if resource is None:
+        raise InputError("dumps are imported on Linux and macOS; this system can't limit what an untrusted file takes")
     limits = limits or Limits()
     # Without -P the child would import modules from the user's folder.
     command = [sys.executable, "-P", "-m", __name__]
@@ -108,8 +116,6 @@ def _ended(status: int, file: Path, limits: Limits) -> Exception:
     allowed = limits.of_size(file.stat().st_size)
     if status == -signal.SIGXCPU:
         return InputError(f"{file}: takes more than {allowed.seconds} s of processor time, {_ADVICE}")
-    if status == -signal.SIGALRM:
-        return InputError(f"{file}: takes more than {allowed.seconds} s, {_ADVICE}")
     if status < 0:
         return InputError(f"{file}: its reader was ended by {signal.Signals(-status).name}, as for lack of memory")
     return RuntimeError(f"{file}: its reader failed with status {status}")
@@ -121,6 +127,8 @@ class ProcessLimits:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._address_space = _address_space()
+        if self._address_space is None:
+            log.warning("this system does not limit the memory of an import; only import files that you trust")
         # A process that exceeds a limit would leave a core file.
         _set_limit(resource.RLIMIT_CORE, 0)
 
@@ -131,7 +139,6 @@ class ProcessLimits:
         if self._address_space is not None:
             _set_limit(resource.RLIMIT_AS, self._address_space + limits.memory)
         _set_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + limits.seconds)
-        signal.setitimer(signal.ITIMER_REAL, limits.seconds)
         return limits
 
 
@@ -168,6 +175,9 @@ def _answer(request: Any, send: Callable[[Any], None]) -> None:
         if path != file:
             send(path)
         file = path
+        if path.exists() and not path.is_file():
+            # Reading a pipe or a device may never end.
+            raise InputError(f"{path}: is not a regular file")
         allowed = process.apply(path)
 
     try:
