@@ -186,3 +186,11 @@ def test_values_that_have_never_run_are_named() -> None:
     assert "global_aux_loss" in str(never_run({"moe_router_load_balancing_type": ["global_aux_loss", "aux_loss"]}))
     assert set(never_run({"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]})) == {"cuda_graph_impl"}
     assert never_run({"cuda_graph_impl": "local", "cuda_graph_scope": ["moe"]}) == {}
+
+
+def test_the_package_has_its_public_names_alone() -> None:
+    from trimtab.integrations import megatron
+
+    assert callable(megatron.balance)
+    with pytest.raises(AttributeError, match=r"trimtab\.integrations\.megatron' has no attribute 'nothing'"):
+        megatron.nothing  # noqa: B018

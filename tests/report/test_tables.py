@@ -6,14 +6,17 @@ from dataclasses import replace
 from html import escape
 from io import StringIO
 
+import numpy as np
 from rich.console import Console
 
 from helpers.reports import EVIL, some_policies
 from trimtab.report.notebook import notebook_html
 from trimtab.report.policies_table import balance_and_replicas, policies_table
 from trimtab.report.table_data import Row, TableData
-from trimtab.report.tables import facts, terminal_table
+from trimtab.report.tables import SHOWN_LAYERS, facts, skew_table, terminal_table
 from trimtab.report.widgets import table
+from trimtab.trace import RoutingTrace
+from trimtab.trace.statistics import LayerSkew
 
 
 def printed(*parts: object) -> str:
@@ -70,3 +73,13 @@ def test_markup_in_names_is_shown_as_text() -> None:
     assert all(name in text for name in ("[red]", "[bold]name[/bold]", "[i]", "[b]", "[u]"))
     assert "<img" not in table(data)
     assert 'data-layer="3"' in table(data)
+
+
+def test_the_most_uneven_layers_come_first() -> None:
+    hottest_L = np.array([1.5, 3.25, 1.25, 2.5, 4.75, 1.0, 2.0])
+    trace = RoutingTrace.from_sequences([np.zeros((1, 7, 1), int)], num_experts=2, layer_indices=range(10, 17))
+    text = printed(skew_table(trace, LayerSkew(np.ones((7, 2), int), hottest_L, hottest_L / 10)))
+    lines = [line.split() for line in text.splitlines()[2:]]
+    assert [line[0] for line in lines] == ["14", "11", "13", "16", "10", "mean"]
+    assert len(lines) == SHOWN_LAYERS + 1
+    assert lines[0][1:] == ["4.75", "47.5%"]
