@@ -21,7 +21,7 @@ from trimtab.cluster import ClusterSpec, load_cluster, load_model
 from trimtab.planner import SequenceCounts
 from trimtab.simulator.comparison import ComparisonCase, budget_for, simulate_policy
 from trimtab.simulator.yardstick import yardstick
-from trimtab.trace import PRESETS, synthesize_preset
+from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 
 # Steps of a trace. The last one is simulated, with the homes that planning the step before it leaves and the history of
 # all earlier ones.
@@ -56,7 +56,7 @@ def _run_row(row: Row, presets: Sequence[str], seeds: Sequence[int], advance: Ca
             draw = lru_cache(_draw)
             for s, set_up in enumerate(row.set_ups):
                 model = load_model(set_up.model)
-                parts = draw(
+                steps = draw(
                     preset,
                     seed,
                     num_sequences=set_up.sequences,
@@ -66,7 +66,7 @@ def _run_row(row: Row, presets: Sequence[str], seeds: Sequence[int], advance: Ca
                     num_experts=model.num_experts,
                     top_k=model.top_k,
                 )
-                case = _case(set_up, parts, row.policies)
+                case = _case(set_up, steps, row.policies)
                 for f, figure in enumerate(row.figures):
                     values[s, f][preset].append(round(figure.measure(case), 6))
                 advance()
@@ -95,11 +95,10 @@ def _run_row(row: Row, presets: Sequence[str], seeds: Sequence[int], advance: Ca
     }
 
 
-def _draw(preset: str, seed: int, **sizes: int) -> tuple[SequenceCounts, ...]:
-    """Sequences of every step of a trace, in the order of steps."""
+def _draw(preset: str, seed: int, **sizes: int) -> tuple[RoutingTrace, ...]:
+    """The steps of a trace."""
     trace = synthesize_preset(PRESETS[preset], num_steps=STEPS, seed=seed, **sizes)
-    counted = SequenceCounts.from_trace(trace)
-    return tuple(counted.select(np.flatnonzero(trace.steps == step)) for step in range(STEPS))
+    return tuple(trace.select(np.flatnonzero(trace.steps == step)) for step in range(STEPS))
 
 
 def _cluster(set_up: SetUp) -> ClusterSpec:
@@ -108,7 +107,8 @@ def _cluster(set_up: SetUp) -> ClusterSpec:
     )
 
 
-def _case(set_up: SetUp, parts: Sequence[SequenceCounts], policies: Sequence[str]) -> Case:
+def _case(set_up: SetUp, steps: Sequence[RoutingTrace], policies: Sequence[str]) -> Case:
+    parts = [SequenceCounts.from_trace(step) for step in steps]
     case = ComparisonCase(
         cluster=_cluster(set_up),
         model=load_model(set_up.model),
@@ -116,5 +116,6 @@ def _case(set_up: SetUp, parts: Sequence[SequenceCounts], policies: Sequence[str
         earlier=tuple(parts[:-1]),
         token_budget=budget_for(parts, set_up.ranks, set_up.micro_steps),
         equal_terms=set_up.equal_terms,
+        trace=steps[-1],
     )
     return Case(case, {name: simulate_policy(case, name, VARIANTS.get(name)) for name in policies})
