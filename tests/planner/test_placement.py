@@ -87,11 +87,11 @@ def test_no_swap_of_two_experts_is_better(case: Case) -> None:
 @settings(max_examples=60)
 @given(cases(), st.integers(10**8, 10**10))
 def test_the_search_ends_with_counts_of_any_size(case: Case, largest: int) -> None:
-    """With rounding errors, swaps would go round in circles."""
+    """With rounding errors, swaps would go round in circles. Such counts are rounded to about 24 bits before."""
     counts_ME = case.counts_ME.copy()
     counts_ME[:, 0] = largest
     large = replace(case, counts_ME=counts_ME, move_penalty=0.0)
-    assert large.cost(large.place()) <= large.cost(case.home_E)
+    assert large.cost(large.place()) <= large.cost(case.home_E) * (1 + 1e-6)
     same = replace(case, move_penalty=0.0)
     assert np.array_equal(replace(same, counts_ME=case.counts_ME << 32).place(), same.place())
 
