@@ -90,7 +90,7 @@ def answers(cases: Sequence[SimulatedCase]) -> str:
     if len(cases) == 1:
         return answer(cases[0])
     first = {case.dispatcher: case for case in reversed(cases)}
-    return " ".join(f"{case.text}: {answer(case)}" for case in cases if first[case.dispatcher] is case)
+    return "\n".join(f"{case.text}: {answer(case)}" for case in cases if first[case.dispatcher] is case)
 
 
 def answer(simulated: SimulatedCase) -> str:
@@ -251,7 +251,7 @@ def _mark(simulated: SimulatedCase, outcome: Outcome) -> str:
     ours = simulated.outcomes.get("trimtab", outcome).memory.get("replica pool", 0)
     marks = {
         "no history": _lacks_history(simulated, outcome),
-        "more memory for replicas": outcome.memory.get("replica pool", 0) > ours,
+        "more memory": outcome.memory.get("replica pool", 0) > ours,
     }
     return ", ".join(mark for mark, is_so in marks.items() if is_so)
 
