@@ -66,16 +66,15 @@ def simulate_all(traces: Sequence[str], size: Mapping[str, int], sweep: Mapping[
         steps[name] = {sent: {"answer": answer(simulated)} | _kept(case) for sent, case, simulated in cases}
         if name == traces[0]:
             analysis = trimtab.analyze(trace, ranks=STEP["ranks"], model="qwen3-30b-a3b").analysis
-            swept = trimtab.simulate(trace, model="qwen3-30b-a3b", policies="all", **STEP | dict(sweep))
+            swept = trimtab.simulate(trace, model="qwen3-30b-a3b", policies="all", **STEP | dict(sweep)).figures()
     return {
-        "yardstick": swept.figures()["yardstick"],
+        "yardstick": swept["yardstick"],
         "size": dict(size),
         "step": STEP,
         "analysis": f"{analysis_answer(analysis)} {cost_summary(analysis)}",
         "steps": steps,
         "sweep": [
-            {name: case[name] for name in ("ranks", "slots", "micro_steps")} | _kept(case)
-            for case in swept.figures()["sweep"]
+            {name: case[name] for name in ("ranks", "slots", "micro_steps")} | _kept(case) for case in swept["sweep"]
         ],
     }
 

@@ -200,7 +200,7 @@ class Observer:
         self.close()
 
     def _run(self) -> None:
-        """The thread's work. Of any kind of error: none may end it, also not `sys.exit` in a sink."""
+        """The thread's work. No error ends it, not even `sys.exit` in a sink."""
         try:
             if hasattr(os, "setpriority"):
                 # On Linux that is of the thread alone.

@@ -26,7 +26,7 @@ ABOUT = {
 }
 
 
-DISPATCHERS = {
+DISPATCH_TEXTS = {
     True: "sends a token to a node once, as DeepEP, HybridEP and MoRI do",
     False: "sends every row to its rank, as all-to-alls do",
 }
@@ -62,7 +62,7 @@ def setting_facts(source: str, trace: RoutingTrace, simulated: SimulatedCase) ->
         ("trace", f"{source}, step {trace.steps[0]}: {trace.num_tokens:,} tokens, {trace.num_sequences:,} sequences"),
         ("model", f"{case.model.name}; the trace has {trace.shape_text}"),
         ("cluster", f"{cluster.ranks} ranks, {cluster.ranks_per_node} per node, {cluster.name}"),
-        ("dispatcher", DISPATCHERS[cluster.dispatch_forwards]),
+        ("dispatcher", DISPATCH_TEXTS[cluster.dispatch_forwards]),
         ("slots", f"{cluster.slots_per_rank} replicas per rank"),
         ("micro-steps", f"{micro_steps}, each of up to {case.token_budget:,} tokens per rank"),
         ("optimizer steps", f"{case.mini_batches}"),
