@@ -181,12 +181,15 @@ def test_a_step_that_is_no_step_loses_nothing_but_itself(caplog: pytest.LogCaptu
 def test_writing_ends_at_its_limit_and_before_the_disk_is_full(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with observed(folder=tmp_path / "limit", disk_mb=1) as observer:
+    # Files of a few sequences each.
+    with (
+        mock.patch("trimtab.observe.observer.FILE_BYTES", 500),
+        observed(folder=tmp_path / "limit", disk_mb=1) as observer,
+    ):
         for step in range(20):
-            figures = figures_of(observer, miles([np.tile(ids, (2000, 1, 1)) for ids in sequences(step, 4)]), step)
-            assert figures["rollout/moe/observed_share"] == 1
-    size = sum(file.stat().st_size for file in (tmp_path / "limit").iterdir())
-    assert size < 8e6
+            assert figures_of(observer, miles(sequences(step, 90)), step)["rollout/moe/observed_share"] == 1
+    assert 1e6 <= sum(file.stat().st_size for file in (tmp_path / "limit").iterdir()) < 1.1e6
+    assert caplog.text.count("1 MB are written, all that disk_mb allows") == 1
     nearly_full = SimpleNamespace(free=LEAST_FREE_BYTES)
     with mock.patch("shutil.disk_usage", return_value=nearly_full), observed(folder=tmp_path / "full") as observer:
         figures_of(observer, miles(sequences()))
