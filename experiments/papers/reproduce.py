@@ -116,6 +116,6 @@ def _case(set_up: SetUp, steps: Sequence[RoutingTrace], policies: Sequence[str])
         earlier=tuple(parts[:-1]),
         token_budget=budget_for(parts, set_up.ranks, set_up.micro_steps),
         equal_terms=set_up.equal_terms,
-        trace=steps[-1],
+        traces=(steps[-1],),
     )
     return Case(case, {name: simulate_policy(case, name, VARIANTS.get(name)) for name in policies})

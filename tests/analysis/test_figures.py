@@ -363,7 +363,7 @@ def test_the_estimate_is_near_the_simulator(tmp_path: Path) -> None:
         counted = count_trace(TraceReader(tmp_path / "t.parquet"), ranks=ranks, token_budget=1024)
         found = analyze(counted, ranks=ranks, ranks_per_node=per_node, cluster=cluster, model=model).estimate
         assert found
-        case = ComparisonCase(cluster, model, SequenceCounts.from_trace(trace), (), 1024, trace=trace)
+        case = ComparisonCase(cluster, model, SequenceCounts.from_trace(trace), (), 1024, traces=(trace,))
         static, even = (simulate_policy(case, name).simulated for name in ("static", "balanced"))
         # Between nodes the sums of gradients stick out of so short a step.
         static_s, even_s = (step.step_time_s - step.parts_s["optimizer"] for step in (static, even))

@@ -121,7 +121,10 @@ def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
         (["analyze", "{trace}", "--html", "{folder}", "--json", "{folder}/new"], "a folder; name the file to write"),
         (["simulate", "{trace}", "--ranks", "5", "--json", "{folder}/new"], "--ranks 5 doesn't divide the 32 experts"),
         (["simulate", "{trace}", "--token-budget", "99", "--micro-steps", "2"], "not allowed with argument"),
-        (["simulate", "{trace}", "--policy", "static,magic"], "unknown --policy magic; use one of static, eplb,"),
+        (
+            ["simulate", "{trace}", "--policy", "static,magic"],
+            "unknown --policy magic; use one of static, scheduled, eplb,",
+        ),
         (["simulate", "{trace}", "--sharding", "zero"], "unknown --sharding zero; did you mean zero1?"),
         (["simulate", "{trace}", "--slots", "-1"], "should be a whole number of at least 0"),
         (["simulate", "{trace}", "--perfetto", "{folder}/t.txt"], "should end in .json or .json.gz"),

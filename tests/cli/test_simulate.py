@@ -112,7 +112,8 @@ def test_by_default_all_balancers_run_and_the_main_ones_are_shown(printed: Print
     assert list(found) == list(POLICIES)
     seconds = {name: row["step_time_s"] for name, row in found.items()}
     fastest = min(set(seconds) - {"balanced"}, key=lambda name: seconds[name])
-    shown = sorted({"static", "eplb", "eplb_oracle", "trimtab", fastest}, key=lambda name: seconds[name])
+    main = {"static", "scheduled", "eplb", "eplb_oracle", "trimtab", fastest}
+    shown = sorted([name for name in POLICIES if name in main], key=lambda name: seconds[name])
     table = output[output.index("Recompute and update of one step") : output.index("Balance and replicas")]
     rows = table.splitlines()[2:]
     assert [row.split()[0] for row in rows] == [*shown, "balanced"]
@@ -252,6 +253,18 @@ def test_dispatchers_are_cases_of_a_sweep(simulate: Printed, places: Places) -> 
     assert figures(places, "t.json")["cluster"]["dispatch_forwards"]
 
 
+def test_steps_end_with_the_one_that_was_asked_for(simulate: Printed, places: Places, error_of: Printed) -> None:
+    assert "mean of" not in simulate("--json", "{folder}/s.json")
+    assert figures(places)["settings"]["steps"] == 1
+    # The trace has two steps; the first is left out unless it is asked for.
+    assert "Recompute and update of a step, mean of 2" in simulate("--steps", "2", "--json", "{folder}/b.json")
+    both, last = (figures(places, name)["policies"]["static"] for name in ("b.json", "s.json"))
+    assert both["step_times_s"][1:] == [last["step_time_s"]]
+    assert both["step_time_s"] == pytest.approx(sum(both["step_times_s"]) / 2)
+    words = ["simulate", places["trace"], "--model", places["config"], "--ranks", "4"]
+    assert "trace.parquet has 1 step up to step 0" in error_of(*words, "--step", "0", "--steps", "2")
+
+
 def test_options_reach_the_simulation(simulate: Printed, places: Places) -> None:
     settings = ("--groups", "2", "--groups-meet", "layer", "--mini-batches", "2", "--equal-terms", "--step", "0",
                 "--sharding", "fsdp", "--checkpointing")  # fmt: skip
@@ -259,7 +272,8 @@ def test_options_reach_the_simulation(simulate: Printed, places: Places) -> None
     simulate(*settings, *size, "--json", "{folder}/s.json", policies=("trimtab",))
     found = figures(places)
     assert found["settings"] == {
-        "trace": str(places["trace"]), "step": 0, "token_budget": 64, "mini_batches": 2, "equal_terms": True,
+        "trace": str(places["trace"]), "step": 0, "steps": 1,
+        "token_budget": 64, "mini_batches": 2, "equal_terms": True,
         "groups": 2, "meet": "layer", "ring_layers": 3, "recompute": True, "sharding": "fsdp", "checkpointing": True,
         "earlier_steps": 0, "layers_traced": 2, "layers_of_model": 4, "micro_steps": None,
     }  # fmt: skip

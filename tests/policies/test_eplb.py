@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from helpers.comparison_cases import some_case, some_trace
 from helpers.policies import Step, check_policy, golden, instances, poisoned, random_step, random_steps
 from trimtab.planner.placement.packing import rebalance
-from trimtab.policies.rivals.eplb import Eplb, EplbOracle
+from trimtab.policies.policy import with_intervals
+from trimtab.policies.rivals.eplb import Eplb, EplbEveryStep, EplbOracle
 from trimtab.policies.rivals.expert_copies import count_copies, split_equally, spread_copies
+from trimtab.simulator.comparison import simulate_policy
 
 GOLDEN = golden("eplb")
 
@@ -45,6 +49,39 @@ def test_the_routing_of_the_step_changes_only_the_split(equal_terms: bool) -> No
     assert np.array_equal(plan.replica_experts, other.replica_experts)
     assert np.array_equal(plan.replica_ranks, other.replica_ranks)
     assert instances(plan) != instances(other)
+
+
+@pytest.mark.parametrize(("interval", "last"), [(1, 5), (2, 5), (3, 4), (4, 5), (5, 1), (None, 1)])
+def test_between_placements_loads_and_copies_are_those_of_the_last_one(interval: int | None, last: int) -> None:
+    """After steps 1, 1 + interval, 1 + 2 * interval ...; here five steps are past."""
+    step = random_step(np.random.default_rng(5), ranks=8, experts=32, past_steps=5, least=50)
+    seen = replace(step, past_counts_PLE=step.past_counts_PLE[:last])
+    plan, expected = step.plan(Eplb(interval=interval)), seen.plan(Eplb())
+    assert plan.hash == expected.hash
+    assert (plan.hash == step.plan(Eplb()).hash) == (last == 5)
+
+
+def test_a_comparison_takes_the_fastest_interval() -> None:
+    assert [interval_of(each) for each in with_intervals(Eplb())] == [1, 3, None]
+    assert [interval_of(each) for each in with_intervals(EplbEveryStep())] == [1]
+    assert with_intervals(EplbOracle()) == [EplbOracle()]
+    case = some_case(some_trace(steps=(1, 2, 2, 3, 3, 4, 4)), measured=3)
+    chosen = simulate_policy(case, "eplb")
+    seconds = {
+        interval: simulate_policy(case, "eplb", EplbAt(interval=interval)).simulated.step_time_s
+        for interval in Eplb.intervals
+    }
+    assert chosen.simulated.step_time_s == min(seconds.values())
+    assert seconds[interval_of(chosen.policy)] == min(seconds.values())
+    assert simulate_policy(case, "eplb_every_step").simulated.step_time_s == seconds[1]
+
+
+def interval_of(policy: Any) -> Any:
+    return policy.interval
+
+
+class EplbAt(Eplb):
+    intervals = ()
 
 
 def test_without_history_homes_stay_and_nothing_is_copied() -> None:

@@ -12,8 +12,10 @@ import pytest
 from helpers.comparison_cases import MODEL, some_case, some_trace
 from trimtab import ClusterSpec, InputError, Placement, StepPlan
 from trimtab.array_type import Array
-from trimtab.planner import SequenceCounts
-from trimtab.policies import POLICIES, Traits, View
+from trimtab.cluster import StepCosts
+from trimtab.planner import SequenceCounts, pack_by_length
+from trimtab.planner.schedule.time_packing import pack_by_time
+from trimtab.policies import POLICIES, Policy, Traits, View
 from trimtab.simulator.comparison import budget_for, permuted_step_times, simulate_policy, step_of, trace_hash
 from trimtab.simulator.step import StepSettings
 from trimtab.trace.permuted_experts import permute_experts
@@ -99,6 +101,72 @@ def test_policies_get_past_counts_and_the_homes_that_they_reach_in_earlier_steps
     assert np.array_equal(outcome.plan.home, (contiguous.home + 3) % 4)
     assert outcome.migration_bytes == 2 * 8 * MODEL.expert_parameters * (2 + 12)
     assert outcome.simulated.parts_s["migration"] > 0
+
+
+@pytest.mark.parametrize("name", [*POLICIES])
+def test_several_steps_are_the_mean_of_single_ones(name: str) -> None:
+    """Each step alone, after those before it; the first placement of a run is charged over 100 steps."""
+    case = some_case(some_trace(steps=(1, 2, 2, 3, 3, 4, 4)), measured=3)
+    seen = simulate_policy(case, name)
+    parts, policy = case.steps, seen.policy
+    alone = []
+    for last in (1, 2, 3):
+        single = replace(case, sequences=parts[last], earlier=parts[:last], measured=1)
+        alone.append(simulate_policy(single, name, Once(policy)))
+    assert seen.step_times_s == pytest.approx([outcome.simulated.step_time_s for outcome in alone])
+    assert seen.simulated.step_time_s == pytest.approx(np.mean(seen.step_times_s))
+    for part, seconds in seen.simulated.parts_s.items():
+        assert seconds == pytest.approx(np.mean([outcome.simulated.parts_s[part] for outcome in alone]), abs=1e-15)
+    assert seen.migration_bytes == pytest.approx(np.mean([outcome.migration_bytes for outcome in alone]), abs=1)
+    assert seen.replicas_per_instance == pytest.approx(np.mean([outcome.replicas_per_instance for outcome in alone]))
+    assert seen.peak_bytes == max(outcome.peak_bytes for outcome in alone)
+    assert np.array_equal(seen.plan.home, alone[-1].plan.home)
+
+
+@dataclass(frozen=True)
+class Once:
+    """A policy with the interval that it has."""
+
+    policy: Policy
+
+    @property
+    def traits(self) -> Traits:
+        return self.policy.traits
+
+    def plan(self, view: View) -> StepPlan:
+        return self.policy.plan(view)
+
+
+@pytest.mark.usefixtures("spies")
+def test_only_the_first_placement_is_charged_over_many_steps() -> None:
+    case = some_case(some_trace(steps=(1, 2, 2, 3, 3, 4, 4)), measured=4)
+    moving_s = simulate_policy(replace(case, measured=1), "mover").simulated.parts_s["migration"]
+    assert moving_s > 0
+    outcome = simulate_policy(case, "mover")
+    # All homes turn in each step, which takes the same time in each; back where they began they are placed anew.
+    assert outcome.simulated.parts_s["migration"] == pytest.approx((3 + 1 / 100) * moving_s / 4)
+    assert outcome.simulated.moves_left_out_s == pytest.approx((1 - 1 / 100) * moving_s / 4)
+    stays = simulate_policy(case, "spy").simulated
+    assert stays.parts_s["migration"] == stays.moves_left_out_s == 0
+
+
+def test_a_case_has_the_steps_that_it_measures() -> None:
+    with pytest.raises(InputError, match="5 steps to simulate: the case has 3"):
+        some_case(measured=5)
+
+
+def test_all_balancers_but_static_get_sequences_packed_by_time() -> None:
+    case = some_case(some_trace(seed=1, steps=(0,) * 7, longer=200), token_budget=900)
+    plans = {name: simulate_policy(case, name).plan for name in ("static", "scheduled", "eplb_oracle", "balanced")}
+    by_length = pack_by_length(case.sequences.lengths, num_ranks=4, token_budget=900)
+    assert np.array_equal(plans["static"].rank, by_length.rank)
+    costs = StepCosts.of(case.cluster, MODEL, moe_layers=2)
+    by_time = pack_by_time(by_length, case.sequences.lengths, 2, case.cluster, costs, 900)
+    assert not np.array_equal(by_time.rank, by_length.rank)
+    for name in ("scheduled", "eplb_oracle", "balanced"):
+        assert np.array_equal(plans[name].rank, by_time.rank)
+    assert plans["scheduled"].num_replicas == 0
+    assert np.array_equal(plans["scheduled"].home, plans["static"].home)
 
 
 def test_planning_time_is_in_microseconds_of_an_instance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`trimtab.simulate`: step time of every balancer on a cluster, for one step of a trace."""
+"""`trimtab.simulate`: step time of every balancer on a cluster, for steps of a trace."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from trimtab.trace.in_memory import open_trace
 from trimtab.trace.store import Source
 
 # Shown by default, with the fastest of all.
-MAIN_POLICIES = ("static", "eplb", "eplb_oracle", "trimtab", "balanced")
+MAIN_POLICIES = ("static", "scheduled", "eplb", "eplb_oracle", "trimtab", "balanced")
 # References for speed-up and the ideal: in every run.
 NEEDED = ("static", "balanced")
 # Stands for the names of all balancers.
@@ -54,6 +54,8 @@ ALL = "all"
 # Simulated again with permuted expert ids.
 PERMUTED_POLICIES = ("static", "eplb", "trimtab", "balanced")
 DEFAULT_MICRO_STEPS = 8
+# Simulated by default, if the trace has so many after its first.
+MOST_STEPS = 6
 GROUPS_MEET = ("layer", "step")
 # What is sent to a node: every row, or a token once; see `ClusterSpec.dispatch_forwards`.
 DISPATCHERS = {"rows": False, "tokens": True}
@@ -65,7 +67,7 @@ class SimulationResult(Summarised):
 
     Attributes:
         source: name of the trace's file or files.
-        trace: the simulated step's sequences; the schedules of plans refer to them by index.
+        trace: the last step's sequences; the schedules of plans refer to them by index.
         cases: one for every combination of ranks, slots, micro-steps and dispatchers; the first is the one that is
             reported on.
     """
@@ -97,6 +99,7 @@ class SimulationResult(Summarised):
                 "trace": self.source,
                 "step": int(self.trace.steps[0]),
                 "earlier_steps": len(case.earlier),
+                "steps": case.measured,
                 "layers_traced": self.trace.num_layers,
                 "layers_of_model": case.model.moe_layers,
                 "micro_steps": self.cases[0].micro_steps,
@@ -161,14 +164,17 @@ def simulate(
     sharding: str = ZERO1,
     checkpointing: bool = False,
     step: int | None = None,
+    steps: int | None = None,
     progress: Callable[[str, int, int], None] = lambda policy, done, total: None,
 ) -> SimulationResult:
-    """Plan one step of a trace with several balancers and simulate it, as `trimtab simulate` does.
+    """Plan steps of a trace with several balancers and simulate them, as `trimtab simulate` does.
+
+    Balancers keep what they moved and see the loads of the steps before. Figures are means of the steps.
 
     Args:
         trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
         policies: names of `trimtab.policies.POLICIES`, or "all"; `static` and `balanced` always run. By default all
-            run, and tables show `static`, `eplb`, `eplb_oracle`, `trimtab`, the fastest, and `balanced`.
+            run, and tables show `static`, `scheduled`, `eplb`, `eplb_oracle`, `trimtab`, the fastest and `balanced`.
         cluster: kind of nodes: a preset's name or a TOML file.
         model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
             trace names, else a preset like the trace.
@@ -187,7 +193,8 @@ def simulate(
         recompute: False simulates the update alone, with the rollout's log-probabilities.
         sharding: training state that data ranks share out, for memory: `ddp`, `zero1` (optimizer state) or `fsdp`.
         checkpointing: whether activations are checkpointed: less memory, and another forward of every micro-step.
-        step: RL step of the trace; by default the last.
+        step: the last RL step to simulate; by default that of the trace.
+        steps: steps to simulate, up to that one; by default all but the trace's first, at most 6.
         progress: called before each balancer with its name, the balancers done and all, and once at the end.
 
     Raises:
@@ -199,6 +206,7 @@ def simulate(
     check_whole(1, mini_batches=mini_batches, groups=groups)
     check_optional(1, ranks_per_node=ranks_per_node)
     check_optional(0, step=step)
+    check_optional(1, steps=steps)
     check_choice("groups_meet", groups_meet, GROUPS_MEET)
     check_choice("sharding", sharding, SHARDINGS)
 
@@ -206,6 +214,12 @@ def simulate(
     if not reader.facts.lengths.any():
         raise InputError(f"{reader.name}: the trace is empty; there is nothing to simulate")
     step_trace, earlier = step_of(reader.read(), step)
+    every_step = [*earlier, step_trace]
+    measured = min(MOST_STEPS, max(1, len(earlier))) if steps is None else steps
+    if measured > len(every_step):
+        raise InputError(
+            f"--steps {measured}: {reader.name} has {plural(len(every_step), 'step')} up to step {step_trace.steps[0]}"
+        )
     spec = model_of(reader.name, step_trace, model, overrides)
     assert spec is not None
     for case_ranks, *_ in every:
@@ -214,10 +228,11 @@ def simulate(
                 f"--ranks {case_ranks} doesn't divide the {step_trace.num_experts} experts of {reader.name}"
             )
     most = max(numbers(micro_steps or 1))
-    if most > step_trace.num_sequences:
+    fewest = min(every_step[-measured:], key=lambda part: part.num_sequences)
+    if most > fewest.num_sequences:
         raise InputError(
-            f"--micro-steps {most}: step {step_trace.steps[0]} of {reader.name} has "
-            f"{plural(step_trace.num_sequences, 'sequence')}; every micro-step needs one"
+            f"--micro-steps {most}: step {fewest.steps[0]} of {reader.name} has "
+            f"{plural(fewest.num_sequences, 'sequence')}; every micro-step needs one"
         )
     clusters = [
         load_cluster(cluster, ranks=case_ranks, slots_per_rank=case_slots, ranks_per_node=ranks_per_node)
@@ -238,7 +253,8 @@ def simulate(
             token_budget=budget,
             mini_batches=mini_batches,
             equal_terms=equal_terms,
-            trace=step_trace,
+            measured=measured,
+            traces=tuple(every_step[-measured:]),
             settings=StepSettings(
                 groups=groups,
                 meet=groups_meet,

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from trimtab.api.simulate import ALL, DEFAULT_MICRO_STEPS, DISPATCHERS, GROUPS_MEET, simulate
+from trimtab.api.simulate import ALL, DEFAULT_MICRO_STEPS, DISPATCHERS, GROUPS_MEET, MOST_STEPS, simulate
 from trimtab.cli.options import add_model, add_options, add_trace, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.kernels import compile_beside
@@ -37,9 +37,9 @@ for policy in {names}:
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate",
-        description="Plan one step of a routing trace with several balancers, estimate the step time of every plan "
+        description="Plan steps of a routing trace with several balancers, estimate the step time of every plan "
         "with a timeline model of the cluster, and print where the time goes and whether memory is enough. By default "
-        "all balancers run, and tables show static, eplb, eplb_oracle, trimtab, the fastest, and the ideal (balanced). "
+        "all balancers run, and tables show static, scheduled, eplb, eplb_oracle, trimtab, the fastest, and the ideal (balanced). "
         "Several values of --ranks, --slots, --micro-steps or --dispatcher are a sweep.",
         examples=["trimtab simulate out/mixed.parquet --cluster h100x8 --ranks 16 --html out/report.html"],
     )
@@ -70,6 +70,7 @@ def add(commands: Any) -> None:
     option("--sharding", choices=SHARDINGS, help="training state that data ranks share out, for memory")
     option("--checkpointing", action="store_true", help="checkpoint activations: less memory, more time")
     option("--step", unset="the last of the trace")
+    option("--steps", unset=f"all but the trace's first, at most {MOST_STEPS}")
     add_options(parser, "--json", "--html")
     add_options(parser, "--perfetto", type=Path, help="write the timeline of a micro-step to FILE (.json, .json.gz)")
     parser.set_defaults(run=run)

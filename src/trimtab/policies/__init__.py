@@ -12,7 +12,9 @@ from trimtab.policies.policy import Policy, Traits, View, make_view
 # Module and class of each balancer.
 _CLASSES = {
     "static": ("static", "Static"),
+    "scheduled": ("static", "Scheduled"),
     "eplb": ("rivals.eplb", "Eplb"),
+    "eplb_every_step": ("rivals.eplb", "EplbEveryStep"),
     "eplb_oracle": ("rivals.eplb", "EplbOracle"),
     "lplb": ("rivals.lplb", "Lplb"),
     "fastermoe": ("rivals.fastermoe", "FasterMoe"),

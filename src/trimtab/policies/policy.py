@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -37,6 +37,7 @@ class Traits:
         copies: memory of its copies: `none`, slots that layers share, slots of every layer, or `unbounded` memory.
         relocates: true: it moves homes between steps.
         within_node: true: with its own recipe, copies stay inside the node of their home.
+        packs_by_length: true: its sequences are packed by their length, as frameworks do today; others by time.
         ideal: true: not a balancer but the bound; tokens count as spread evenly, independent of the plan.
     """
 
@@ -49,6 +50,7 @@ class Traits:
     copies: Literal["none", "shared slots", "layer slots", "unbounded"] = "shared slots"
     relocates: bool = False
     within_node: bool = False
+    packs_by_length: bool = False
     ideal: bool = False
 
     def live_planning_seconds(self, cluster: ClusterSpec) -> float:
@@ -81,7 +83,7 @@ class View:
     Attributes:
         known_at: of the policy.
         cluster: ranks, nodes and slots.
-        schedule: packed by length alone. Policies that schedule may replace it, unless terms are equal.
+        schedule: packed by time or by length. Policies that schedule may replace it, unless terms are equal.
         placement: homes when the step begins. Policies that relocate may replace it, unless terms are equal.
         token_budget: most tokens of a rank in one micro-step, for policies that schedule.
         mini_batch: `[S]` mini-batch of each sequence, for policies that schedule.
@@ -165,6 +167,12 @@ class Policy(Protocol):
     def plan(self, view: View) -> StepPlan:
         """Plan one step."""
         ...
+
+
+def with_intervals(policy: Policy) -> Sequence[Policy]:
+    """The policy with each of the intervals between placements, in steps, that its `intervals` name."""
+    intervals = getattr(policy, "intervals", ())
+    return [replace(policy, interval=interval) for interval in intervals] or [policy]  # type: ignore[type-var]
 
 
 def make_view(

@@ -1,4 +1,4 @@
-"""`static`: plain expert parallelism without replicas or moves, the baseline of every speed-up."""
+"""`static`: plain expert parallelism without replicas or moves, the baseline of every speed-up; and `scheduled`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ from trimtab.policies.policy import Traits, View
 class Static:
     """Every expert at its home, no replicas."""
 
-    traits: ClassVar[Traits] = Traits(known_at="nothing", transfers_start="never", copies="none")
+    traits: ClassVar[Traits] = Traits(known_at="nothing", transfers_start="never", copies="none", packs_by_length=True)
 
     def plan(self, view: View) -> StepPlan:
         nothing = np.empty((0, 2), np.int64), np.empty((0, view.cluster.ranks), np.int64)
         return view.plan_instances(lambda *_: nothing, placement=view.placement, slots=0)
+
+
+@dataclass(frozen=True)
+class Scheduled(Static):
+    """The same with sequences packed by their predicted time: what a schedule alone gains."""
+
+    traits: ClassVar[Traits] = Traits(known_at="nothing", transfers_start="never", copies="none")

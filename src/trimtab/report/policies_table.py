@@ -10,7 +10,8 @@ from trimtab.report.table_data import Row, TableData
 
 OURS = "trimtab"
 EPLB_COLUMN, IDEAL_COLUMN, FITS_COLUMN, FAR_COLUMN = "over eplb", "of ideal", "fits", "far rows"
-TIME_COLUMNS = ("step time", "speed-up", FITS_COLUMN, EPLB_COLUMN, IDEAL_COLUMN, "memory")
+MOVES_COLUMN = "moves left out"
+TIME_COLUMNS = ("step time", "speed-up", FITS_COLUMN, EPLB_COLUMN, IDEAL_COLUMN, MOVES_COLUMN, "memory")
 BALANCE_COLUMNS = ("max/mean", "p99", "replicas", FAR_COLUMN)
 
 
@@ -36,6 +37,7 @@ def policies_table(policies: Sequence[PolicyResult], title: str = "Recompute and
                 NONE if policy.fits is None else "yes" if policy.fits else "no",
                 NONE if policy.speedup_over_eplb is None else f"{number(policy.speedup_over_eplb, '.2f')}x",
                 number(policy.fraction_of_balanced, ".1%"),
+                _step_time(policy.moves_left_out_s, longest) if policy.moves_left_out_s else NONE,
                 NONE if policy.fits is None else bytes_text(sum(policy.memory_bytes.values())),
             ),
             about=policy.about,

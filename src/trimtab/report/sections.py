@@ -17,6 +17,7 @@ from trimtab.report.policies_table import (
     FAR_COLUMN,
     FITS_COLUMN,
     IDEAL_COLUMN,
+    MOVES_COLUMN,
     OURS,
     balance_and_replicas,
     by_time,
@@ -80,9 +81,11 @@ def _policies(report: Report) -> str:
     times, balance = policies_table(report.policies, report.table_title), balance_and_replicas(report.policies)
     texts = ["Speed-up is over static."]
     if EPLB_COLUMN in times.columns:
-        texts.append("Over eplb: speed-up over EPLB with past loads.")
+        texts.append("Over eplb: speed-up over EPLB with past loads, placed at its best interval.")
     if IDEAL_COLUMN in times.columns:
         texts.append("Of ideal: step time with perfectly even routing, divided by this policy's step time.")
+    if MOVES_COLUMN in times.columns:
+        texts.append("Moves left out: of the first placement, which is charged over a hundred steps.")
     if FITS_COLUMN in times.columns and report.device_bytes:
         texts.append(f"Memory is that of the rank that needs most; a rank has {bytes_text(report.device_bytes)}.")
     more = [

@@ -10,7 +10,7 @@ from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import bytes_text, plural
 from trimtab.report.sweep import sweep_table
 from trimtab.report.table_data import Facts
-from trimtab.simulator.comparison import SLACK, ComparisonCase, Outcome, fits, operations
+from trimtab.simulator.comparison import FIRST_PLACEMENT_STEPS, SLACK, ComparisonCase, Outcome, fits, operations
 from trimtab.simulator.recorded_operations import KINDS
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
 from trimtab.simulator.ways_to_fit import ways_to_fit
@@ -60,6 +60,7 @@ def setting_facts(source: str, trace: RoutingTrace, simulated: SimulatedCase) ->
     mirror = max(outcome.mirror_bytes for outcome in simulated.rows.values())
     return (
         ("trace", f"{source}, step {trace.steps[0]}: {trace.num_tokens:,} tokens, {trace.num_sequences:,} sequences"),
+        ("steps", f"{case.measured}, after {plural(len(case.steps) - case.measured, 'step')} that balancers know"),
         ("model", f"{case.model.name}; the trace has {trace.shape_text}"),
         ("cluster", f"{cluster.ranks} ranks, {cluster.ranks_per_node} per node, {cluster.name}"),
         ("dispatcher", DISPATCH_TEXTS[cluster.dispatch_forwards]),
@@ -82,7 +83,9 @@ def table_title(simulated: SimulatedCase) -> str:
     """Title of the table of step times."""
     traced, layers = simulated.case.sequences.num_layers, simulated.case.model.moe_layers
     scaled = "" if traced == layers else f", scaled from {traced} to {layers} MoE layers"
-    return f"Recompute and update of one step{scaled}"
+    measured = simulated.case.measured
+    steps = "one step" if measured == 1 else f"a step, mean of {measured}"
+    return f"Recompute and update of {steps}{scaled}"
 
 
 def answers(cases: Sequence[SimulatedCase]) -> str:
@@ -179,8 +182,19 @@ def notes(trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[str, ...
     texts += [text if len(cases) == 1 else f"{name}: {text}" for name, text in by_case.items() if text]
     if not case.earlier:
         texts.append(
-            "The trace has no earlier step: balancers that use past loads have none, so eplb is static, and all homes "
-            "move at once."
+            "The trace has no earlier step: balancers that use past loads have none, so eplb has no copies. A first "
+            f"placement is charged over {FIRST_PLACEMENT_STEPS} steps."
+        )
+    if case.measured > 1:
+        texts.append(
+            f"Seconds are the mean of {case.measured} steps; loads and timelines are those of the last one, and memory "
+            "is that of the step that needs most. Moves of experts are charged to the step that makes them, and the "
+            f"first placement of a run over {FIRST_PLACEMENT_STEPS} steps."
+        )
+    own = [name for name, outcome in cases[0].real.items() if outcome.plan.slots_per_rank > case.cluster.slots_per_rank]
+    if own:
+        texts.append(
+            f"With slots of their own, beyond {plural(case.cluster.slots_per_rank, 'slot')}: {', '.join(own)}."
         )
     unknown = int(case.sequences.unknown_SL.sum(dtype=np.int64))
     if unknown:
@@ -234,11 +248,12 @@ def policy_results(simulated: SimulatedCase) -> tuple[PolicyResult, ...]:
             max_over_mean=outcome.balance.mean,
             parts_s=_bars(outcome.simulated.parts_s),
             memory_bytes=_purposes(outcome.memory),
-            replicas_per_instance=outcome.plan.num_replicas / (outcome.plan.num_micro_steps * outcome.plan.num_layers),
+            replicas_per_instance=outcome.replicas_per_instance,
             max_over_mean_p99=outcome.balance.p99,
             cross_node_fraction=outcome.cross_node_fraction,
             speedup_over_eplb=simulated.seconds("eplb") / outcome.simulated.step_time_s if has_eplb else None,
             fits=fits(simulated.case, outcome),
+            moves_left_out_s=outcome.simulated.moves_left_out_s,
             is_ideal=outcome.policy.traits.ideal,
             mark=_mark(simulated, outcome),
         )
@@ -275,8 +290,15 @@ def _about(simulated: SimulatedCase, outcome: Outcome) -> str:
     traits, cluster = outcome.policy.traits, simulated.case.cluster
     if traits.ideal:
         return "perfectly even routing"
-    confined = traits.within_node and not simulated.case.equal_terms and cluster.nodes > 1
-    return ABOUT[traits.known_at] + ("; copies stay inside the node" if confined else "")
+    texts = [ABOUT[traits.known_at]]
+    if traits.within_node and not simulated.case.equal_terms and cluster.nodes > 1:
+        texts.append("copies stay inside the node")
+    if outcome.name == "scheduled":
+        texts.append("sequences are packed by time")
+    if len(getattr(outcome.policy, "intervals", ())) > 1 and simulated.case.measured > 1:
+        every = outcome.policy.interval  # type: ignore[attr-defined]
+        texts.append("placed once" if every is None else f"placed every {plural(every, 'step')}")
+    return "; ".join(texts)
 
 
 def _bars(parts_s: Mapping[str, float]) -> dict[str, float]:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,16 +17,20 @@ from trimtab.cluster.operations import STATE_BYTES, OperationCosts
 from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload, pack_by_length
 from trimtab.planner.plan.prediction import cross_node_rows
+from trimtab.planner.schedule.time_packing import pack_by_time
 from trimtab.policies import POLICIES, Policy, make_view
+from trimtab.policies.policy import with_intervals
 from trimtab.simulator.expert_time import Balance, summarise_balance
 from trimtab.simulator.memory import RankLoad, mirror_bytes, rank_memory, replica_pool_bytes, state_bytes
 from trimtab.simulator.recorded_operations import Operations
-from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
+from trimtab.simulator.step import SimulatedStep, StepSettings, mean_step, simulate_step
 from trimtab.trace import RoutingTrace
 from trimtab.trace.permuted_experts import permute_experts, permute_trace
 
 # Headroom above the mean tokens of a micro-step, so that packing needs no more micro-steps than requested.
 SLACK = 0.1
+# Steps over which the first placement of a run is charged. Serving engines keep one for thousands (vLLM: 3,000).
+FIRST_PLACEMENT_STEPS = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +47,9 @@ class ComparisonCase:
         equal_terms: True: all balancers use contiguous homes, the length-packed schedule and the same number of slots,
             so only replica placement and token split differ. False: each balancer uses its authors' configuration.
         settings: how the step is executed.
-        trace: the step's tokens, S sequences as `sequences`; without them transfers that tokens share are estimated.
+        measured: the last steps, `sequences` among them, whose mean is the result.
+        traces: tokens of the last steps, with the sequences of each; transfers that tokens share are estimated where
+            they are missing.
     """
 
     cluster: ClusterSpec
@@ -54,7 +60,17 @@ class ComparisonCase:
     mini_batches: int = 1
     equal_terms: bool = False
     settings: StepSettings = field(default_factory=StepSettings)
-    trace: RoutingTrace | None = None
+    measured: int = 1
+    traces: tuple[RoutingTrace, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.measured <= 1 + len(self.earlier):
+            raise InputError(f"{self.measured} steps to simulate: the case has {1 + len(self.earlier)}")
+
+    @property
+    def steps(self) -> tuple[SequenceCounts, ...]:
+        """Routing of all steps, oldest first."""
+        return *self.earlier, self.sequences
 
     @property
     def scale(self) -> float:
@@ -67,9 +83,11 @@ class ComparisonCase:
         def permuted(part: SequenceCounts) -> SequenceCounts:
             return replace(part, counts_SLE=permute_experts(part.counts_SLE, seed))
 
-        trace = None if self.trace is None else permute_trace(self.trace, seed)
         return replace(
-            self, sequences=permuted(self.sequences), earlier=tuple(map(permuted, self.earlier)), trace=trace
+            self,
+            sequences=permuted(self.sequences),
+            earlier=tuple(map(permuted, self.earlier)),
+            traces=tuple(permute_trace(trace, seed) for trace in self.traces),
         )
 
 
@@ -79,13 +97,18 @@ class Outcome:
 
     Attributes:
         name: key in `POLICIES`, or the variant's name.
-        workload: the step's load under the plan's schedule.
-        migration_bytes: weights and optimizer state of homes that moved.
+        policy: with the best of its intervals between placements, if it has several.
+        plan, workload: of the last step.
+        simulated: mean seconds of the measured steps; load and operations are those of the last one.
+        step_times_s: of each measured step.
+        balance: over the instances of all measured steps.
+        migration_bytes: weights and optimizer state of homes that moved, mean of a step.
         plan_us: planning time measured on this machine, microseconds per instance, without numba compilation.
-        cross_node_fraction: fraction of rows computed on another node than the token's.
-        memory: bytes of the rank that needs most, by purpose.
+        cross_node_fraction: fraction of rows computed on another node than the token's, mean of the steps.
+        replicas_per_instance: mean of the steps.
+        memory: bytes of the rank that needs most in any measured step, by purpose.
         mirror_bytes: host memory of the node with the largest mirror of expert weights.
-        load: of every rank, for memory with other settings.
+        load: of every rank in the step with the most memory, for memory with other settings.
     """
 
     name: str
@@ -93,10 +116,12 @@ class Outcome:
     plan: StepPlan
     workload: Workload
     simulated: SimulatedStep
+    step_times_s: tuple[float, ...]
     balance: Balance
     migration_bytes: int
     plan_us: float
     cross_node_fraction: float
+    replicas_per_instance: float
     memory: dict[str, int]
     mirror_bytes: int
     load: RankLoad
@@ -126,68 +151,123 @@ def budget_for(sequences: Iterable[SequenceCounts], ranks: int, micro_steps: int
 
 
 def simulate_policy(case: ComparisonCase, name: str, variant: Policy | None = None) -> Outcome:
-    """Plan the step with a balancer of `POLICIES`, or with a variant named `name`, and simulate it."""
-    policy, model, cluster = variant or POLICIES[name], case.model, case.cluster
-    sequences, settings = case.sequences, case.settings
+    """Plan the measured steps with a balancer of `POLICIES`, or with a variant named `name`, and simulate them.
+
+    A balancer with several intervals between its placements has the fastest of them.
+    """
+    outcomes = [_simulate_steps(case, name, each) for each in with_intervals(variant or POLICIES[name])]
+    return min(outcomes, key=lambda outcome: outcome.simulated.step_time_s)
+
+
+def _simulate_steps(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
+    """Plan steps one after another, each from the homes that it reaches in those before it.
+
+    All steps are planned by who moves homes, else those that are measured. Moves are charged to the step that makes
+    them; the first placement of a run is charged over `FIRST_PLACEMENT_STEPS`.
+    """
+    model, cluster = case.model, case.cluster
     costs = StepCosts.of(
         cluster,
         model,
-        moe_layers=sequences.num_layers,
-        groups=settings.groups,
-        recompute=settings.recompute,
-        checkpointing=settings.checkpointing,
-        ring_layers=settings.ring_layers,
+        moe_layers=case.sequences.num_layers,
+        groups=case.settings.groups,
+        recompute=case.settings.recompute,
+        checkpointing=case.settings.checkpointing,
+        ring_layers=case.settings.ring_layers,
     )
     past = [part.counts_SLE.sum(axis=0, dtype=np.int64) for part in case.earlier]
-    placement = Placement.contiguous(sequences.num_layers, sequences.num_experts, cluster.ranks)
+    start = placement = Placement.contiguous(case.sequences.num_layers, case.sequences.num_experts, cluster.ranks)
 
     def plan_one(part: SequenceCounts, seen: list[Array], homes: Placement) -> tuple[StepPlan, float]:
         view = make_view(
-            policy, part, _packed(part, case), homes, cluster,
+            policy, part, packed(part, case, policy, costs), homes, cluster,
             token_budget=case.token_budget,
             mini_batch=_mini_batch(part, case.mini_batches),
             equal_terms=case.equal_terms,
             past_counts_PLE=np.stack(seen) if seen else None,
             costs=costs,
         )  # fmt: skip
-        start = time.perf_counter()
+        begin = time.perf_counter()
         plan = policy.plan(view)
-        return plan, time.perf_counter() - start
+        return plan, time.perf_counter() - begin
 
-    if policy.traits.relocates and not case.equal_terms and case.earlier:
-        # Plan the earlier steps first, one after another: each starts from the homes of the step before it.
-        for number, part in enumerate(case.earlier):
-            placement = plan_one(part, past[:number], placement)[0].placement
-    else:
+    first = len(case.steps) - case.measured
+    if not (policy.traits.relocates and not case.equal_terms and first):
         # Untimed run on a few sequences, so that numba compilation is not timed.
-        few = np.arange(min(sequences.num_sequences, cluster.ranks))
-        plan_one(sequences.select(few), past, placement)
-    plan, seconds = plan_one(sequences, past, placement)
+        few = np.arange(min(case.steps[first].num_sequences, cluster.ranks))
+        plan_one(case.steps[first].select(few), past[:first], placement)
+        skipped = first
+    else:
+        skipped = 0
+    done: list[_PlannedStep] = []
+    for number in range(skipped, len(case.steps)):
+        plan, seconds = plan_one(case.steps[number], past[:number], placement)
+        if number >= first:
+            life = FIRST_PLACEMENT_STEPS if np.array_equal(placement.home, start.home) else 1
+            done.append(_planned_step(case, policy, number, plan, placement, life, seconds))
+        placement = plan.placement
+    last = done[-1]
+    most = max(done, key=lambda step: sum(step.memory.values()))
+    return Outcome(
+        name=name,
+        policy=policy,
+        plan=last.plan,
+        workload=last.workload,
+        simulated=mean_step([step.simulated for step in done]),
+        step_times_s=tuple(step.simulated.step_time_s for step in done),
+        balance=summarise_balance(np.concatenate([step.simulated.work.loads_MLR for step in done])),
+        migration_bytes=round(float(np.mean([step.moved_bytes for step in done]))),
+        plan_us=float(np.mean([step.plan_us for step in done])),
+        cross_node_fraction=float(np.mean([step.cross_node_fraction for step in done])),
+        replicas_per_instance=float(np.mean([step.replicas_per_instance for step in done])),
+        memory=most.memory,
+        mirror_bytes=max(step.mirror_bytes for step in done),
+        load=most.load,
+    )
+
+
+class _PlannedStep(NamedTuple):
+    """One of the measured steps; names as those of `Outcome`."""
+
+    plan: StepPlan
+    workload: Workload
+    simulated: SimulatedStep
+    moved_bytes: float
+    plan_us: float
+    cross_node_fraction: float
+    replicas_per_instance: float
+    memory: dict[str, int]
+    mirror_bytes: int
+    load: RankLoad
+
+
+def _planned_step(
+    case: ComparisonCase, policy: Policy, number: int, plan: StepPlan, before: Placement, move_life: int, seconds: float
+) -> _PlannedStep:
+    sequences, model, settings = case.steps[number], case.model, case.settings
     workload = Workload.from_sequences(sequences, plan.schedule)
     plan.check(workload)
-    simulated = _simulated(case, policy, plan, workload, before=placement)
-    loads_MLR = simulated.work.loads_MLR
+    simulated = _simulated(case, policy, number, plan, workload, before=before, move_life=move_life)
     tokens_MR = np.zeros((plan.num_micro_steps, plan.num_ranks), np.int64)
     np.add.at(tokens_MR, (plan.micro_step, plan.rank), sequences.lengths)
-    near_L, far_L = placement.moves(plan.placement, cluster.ranks_per_node)
-    moved_bytes = model.expert_bytes + STATE_BYTES * model.expert_parameters
+    near_L, far_L = before.moves(plan.placement, case.cluster.ranks_per_node)
     load = RankLoad(
         layers=plan.num_layers,
         homes_R=np.bincount(plan.home.ravel(), minlength=plan.num_ranks),
         tokens_MR=tokens_MR,
-        rows_MLR=loads_MLR,
+        rows_MLR=simulated.work.loads_MLR,
         pool_R=replica_pool_bytes(plan, model, policy.traits, settings.ring_layers),
     )
-    return Outcome(
-        name=name,
-        policy=policy,
-        plan=plan,
-        workload=workload,
-        simulated=simulated,
-        balance=summarise_balance(loads_MLR),
-        migration_bytes=round(int(near_L.sum() + far_L.sum()) * moved_bytes * case.scale),
-        plan_us=seconds / (plan.num_micro_steps * plan.num_layers) * 1e6,
+    instances = plan.num_micro_steps * plan.num_layers
+    return _PlannedStep(
+        plan,
+        workload,
+        simulated,
+        moved_bytes=int(near_L.sum() + far_L.sum()) * (model.expert_bytes + STATE_BYTES * model.expert_parameters)
+        * case.scale,
+        plan_us=seconds / instances * 1e6,
         cross_node_fraction=int(cross_node_rows(plan, workload).sum()) / max(1, workload.num_rows),
+        replicas_per_instance=plan.num_replicas / instances,
         memory=rank_memory(
             load,
             model,
@@ -197,42 +277,50 @@ def simulate_policy(case: ComparisonCase, name: str, variant: Policy | None = No
         ),
         mirror_bytes=mirror_bytes(plan, model, policy.traits),
         load=load,
-    )
+    )  # fmt: skip
 
 
 def operations(case: ComparisonCase, outcome: Outcome, micro_step: int) -> Operations:
-    """Operations of every rank in the update of one micro-step, in the layers of the trace."""
-    return _simulated(case, outcome.policy, outcome.plan, outcome.workload, show=micro_step).operations
+    """Operations of every rank in the last step's update of one micro-step, in the layers of the trace."""
+    last = len(case.earlier)
+    return _simulated(case, outcome.policy, last, outcome.plan, outcome.workload, show=micro_step).operations
 
 
 def _simulated(
     case: ComparisonCase,
     policy: Policy,
+    number: int,
     plan: StepPlan,
     workload: Workload,
     *,
     before: Placement | None = None,
+    move_life: int = 1,
     show: int | None = None,
 ) -> SimulatedStep:
     settings, cluster = case.settings, case.cluster
     costs = OperationCosts.of(cluster, case.model, moe_layers=plan.num_layers, groups=settings.groups)
-    lengths = case.sequences.lengths
+    from_end = number - len(case.steps)
     step = simulate_step(
         plan,
         workload,
-        lengths,
+        case.steps[number].lengths,
         costs,
         cluster,
         policy.traits,
         before=before,
+        move_life=move_life,
         settings=settings,
         model_layers=case.model.moe_layers,
         show=show,
-        trace=case.trace,
+        trace=case.traces[from_end] if -from_end <= len(case.traces) else None,
     )
-    parts_s = {part: seconds * case.scale for part, seconds in step.parts_s.items()}
-    hidden_s = step.hidden_planning_s * case.scale
-    return replace(step, step_time_s=step.step_time_s * case.scale, parts_s=parts_s, hidden_planning_s=hidden_s)
+    return replace(
+        step,
+        step_time_s=step.step_time_s * case.scale,
+        parts_s={part: seconds * case.scale for part, seconds in step.parts_s.items()},
+        hidden_planning_s=step.hidden_planning_s * case.scale,
+        moves_left_out_s=step.moves_left_out_s * case.scale,
+    )
 
 
 def figures(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
@@ -254,8 +342,11 @@ def figures(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> dict[str, 
             "fraction_of_balanced": ideal.simulated.step_time_s / step.step_time_s if ideal else None,
             "max_over_mean": asdict(outcome.balance),
             "micro_steps": plan.num_micro_steps,
-            "replicas_per_instance": plan.num_replicas / (plan.num_micro_steps * plan.num_layers),
-            "weight_bytes_per_micro_step": plan.num_replicas * model.expert_bytes * case.scale / plan.num_micro_steps,
+            "step_times_s": list(outcome.step_times_s),
+            "moves_left_out_s": step.moves_left_out_s,
+            "interval": getattr(outcome.policy, "interval", None),
+            "replicas_per_instance": outcome.replicas_per_instance,
+            "weight_bytes_per_micro_step": outcome.replicas_per_instance * model.expert_bytes * model.moe_layers,
             "cross_node_token_fraction": outcome.cross_node_fraction,
             "exposed_transfer_s": step.parts_s["transfers"],
             "exposed_planning_s": step.parts_s["planning"],
@@ -302,10 +393,14 @@ def _mini_batch(sequences: SequenceCounts, mini_batches: int) -> Array:
     return np.arange(count) * min(mini_batches, count) // max(1, count)
 
 
-def _packed(sequences: SequenceCounts, case: ComparisonCase) -> Schedule:
-    return pack_by_length(
+def packed(sequences: SequenceCounts, case: ComparisonCase, policy: Policy, costs: StepCosts) -> Schedule:
+    """The schedule that a balancer is given: by time, as any framework could pack; by length on equal terms."""
+    by_length = pack_by_length(
         sequences.lengths,
         num_ranks=case.cluster.ranks,
         token_budget=case.token_budget,
         mini_batch=_mini_batch(sequences, case.mini_batches),
     )
+    if case.equal_terms or policy.traits.packs_by_length:
+        return by_length
+    return pack_by_time(by_length, sequences.lengths, sequences.top_k, case.cluster, costs, case.token_budget)

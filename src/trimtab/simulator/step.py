@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -74,6 +76,7 @@ class SimulatedStep:
         work: of every rank and instance.
         operations: of the shown micro-step, from the start of its update.
         hidden_planning_s: seconds of planning from recorded routing, during rollout and step, for which no rank waits.
+        moves_left_out_s: seconds of moves that are charged to other steps.
     """
 
     step_time_s: float
@@ -81,6 +84,7 @@ class SimulatedStep:
     work: RankWork
     operations: Operations
     hidden_planning_s: float
+    moves_left_out_s: float
 
 
 def simulate_step(
@@ -92,6 +96,7 @@ def simulate_step(
     traits: Traits,
     *,
     before: Placement | None = None,
+    move_life: float = 1.0,
     settings: StepSettings | None = None,
     model_layers: int | None = None,
     show: int | None = None,
@@ -104,6 +109,7 @@ def simulate_step(
         lengths: `[S]` tokens of each sequence.
         traits: when the balancer plans and transfers.
         before: homes when the step begins; those of the plan by default.
+        move_life: steps over which the moves from there are charged.
         model_layers: MoE layers of the model, if the plan has only some of them. Planning from recorded routing is then
             that of all layers, in proportion.
         show: the micro-step whose operations are recorded, if any.
@@ -124,9 +130,10 @@ def simulate_step(
     planning = traits.hidden_planning(plan, workload, lengths, cluster, all_layers)
     traced = plan.num_layers / all_layers
     refresh_s = refresh_seconds(plan.home, plan.replicas, paths_P, plan.num_ranks, plan.ranks_per_node, costs)
-    moving_s = 0.0
+    all_moving_s = 0.0
     if before is not None:
-        moving_s = moving_seconds(before.home, plan.home, plan.ranks_per_node, costs)
+        all_moving_s = moving_seconds(before.home, plan.home, plan.ranks_per_node, costs)
+    moving_s = all_moving_s / move_life
     # Rounds of planning run beside the moves of homes, which precede the timeline.
     rounds = _rounds(plan, chosen.groups, planning.round_s * traced, -moving_s)
     ranks, shape_GLR = plan.num_ranks * chosen.groups, (chosen.groups, plan.num_layers, plan.num_ranks)
@@ -175,7 +182,22 @@ def simulate_step(
     parts_s["planning"] += header_s
     parts_s["migration"] += refresh_s + moving_s
     step_time_s = float(clocks.time_D[0]) + header_s + refresh_s + moving_s
-    return SimulatedStep(step_time_s, parts_s, work, operations, hidden_s)
+    return SimulatedStep(step_time_s, parts_s, work, operations, hidden_s, all_moving_s - moving_s)
+
+
+def mean_step(steps: Sequence[SimulatedStep]) -> SimulatedStep:
+    """The mean seconds of several steps, with load and operations of the last one."""
+
+    def mean(seconds: Iterable[float]) -> float:
+        return math.fsum(seconds) / len(steps)
+
+    return replace(
+        steps[-1],
+        step_time_s=mean(step.step_time_s for step in steps),
+        parts_s={part: mean(step.parts_s[part] for step in steps) for part in steps[0].parts_s},
+        hidden_planning_s=mean(step.hidden_planning_s for step in steps),
+        moves_left_out_s=mean(step.moves_left_out_s for step in steps),
+    )
 
 
 def _with_counted_transfers(

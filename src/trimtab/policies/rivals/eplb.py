@@ -1,10 +1,11 @@
-"""`eplb` and `eplb_oracle`: copies of hot experts packed onto ranks once per step.
+"""`eplb`, `eplb_every_step` and `eplb_oracle`: copies of hot experts packed onto ranks between steps.
 
 Source: DeepSeek's Expert Parallelism Load Balancer (github.com/deepseek-ai/EPLB); `rebalance` is its packing.
 
 Not specified by the source, and our choices:
 
 * where loads come from: `eplb` takes the sum of the last steps, `eplb_oracle` this step's own;
+* when experts are placed anew: a comparison takes the best of `Eplb.intervals`; `eplb_every_step` has none but one;
 * the copy that is the home: the one at the current home if there is one, else the one on the rank with the fewest
   homes. Homes may be uneven, but copies are not;
 * the copy of a token: every source spreads an expert's tokens equally over its copies; two copies on one rank are one
@@ -36,20 +37,34 @@ class Eplb:
     """Copies and homes from the last steps. Without history, homes stay and there are no replicas.
 
     Attributes:
+        intervals: steps between placements that a comparison tries; None: placed once.
         window: steps of history.
+        interval: steps from one placement to the next.
         num_groups: expert groups that the model's router is limited to.
     """
 
     traits: ClassVar[Traits] = Traits(known_at="past", transfers_start="step", copies="layer slots", relocates=True)
+    intervals: ClassVar[tuple[int | None, ...]] = (1, 3, None)
     window: int = 4
     num_groups: int = 1
+    interval: int | None = 1
 
     def plan(self, view: View) -> StepPlan:
-        past_PLE = view.past_counts_PLE[-self.window :]
+        seen = len(view.past_counts_PLE)
+        # The first placement is after the first step.
+        last = seen if not seen else 1 if self.interval is None else seen - (seen - 1) % self.interval
+        past_PLE = view.past_counts_PLE[max(0, last - self.window) : last]
         if not len(past_PLE):
             no_copies = np.zeros((view.num_layers, view.cluster.ranks, view.num_experts), np.int64)
             return _split_over(view, view.placement, no_copies)
         return _plan(view, past_PLE.sum(axis=0), self.num_groups)
+
+
+@dataclass(frozen=True)
+class EplbEveryStep(Eplb):
+    """The same, placed anew before every step."""
+
+    intervals: ClassVar[tuple[int | None, ...]] = (1,)
 
 
 @dataclass(frozen=True)
