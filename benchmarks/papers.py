@@ -1,30 +1,33 @@
-"""`python -m benchmarks.papers`: simulated step time of all balancers, and Trimtab's distance to a lower bound.
+"""`python -m benchmarks.papers`: simulated step time of all balancers in cases drawn at random, and a lower bound.
 
-Simulate steps of five models on 8 to 128 ranks with every balancer, on its own recipe and with planning charged, and
-compare trimtab with the best other one and with a lower bound.
+Draw cases from all combinations of five kinds of nodes, six models, 8 to 256 ranks, 1 to 32 micro-steps, 1 to 4 slots,
+skewed and mild routing, permuted expert ids and both kinds of dispatcher. Simulate steps of each with every balancer,
+on its own recipe and with planning, moves and transfers charged, and compare trimtab with the best other one.
 
-Weights and sharded training state of the models fit ranks of 80 GB with pipeline stages of 8 layers or fewer, so memory
-is that of one stage with the 8 layers of the trace. Step time is that of all layers; pipelining is not simulated.
+Weights and sharded training state of the models fit ranks of 80 GB with pipeline stages of 4 layers, so memory is that
+of one stage with the layers of the trace. Step time is that of all layers; pipelining is not simulated.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from multiprocessing import active_children, get_context
-from typing import NamedTuple
+from pathlib import Path
 
 import numpy as np
 from rich.progress import Progress
 
 from benchmarks.harness import Figures, main, settings_of, show
-from benchmarks.papers_summary import BALANCED, TRIMTAB, print_figures, summarise
+from benchmarks.papers_summary import BALANCED, TRIMTAB, page_blocks, print_figures, summarise
+from experiments.page_tables import replace_tables
 from trimtab.cli.options import add_options, given, positive, whole
 from trimtab.cli.parser import Parser
 from trimtab.cluster import ModelSpec, load_cluster, load_model
@@ -40,31 +43,23 @@ from trimtab.simulator.step_bound import bound_step
 from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import PRESETS, synthesize_preset
 
-SCHEMA = "trimtab-bench-step-time-1"
-PAIRS = (
-    ("qwen3-30b-a3b", 8),
-    ("qwen3-30b-a3b", 16),
-    ("qwen3-30b-a3b", 32),
-    ("gpt-oss-120b", 8),
-    ("gpt-oss-120b", 16),
-    ("glm-4.5-air", 16),
-    ("glm-4.5-air", 32),
-    ("qwen3-235b-a22b", 32),
-    ("qwen3-235b-a22b", 64),
-    ("qwen3-235b-a22b", 128),
-    ("deepseek-v3", 64),
-    ("deepseek-v3", 128),
-)
-
-
-class TraceKey(NamedTuple):
-    """What a trace depends on. Cases with the same key share it."""
-
-    preset: str
-    experts: int
-    top_k: int
-    tokens: int
-    seed: int
+SCHEMA = "trimtab-bench-step-time-2"
+RESULTS = Path(__file__).parents[1] / "docs" / "results.md"
+# Values of a case. Each combination is one, if the ranks divide the experts and the step has at most `MOST_PLACES`
+# places (ranks times micro-steps), so that traces stay small.
+GRID: Mapping[str, Sequence[object]] = {
+    "cluster": ("h100x8", "b200x8", "h20x8", "mi300x8", "gb200-nvl72"),
+    "model": ("qwen3-30b-a3b", "gpt-oss-120b", "glm-4.5-air", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2"),
+    "ranks": (8, 16, 32, 64, 128, 256),
+    "micro_steps": (1, 2, 4, 8, 16, 32),
+    "slots": (1, 2, 4),
+    "preset": ("qwen3-30b-math", "nemotron-3-nano-text"),
+    "permuted": (False, True),
+    "forwards": (False, True),
+}
+MOST_PLACES, RACK = 256, 64
+# Of the draw of cases. It was never changed.
+DRAW = 0
 
 
 @dataclass(frozen=True)
@@ -72,28 +67,32 @@ class PapersCase:
     """One case.
 
     Attributes:
+        cluster: kind of nodes.
         model: name of a model preset; the trace has its experts and its `top_k`.
         ranks: of the expert-parallel group.
-        tokens: of a step.
-        preset: skew of the routing.
+        micro_steps: of a step.
         slots: replica slots of a rank.
+        preset: skew of the routing.
+        permuted: whether the experts of every layer are in random order.
+        forwards: whether the dispatcher sends a token to a node once, or every row to its rank.
     """
 
+    cluster: str
     model: str
     ranks: int
-    tokens: int
-    preset: str
+    micro_steps: int
     slots: int
+    preset: str
+    permuted: bool
+    forwards: bool
 
     @property
     def name(self) -> str:
-        """Its name in tables, figures and `--only`, such as qwen3-30b-a3b-8-0.5M-qwen3-30b-math-s1."""
-        return f"{self.model}-{self.ranks}-{self.tokens / 1e6:g}M-{self.preset}-s{self.slots}"
-
-    def trace(self, seed: int) -> TraceKey:
-        """The key of its trace."""
-        model = load_model(self.model)
-        return TraceKey(self.preset, model.num_experts, model.top_k, self.tokens, seed)
+        """Its name in tables, figures and `--only`, such as h100x8-qwen3-30b-a3b-8-m4-s1-math-permuted-rows."""
+        kind = "mild" if self.preset.startswith("nemotron") else "skewed"
+        permuted = "-permuted" if self.permuted else ""
+        sent = "tokens" if self.forwards else "rows"
+        return f"{self.cluster}-{self.model}-{self.ranks}-m{self.micro_steps}-s{self.slots}-{kind}{permuted}-{sent}"
 
 
 @dataclass(frozen=True)
@@ -104,15 +103,14 @@ class TraceSizes:
         layers: sampled MoE layers, which represent all of the model.
         mean_length, max_length: tokens of a sequence.
         tokens_per_rank: mean tokens of a rank in a micro-step.
-        steps: of a trace. The last one is simulated. Balancers that move homes start it from those that they reach by
-            planning the earlier steps one after another, whose loads are the past loads.
+        steps: of a trace. All but the first are simulated, and their mean is the result.
     """
 
-    layers: int = 8
+    layers: int = 4
     mean_length: int = 2048
     max_length: int = 8192
     tokens_per_rank: int = 8192
-    steps: int = 3
+    steps: int = 7
 
 
 @dataclass(frozen=True)
@@ -121,47 +119,46 @@ class PapersBenchmark:
 
     Attributes:
         seeds: of the routing. Trimtab's planner was tuned on other seeds than the default ones.
+        count: cases to draw.
         only: part of the names of the cases to run; all of them if empty.
         processes: cases simulated at the same time.
-        pairs: model and ranks of the cases.
-        tokens: of a step; every pair has a case with each of them and each preset.
-        presets: skewed and mild routing.
-        cluster: kind of nodes.
         sizes: of the traces.
     """
 
-    seeds: tuple[int, ...] = (100, 101, 102, 103, 104)
+    seeds: tuple[int, ...] = (100, 101, 102, 103, 104, 105, 106, 107)
+    count: int = 36
     only: str = ""
     processes: int = 2
-    pairs: tuple[tuple[str, int], ...] = PAIRS
-    tokens: tuple[int, ...] = (500_000, 8_000_000)
-    presets: tuple[str, ...] = ("qwen3-30b-math", "nemotron-3-nano-text")
-    cluster: str = "h100x8"
     sizes: TraceSizes = field(default_factory=TraceSizes)
 
     def cases(self) -> list[PapersCase]:
         """The cases to run. Raises InputError if no name contains `only`."""
-        every = make_cases(self.pairs, self.tokens, self.presets)
+        every = draw_cases(self.count)
         chosen = [case for case in every if self.only in case.name]
         if not chosen:
             raise InputError(f"no case has {self.only!r} in its name; the first is {every[0].name}")
         return chosen
 
 
-EXAMPLES = ("--json out/bench-step-time.json", "--seeds 100 --only deepseek-v3-64")
+EXAMPLES = ("--json docs/benchmarks/step-time.json --pages", "--seeds 100 --only deepseek-v3")
 
 
 def add_to(parser: Parser) -> None:
     """Add the options."""
     option = partial(add_options, parser, of=PapersBenchmark)
     option("--seeds", type=whole, nargs="+", help="random seeds of the routing")
+    option("--count", type=positive, help="cases to draw; a smaller number are the first of them")
     option("--only", unset="all", help="run the cases that have NAME in their name")
     option("--processes", type=positive, help="cases simulated at the same time, at most one on each core")
+    add_options(parser, "--pages", action="store_true", help="put the tables into docs/results.md")
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the benchmark with the options."""
-    show(run_benchmark(PapersBenchmark(**given(options, PapersBenchmark))), print_figures, options.json)
+    figures = run_benchmark(PapersBenchmark(**given(options, PapersBenchmark)))
+    show(figures, print_figures, options.json)
+    if options.pages:
+        replace_tables(page_blocks(figures), RESULTS)
 
 
 def run_benchmark(settings: PapersBenchmark) -> Figures:
@@ -184,14 +181,22 @@ def run_benchmark(settings: PapersBenchmark) -> Figures:
     }
 
 
+def draw_cases(count: int) -> list[PapersCase]:
+    """The first cases of all of `GRID` in random order, always the same."""
+    every = [PapersCase(*values) for values in product(*GRID.values())]  # type: ignore[arg-type]
+    fitting = [
+        case
+        for case in every
+        if load_model(case.model).num_experts % case.ranks == 0 and case.ranks * case.micro_steps <= MOST_PLACES
+    ]
+    random.Random(DRAW).shuffle(fitting)
+    return fitting[:count]
+
+
 def _simulate(cases: Sequence[PapersCase], seeds: Sequence[int], settings: PapersBenchmark) -> list[Figures]:
-    """Figures of every case and seed, in any order. A worker process draws a trace and runs all its cases."""
-    by_trace: dict[TraceKey, list[PapersCase]] = {}
-    for seed in seeds:
-        for case in cases:
-            by_trace.setdefault(case.trace(seed), []).append(case)
+    """Figures of every case and seed, in any order."""
     # The longest first, so that all processes end at about the same time.
-    todo = sorted(by_trace, key=lambda key: -key.tokens * (1 + len(by_trace[key])))
+    todo = sorted(product(cases, seeds), key=lambda each: -each[0].ranks * each[0].micro_steps)
     processes = max(1, min(settings.processes, usable_cores(), len(todo)))
     rows: list[Figures] = []
     with (
@@ -201,12 +206,10 @@ def _simulate(cases: Sequence[PapersCase], seeds: Sequence[int], settings: Paper
             processes, get_context("spawn"), initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
         ) as pool,
     ):
-        task = progress.add_task("bench papers", total=len(cases) * len(seeds))
+        task = progress.add_task("bench papers", total=len(todo))
         try:
-            for future in as_completed(
-                [pool.submit(_run_trace, key, by_trace[key], settings.sizes, settings.cluster) for key in todo]
-            ):
-                rows += future.result()
+            for future in as_completed([pool.submit(_run_case, case, seed, settings.sizes) for case, seed in todo]):
+                rows.append(future.result())
                 progress.update(task, completed=len(rows))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -216,38 +219,41 @@ def _simulate(cases: Sequence[PapersCase], seeds: Sequence[int], settings: Paper
     return rows
 
 
-def _run_trace(key: TraceKey, cases: Sequence[PapersCase], sizes: TraceSizes, cluster: str) -> list[Figures]:
-    """Figures of all cases of a trace."""
-    steps = draw(key, sizes)
-    return [case_figures(case, key.seed, comparison_case(case, steps, sizes, cluster)) for case in cases]
+def _run_case(case: PapersCase, seed: int, sizes: TraceSizes) -> Figures:
+    return case_figures(case, seed, comparison_case(case, draw(case, seed, sizes)))
 
 
 def case_figures(case: PapersCase, seed: int, compared: ComparisonCase) -> Figures:
-    """Figures of one case and seed. Seconds are those of the whole model.
+    """Figures of one case and seed. Seconds are means of a step of the whole model.
 
-    `step_s` and `planning_s` have all balancers; parts and plan are those of `trimtab` and of the two best others,
-    with the charged planning time and without it. `does_not_fit` has the balancers that need more memory than a rank
-    has, as one pipeline stage.
+    `step_s` has all balancers; parts and plan are those of `trimtab`, of the best other one, and of the best one whose
+    copies take no more memory than those of `trimtab`. `does_not_fit` has the balancers that need more memory than a
+    rank has, as one pipeline stage.
     """
     outcomes = {name: simulate_policy(compared, name) for name in POLICIES}
     step_s = {name: outcome.simulated.step_time_s for name, outcome in outcomes.items()}
-    planning_s = {name: outcome.simulated.parts_s["planning"] for name, outcome in outcomes.items()}
+    pool_bytes = {name: outcome.memory["replica pool"] for name, outcome in outcomes.items()}
     others = [name for name in POLICIES if name not in (TRIMTAB, BALANCED)]
     best = min(others, key=lambda name: step_s[name])
-    best_unplanned = min(others, key=lambda name: step_s[name] - planning_s[name])
+    alike = [name for name in others if pool_bytes[name] <= pool_bytes[TRIMTAB]]
+    best_alike = min(alike, key=lambda name: step_s[name])
+    left_s = {name: outcome.simulated.moves_left_out_s for name, outcome in outcomes.items()}
     device_bytes = compared.cluster.device_bytes
+    bound_s = _bound(compared, outcomes[TRIMTAB])
     return {
         "case": case.name,
         "seed": seed,
         **asdict(case),
-        "micro_steps": outcomes[TRIMTAB].plan.num_micro_steps,
+        "nodes": compared.cluster.nodes,
         "best_other": best,
-        "best_other_without_planning": best_unplanned,
+        "best_with_our_memory": best_alike,
+        "interval_of_eplb": getattr(outcomes["eplb"].policy, "interval", None),
         "step_s": _rounded(step_s),
-        "planning_s": _rounded({name: seconds for name, seconds in planning_s.items() if seconds}),
+        "moves_left_out_s": _rounded({name: seconds for name, seconds in left_s.items() if seconds}),
         "does_not_fit": [name for name in POLICIES if _stage_bytes(compared, outcomes[name]) > device_bytes],
-        "plans": {name: _plan_figures(outcomes[name]) for name in dict.fromkeys((TRIMTAB, best, best_unplanned))},
-        "bound_parts_s": _rounded(_bound(compared, outcomes[TRIMTAB])),
+        "plans": {name: _plan_figures(outcomes[name]) for name in dict.fromkeys((TRIMTAB, best, best_alike))},
+        "predicted": _predicted(compared, outcomes[TRIMTAB]),
+        "above_bound": outcomes[TRIMTAB].step_times_s[-1] / sum(bound_s.values()) - 1,
     }
 
 
@@ -258,6 +264,12 @@ def _stage_bytes(compared: ComparisonCase, outcome: Outcome) -> int:
     pool_R = replica_pool_bytes(plan, stage, outcome.policy.traits, settings.ring_layers)
     load = replace(outcome.load, pool_R=pool_R)
     return sum(rank_memory(load, stage, sharding=settings.sharding, checkpointing=settings.checkpointing).values())
+
+
+def _predicted(compared: ComparisonCase, outcome: Outcome) -> float:
+    """The planner's prediction of the last step over its simulated time, minus 1."""
+    facts = json.loads(outcome.plan.settings)
+    return facts["predicted_s"][facts["strategy"]] * compared.scale / outcome.step_times_s[-1] - 1
 
 
 def _plan_figures(outcome: Outcome) -> Figures:
@@ -288,41 +300,34 @@ def _rounded(seconds: dict[str, float]) -> dict[str, float]:
     return {name: float(f"{value:.7g}") for name, value in seconds.items()}
 
 
-def make_cases(
-    pairs: tuple[tuple[str, int], ...], tokens: tuple[int, ...], presets: tuple[str, ...]
-) -> list[PapersCase]:
-    """Every pair of model and ranks with all tokens and presets; one slot and two slots alternate."""
-    return [
-        PapersCase(model, ranks, tokens[t], presets[p], 1 + (i + t + p) % 2)
-        for i, (model, ranks) in enumerate(pairs)
-        for t, p in product(range(len(tokens)), range(len(presets)))
-    ]
-
-
-def draw(key: TraceKey, sizes: TraceSizes) -> tuple[SequenceCounts, ...]:
+def draw(case: PapersCase, seed: int, sizes: TraceSizes) -> tuple[SequenceCounts, ...]:
     """Counted sequences of every step, in the order of steps. The expert ids are not kept."""
+    model = load_model(case.model)
+    tokens = case.ranks * case.micro_steps * sizes.tokens_per_rank
     trace = synthesize_preset(
-        PRESETS[key.preset], num_sequences=max(1, key.tokens // sizes.mean_length), mean_length=sizes.mean_length,
-        max_length=sizes.max_length, num_layers=sizes.layers, num_experts=key.experts, top_k=key.top_k,
-        num_steps=sizes.steps, seed=key.seed,
+        PRESETS[case.preset], num_sequences=tokens // sizes.mean_length, mean_length=sizes.mean_length,
+        max_length=sizes.max_length, num_layers=sizes.layers, num_experts=model.num_experts, top_k=model.top_k,
+        num_steps=sizes.steps, seed=seed,
     )  # fmt: skip
     counted = SequenceCounts.from_trace(trace)
     return tuple(counted.select(np.flatnonzero(trace.steps == step)) for step in range(sizes.steps))
 
 
-def comparison_case(
-    case: PapersCase, steps: tuple[SequenceCounts, ...], sizes: TraceSizes, cluster: str
-) -> ComparisonCase:
-    """The last of the steps with the model on a cluster, recomputed and checkpointed."""
-    micro_steps = max(1, round(case.tokens / case.ranks / sizes.tokens_per_rank))
-    return ComparisonCase(
-        cluster=load_cluster(cluster, ranks=case.ranks, slots_per_rank=case.slots),
+def comparison_case(case: PapersCase, steps: tuple[SequenceCounts, ...]) -> ComparisonCase:
+    """All steps but the first with the model on the cluster, recomputed and checkpointed."""
+    # Groups use a part of a rack that divides them.
+    per_node = min(case.ranks, RACK) if case.cluster.endswith("nvl72") else None
+    nodes = load_cluster(case.cluster, ranks=case.ranks, slots_per_rank=case.slots, ranks_per_node=per_node)
+    compared = ComparisonCase(
+        cluster=replace(nodes, dispatch_forwards=case.forwards),
         model=load_model(case.model),
         sequences=steps[-1],
         earlier=steps[:-1],
-        token_budget=budget_for(steps, case.ranks, micro_steps),
+        token_budget=budget_for(steps, case.ranks, case.micro_steps),
         settings=StepSettings(checkpointing=True),
+        measured=len(steps) - 1,
     )
+    return compared.with_permuted_experts(0) if case.permuted else compared
 
 
 def pipeline_stage(model: ModelSpec, layers: int) -> ModelSpec:

@@ -2,155 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, mode
+from statistics import median, mode
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.harness import Figures
-from benchmarks.tables import Cell, Columns, Row, figure_table, quantity
-from trimtab.planner.plan.pass_times import PARTS
+from benchmarks.tables import Columns, Row, figure_table, quantity
+from experiments.page_tables import markdown_table
 from trimtab.report.number_text import seconds as seconds_text
 
 TRIMTAB, BALANCED = "trimtab", "balanced"
-# Cases of the last table.
-WORST = 5
-
-CASES: Columns = {
+# A case is behind another balancer if its median ratio is above this.
+BEHIND = 0.005
+COLUMNS: Columns = {
     "case": "{case}",
-    "trimtab": quantity("trimtab_s", seconds_text),
-    "best other": lambda row: f"{row['best']} {seconds_text(row['best_s'])}" + ("" if row["best_fits"] else " *"),
+    "`trimtab`": quantity("trimtab_s", seconds_text),
+    "best other": lambda row: f"`{row['best']}`" + ("" if row["best_fits"] else " *"),
     "ratio": "{ratio:+.2%}",
-    "eplb": quantity("eplb_s", seconds_text),
-    "static": quantity("static_s", seconds_text),
-    "above bound": "{gap:.2%}",
+    "with our memory": lambda row: f"`{row['alike']}`",
+    "its ratio": "{alike_ratio:+.2%}",
+    "over `eplb`": "{over_eplb:.2f}x",
+    "over `scheduled`": "{over_scheduled:.2f}x",
+    "over `static`": "{over_static:.2f}x",
+    "above bound": "{gap:.1%}",
 }
-
-
-def _target_text(name: str) -> Cell:
-    def cell(row: Row) -> str:
-        target, met = row[name]["target"], row[name]["met"]
-        return "" if target is None else f"{target:+.1%}, {'met' if met else 'missed'}"
-
-    return cell
-
-
 SUMMARY: Columns = {
     "cases": "{group}",
-    "planning": lambda row: "charged" if row["planning"] else "not charged",
-    "mean": "{mean[value]:+.2%}",
-    "at most": _target_text("mean"),
-    "worst": "{worst[value]:+.2%}",
-    "at most ": _target_text("worst"),
-    "worst case": "{worst_case}, seed {worst_seed}",
-    "worst median": "{worst_median[value]:+.2%}",
-    "slower in": "{slower} of {pairs}",
+    "number": "{count}",
+    "median": "{median:+.2%}",
+    "worst": "{worst:+.2%}",
+    "behind": "{behind}",
+    "median, our memory": "{alike_median:+.2%}",
+    "worst, our memory": "{alike_worst:+.2%}",
+    "behind, our memory": "{alike_behind}",
+    "over `eplb`": "{over_eplb:.2f}x",
+    "over `static`": "{over_static:.2f}x",
 }
-
-
-def _gap(part: str) -> Cell:
-    return lambda row: f"{row['gap_by_part'][part]:+.2%}"
-
-
-GAPS: Columns = {"case": "{case}", "ratio": "{ratio:+.2%}", "above bound": "{gap:.2%}"}
-# Parts that are nearer to the bound in all shown cases are left out.
-LEAST_GAP = 0.00005
 
 
 @dataclass(frozen=True)
 class Group:
-    """Cases whose ratios are summarised together. A ratio is Trimtab's step over the best other's, minus 1.
-
-    Attributes:
-        name: for tables.
-        least_ranks, most_ranks: of the cases, inclusive.
-        planning: whether all balancers are charged the planning that they can't hide.
-        mean_target: most mean ratio; None if there is no target.
-        worst_target: most ratio of any case and seed; None if there is no target.
-    """
+    """Cases that are summarised together."""
 
     name: str
-    least_ranks: int
-    most_ranks: int
-    planning: bool
-    mean_target: float | None
-    worst_target: float | None
+    has: Callable[[Row], bool]
 
 
 GROUPS = (
-    Group("EP 8 to 16", 8, 16, True, -0.003, 0.002),
-    Group("EP 8 to 16", 8, 16, False, None, None),
-    Group("EP 32 to 128", 32, 128, True, -0.03, 0.002),
-    Group("EP 32 to 128", 32, 128, False, -0.03, None),
+    Group("all", lambda row: True),
+    Group("one domain of fast links", lambda row: row["nodes"] == 1),
+    Group("several domains, tokens sent", lambda row: row["nodes"] > 1 and row["forwards"]),
+    Group("several domains, rows sent", lambda row: row["nodes"] > 1 and not row["forwards"]),
 )
 
 
-def ratio(row: Row, *, planning: bool = True) -> float:
-    """Trimtab's step time over that of the best other balancer, minus 1; without planning for both if not charged."""
-    best = row["best_other" if planning else "best_other_without_planning"]
-    return seconds(row, TRIMTAB, planning=planning) / seconds(row, best, planning=planning) - 1
+def ratio(row: Row, other: str = "best_other") -> float:
+    """Trimtab's step time over that of the best other balancer, minus 1: negative if Trimtab is faster.
 
-
-def seconds(row: Row, name: str, *, planning: bool = True) -> float:
-    """Step time of a balancer, with or without the planning that is on its critical path."""
-    charged = 0.0 if planning else row["planning_s"].get(name, 0.0)
-    return float(row["step_s"][name] - charged)
-
-
-def gap_by_part(row: Row) -> dict[str, float]:
-    """Trimtab's step above the bound, by part, as fractions of the bound; their sum is the whole gap."""
-    bound_s, parts_s = row["bound_parts_s"], row["plans"][TRIMTAB]["parts_s"]
-    whole_s = sum(bound_s.values())
-    return {part: (parts_s[part] - bound_s[part]) / whole_s for part in PARTS}
-
-
-def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Mean and worst ratio of every group that has cases, with targets and whether they are met.
-
-    `worst_median` is the largest median of a case over its seeds; `slower` is the number of pairs (case, seed) in which
-    the best other balancer is faster.
+    Args:
+        other: key of the other's name; "best_with_our_memory" for the best whose copies take no more memory.
     """
-    found = []
-    for group in GROUPS:
-        mine = [row for row in rows if group.least_ranks <= row["ranks"] <= group.most_ranks]
-        if not mine:
-            continue
-        ratios = [ratio(row, planning=group.planning) for row in mine]
-        worst = max(range(len(mine)), key=lambda i: ratios[i])
-        found.append(
-            {
-                "group": group.name,
-                "planning": group.planning,
-                "mean": _target(fmean(ratios), group.mean_target),
-                "worst": _target(ratios[worst], group.worst_target),
-                "worst_case": mine[worst]["case"],
-                "worst_seed": mine[worst]["seed"],
-                "worst_median": _target(max(_case_medians(mine, ratios)), group.worst_target),
-                "slower": sum(each > 0 for each in ratios),
-                "pairs": len(ratios),
-            }
-        )
-    return found
-
-
-def _case_medians(rows: Sequence[Row], ratios: Sequence[float]) -> list[float]:
-    by_case: dict[str, list[float]] = {}
-    for row, each in zip(rows, ratios, strict=True):
-        by_case.setdefault(row["case"], []).append(each)
-    return [median(each) for each in by_case.values()]
-
-
-def _target(value: float, target: float | None) -> dict[str, Any]:
-    return {"value": round(value, 6), "target": target, "met": None if target is None else value <= target}
+    return float(row["step_s"][TRIMTAB] / row["step_s"][row[other]] - 1)
 
 
 def medians(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """One row for each case, in their order: medians over its seeds.
 
-    `best` is the balancer that is most often the best other, and `best_fits` whether it fits a rank's memory in all
-    seeds; `best_s` are the seconds of the best other in each seed.
+    `best` and `alike` are the balancers that are most often the best other of all, and of those with no more memory for
+    copies; `best_fits` is whether `best` fits a rank's memory in all seeds.
     """
     by_case: dict[str, list[Row]] = {}
     for row in rows:
@@ -158,39 +80,75 @@ def medians(rows: Sequence[Row]) -> list[dict[str, Any]]:
     found = []
     for case, mine in by_case.items():
         best = mode(row["best_other"] for row in mine)
+        over = {
+            f"over_{name}": median(row["step_s"][name] / row["step_s"][TRIMTAB] for row in mine)
+            for name in ("eplb", "scheduled", "static")
+        }
         found.append(
             {
                 "case": case,
+                "nodes": mine[0]["nodes"],
+                "forwards": mine[0]["forwards"],
+                "trimtab_s": median(row["step_s"][TRIMTAB] for row in mine),
                 "best": best,
                 "best_fits": not any(best in row["does_not_fit"] for row in mine),
-                "best_s": median(seconds(row, row["best_other"]) for row in mine),
-                **{f"{name}_s": median(seconds(row, name) for row in mine) for name in (TRIMTAB, "eplb", "static")},
-                "ratio": median(ratio(row) for row in mine),
-                "gap": median(sum(gap_by_part(row).values()) for row in mine),
-                "gap_by_part": {part: median(gap_by_part(row)[part] for row in mine) for part in PARTS},
+                "ratio": median(map(ratio, mine)),
+                "alike": mode(row["best_with_our_memory"] for row in mine),
+                "alike_ratio": median(ratio(row, "best_with_our_memory") for row in mine),
+                **over,
+                "gap": median(row["above_bound"] for row in mine),
+                "predicted": max((row["predicted"] for row in mine), key=abs),
             }
         )
     return found
 
 
+def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Of every group that has cases: the median and the largest of their median ratios, and how many are behind."""
+    cases, found = medians(rows), []
+    for group in GROUPS:
+        mine = [case for case in cases if group.has(case)]
+        if mine:
+            summary: dict[str, Any] = {"group": group.name, "count": len(mine)}
+            for prefix, key in (("", "ratio"), ("alike_", "alike_ratio")):
+                ratios = [case[key] for case in mine]
+                summary[f"{prefix}median"] = round(median(ratios), 6)
+                summary[f"{prefix}worst"] = round(max(ratios), 6)
+                summary[f"{prefix}behind"] = sum(each > BEHIND for each in ratios)
+            for name in ("eplb", "static"):
+                summary[f"over_{name}"] = round(median(case[f"over_{name}"] for case in mine), 4)
+            found.append(summary)
+    return found
+
+
 def print_figures(figures: Figures, console: Console) -> None:
-    """Print all cases, the summary with its targets, and the gap to the bound of the worst cases by part."""
-    rows = medians(figures["cases"])
+    """Print all cases and the summary."""
     seeds = ", ".join(map(str, figures["seeds"]))
     console.print(f"presets, other balancers and planning times of yardstick {figures['yardstick']}; seeds {seeds}")
-    caption = (
-        "ratio: trimtab's time over the best other's, minus 1; above bound: over the lower bound of trimtab's schedule "
-        "and slots; *: needs more memory than a rank has, in stages of the traced layers"
+    caption = "ratio: trimtab's time over the other's, minus 1; *: needs more memory than a rank has, in stages"
+    cases = sorted(medians(figures["cases"]), key=lambda row: -row["ratio"])
+    console.print(figure_table("Simulated step time, median over seeds", COLUMNS, cases, caption=caption))
+    console.print(figure_table("Ratio to the best other balancer", SUMMARY, figures["summary"]))
+
+
+def page_blocks(figures: Figures) -> dict[str, str]:
+    """The generated parts of docs/results.md, by name."""
+    cases = sorted(medians(figures["cases"]), key=lambda row: -row["ratio"])
+    farthest = max((case["predicted"] for case in cases), key=abs)
+    count, seeds = len(cases), len(figures["seeds"])
+    steps = figures["settings"]["sizes"]["steps"] - 1
+    about = (
+        f"{count} cases, {seeds} seeds each, mean of {steps} steps. The planner's prediction of a step is at most "
+        f"{abs(farthest):.1%} from the simulated time."
     )
-    console.print(figure_table("Simulated step time, median over seeds", CASES, rows, caption=caption))
-    caption = (
-        "negative: trimtab is faster; not charged: without planning on the critical path, for all balancers; worst "
-        "median: of a case over its seeds; slower in: pairs of case and seed"
-    )
-    title = "Ratio to the best other balancer, over all cases and seeds"
-    console.print(figure_table(title, SUMMARY, figures["summary"], caption=caption))
-    worst = sorted(rows, key=lambda row: -row["ratio"])[:WORST]
-    title = "Worst cases by ratio: time above the bound by part, in parts of the bound"
-    parts = [part for part in PARTS if any(abs(row["gap_by_part"][part]) >= LEAST_GAP for row in worst)]
-    caption = "medians over seeds; parts that are not shown take their least time"
-    console.print(figure_table(title, {**GAPS, **{part: _gap(part) for part in parts}}, worst, caption=caption))
+    return {
+        "papers": f"{about}\n\n{_markdown(SUMMARY, figures['summary'])}",
+        "cases": _markdown(COLUMNS, cases),
+    }
+
+
+def _markdown(columns: Columns, rows: Sequence[Row]) -> str:
+    cells = [
+        [cell.format_map(row) if isinstance(cell, str) else cell(row) for cell in columns.values()] for row in rows
+    ]
+    return markdown_table([*columns], cells)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -17,105 +16,104 @@ from rich.console import Console
 from benchmarks import papers
 from benchmarks.harness import run_command
 from benchmarks.papers import (
+    GRID,
+    MOST_PLACES,
+    RESULTS,
     SCHEMA,
     PapersBenchmark,
+    PapersCase,
     TraceSizes,
     case_figures,
     comparison_case,
     draw,
-    make_cases,
+    draw_cases,
     pipeline_stage,
 )
-from benchmarks.papers_summary import gap_by_part, medians, print_figures, ratio, summarise
+from benchmarks.papers_summary import medians, page_blocks, print_figures, ratio, summarise
+from experiments.page_tables import read_page, tables_of_page
 from trimtab import InputError
 from trimtab.cluster import load_model
-from trimtab.planner.plan.pass_times import PARTS
 from trimtab.policies import POLICIES
 from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.yardstick import yardstick
+from trimtab.trace.permuted_experts import permute_experts
 
-TINY = PapersBenchmark(
-    pairs=(("qwen3-30b-a3b", 8), ("gpt-oss-120b", 16)), tokens=(16384,),
-    presets=("qwen3-30b-math",), sizes=TraceSizes(layers=2, mean_length=128, max_length=256, tokens_per_rank=512),
-)  # fmt: skip
+SIZES = TraceSizes(layers=2, mean_length=128, max_length=256, tokens_per_rank=512, steps=3)
+CASE = PapersCase("h100x8", "gpt-oss-120b", 16, 2, 2, "qwen3-30b-math", permuted=False, forwards=True)
+FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks" / "step-time.json"
 
 
-def test_every_pair_has_all_tokens_and_presets_and_slots_alternate() -> None:
-    settings = PapersBenchmark()
-    cases = settings.cases()
-    assert len(cases) == 48 == len({case.name for case in cases})
-    for model, ranks in settings.pairs:
-        mine = [case for case in cases if (case.model, case.ranks) == (model, ranks)]
-        assert len({(case.tokens, case.preset) for case in mine}) == 4
-        assert Counter(case.slots for case in mine) == {1: 2, 2: 2}
-    assert Counter((case.tokens, case.preset, case.slots) for case in cases) == dict.fromkeys(
-        [(tokens, preset, slots) for tokens in settings.tokens for preset in settings.presets for slots in (1, 2)], 6
-    )
-    assert {case.ranks for case in cases} == {8, 16, 32, 64, 128}
-    # One trace for each preset, size of the model and tokens.
-    assert len({case.trace(100) for case in cases}) == 3 * 4
+def test_cases_are_drawn_from_the_whole_grid() -> None:
+    drawn = draw_cases(1000)
+    assert len({case.name for case in drawn}) == 1000
+    for field, values in GRID.items():
+        assert Counter(getattr(case, field) for case in drawn).keys() == set(values)
+    for case in drawn:
+        assert load_model(case.model).num_experts % case.ranks == 0
+        assert case.ranks * case.micro_steps <= MOST_PLACES
+    # A smaller number are the first ones.
+    assert draw_cases(36) == drawn[:36] == PapersBenchmark(count=36).cases()
 
 
 def test_only_chooses_cases_by_name() -> None:
-    assert [case.name for case in PapersBenchmark(only="deepseek-v3-64-8M").cases()] == [
-        "deepseek-v3-64-8M-qwen3-30b-math-s2",
-        "deepseek-v3-64-8M-nemotron-3-nano-text-s1",
-    ]
-    with pytest.raises(InputError, match=r"no case has 'kimi' in its name; the first is qwen3-30b-a3b-8-0\.5M-"):
-        PapersBenchmark(only="kimi").cases()
+    chosen = PapersBenchmark(only="kimi").cases()
+    assert chosen
+    assert all(case.model == "kimi-k2" for case in chosen)
+    with pytest.raises(InputError, match=r"no case has 'llama' in its name; the first is [a-z0-9-]+-m\d+-s\d-"):
+        PapersBenchmark(only="llama").cases()
 
 
-def test_a_case_is_the_last_step_of_its_trace_after_the_earlier_ones() -> None:
-    case = make_cases(TINY.pairs, TINY.tokens, TINY.presets)[1]
-    steps = draw(case.trace(1), TINY.sizes)
-    compared = comparison_case(case, steps, TINY.sizes, "h100x8")
-    assert compared.sequences is steps[2]
-    assert compared.earlier == steps[:2]
+def test_a_case_is_all_steps_of_its_trace_but_the_first() -> None:
+    steps = draw(CASE, 1, SIZES)
+    compared = comparison_case(CASE, steps)
+    assert compared.steps == steps
+    assert compared.measured == 2
     assert not np.array_equal(steps[1].counts_SLE.sum(axis=0), steps[2].counts_SLE.sum(axis=0))
     assert (compared.cluster.ranks, compared.cluster.ranks_per_node, compared.cluster.slots_per_rank) == (16, 8, 2)
+    assert compared.cluster.dispatch_forwards
+    assert not comparison_case(replace(CASE, forwards=False), steps).cluster.dispatch_forwards
     assert compared.sequences.counts_SLE.shape == (128, 2, 128)
     # The model's own experts of a token, and 512 tokens of a rank in each of two micro-steps.
     assert compared.sequences.top_k == 4
     assert compared.settings.checkpointing
     assert simulate_policy(compared, "static").plan.num_micro_steps == 2
+    permuted = comparison_case(replace(CASE, permuted=True), steps)
+    assert np.array_equal(permuted.earlier[0].counts_SLE, permute_experts(steps[0].counts_SLE, 0))
+    rack = replace(CASE, cluster="gb200-nvl72", ranks=128)
+    assert comparison_case(rack, steps).cluster.ranks_per_node == 64
 
 
 @pytest.mark.slow
 def test_the_command_writes_figures_of_the_simulated_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = {name: getattr(TINY, name) for name in ("pairs", "tokens", "presets", "sizes")}
-    monkeypatch.setattr(papers, "PapersBenchmark", partial(PapersBenchmark, **tiny))
-    monkeypatch.setenv("COLUMNS", "200")
-    words = ["--seeds", "1", "0", "--only", "gpt-oss", "--processes", "1"]
+    monkeypatch.setattr(papers, "PapersBenchmark", partial(PapersBenchmark, sizes=SIZES))
+    monkeypatch.setattr(papers, "GRID", {field: (getattr(CASE, field),) for field in GRID})
+    monkeypatch.setenv("COLUMNS", "250")
+    words = ["--seeds", "1", "0", "--processes", "1"]
     assert run_command("benchmarks.papers", [*words, "--json", str(tmp_path / "figures.json")]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
-    (case,) = PapersBenchmark(only="gpt-oss", **tiny).cases()
-    assert case.name in capsys.readouterr().out
+    assert CASE.name in capsys.readouterr().out
     assert (figures["schema"], figures["yardstick"], figures["seeds"]) == (SCHEMA, yardstick(), [1, 0])
     assert figures["settings"]["sizes"]["steps"] == 3
-    assert [(row["case"], row["seed"]) for row in figures["cases"]] == [(case.name, 0), (case.name, 1)]
+    assert [(row["case"], row["seed"]) for row in figures["cases"]] == [(CASE.name, 0), (CASE.name, 1)]
     for row in figures["cases"]:
         seconds = row["step_s"]
         assert list(seconds) == list(POLICIES)
         others = {name: seconds[name] for name in seconds if name not in ("trimtab", "balanced")}
         assert row["best_other"] == min(others, key=lambda name: others[name])
-        assert set(row["plans"]) == {"trimtab", row["best_other"], row["best_other_without_planning"]}
+        assert set(row["plans"]) == {"trimtab", row["best_other"], row["best_with_our_memory"]}
+        # Those with slots in every layer take more memory than slots that layers share.
+        assert row["best_with_our_memory"] not in ("eplb", "eplb_every_step", "eplb_oracle", "laer", "fastermoe")
         for name, plan in row["plans"].items():
             assert sum(plan["parts_s"].values()) == pytest.approx(seconds[name], rel=1e-5)
-            assert plan["parts_s"]["planning"] == row["planning_s"].get(name, 0.0)
             assert plan["max_over_mean"] >= 1
         assert row["plans"]["trimtab"]["strategy"]
-        assert row["planning_s"]["trimtab"] > 0
-        assert not row["planning_s"].keys() & {"static", "eplb", "balanced"}
-        assert sum(row["bound_parts_s"].values()) < seconds["trimtab"]
+        assert row["above_bound"] > 0
+        assert abs(row["predicted"]) < 0.1
         assert set(row["does_not_fit"]) <= set(seconds)
-    compared = comparison_case(case, draw(case.trace(0), TINY.sizes), TINY.sizes, TINY.cluster)
-    outcome = simulate_policy(compared, "relibra")
-    row = figures["cases"][0]
-    assert row["step_s"]["relibra"] == pytest.approx(outcome.simulated.step_time_s, rel=1e-6)
-    # Seconds of the whole model, whose layers are 18 times those of the trace.
-    assert row["bound_parts_s"]["attention"] == pytest.approx(outcome.simulated.parts_s["attention"], rel=1e-6)
+    outcome = simulate_policy(comparison_case(CASE, draw(CASE, 0, SIZES)), "relibra")
+    assert figures["cases"][0]["step_s"]["relibra"] == pytest.approx(outcome.simulated.step_time_s, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-120b", "deepseek-v3"])
@@ -132,80 +130,72 @@ def test_a_pipeline_stage_has_its_share_of_the_parameters(name: str) -> None:
 
 
 def test_copies_that_exceed_the_memory_of_a_stage_do_not_fit() -> None:
-    case = TINY.cases()[0]
-    compared = comparison_case(case, draw(case.trace(0), TINY.sizes), TINY.sizes, TINY.cluster)
+    compared = comparison_case(CASE, draw(CASE, 0, SIZES))
     stage = pipeline_stage(compared.model, 2)
     outcome = simulate_policy(replace(compared, model=stage), "trimtab")
     for device_bytes, fits in ((outcome.peak_bytes * 1.5, True), (outcome.peak_bytes * 0.5, False)):
         cramped = replace(compared, cluster=replace(compared.cluster, device_bytes=device_bytes))
-        assert ("trimtab" not in case_figures(case, 0, cramped)["does_not_fit"]) == fits
+        assert ("trimtab" not in case_figures(CASE, 0, cramped)["does_not_fit"]) == fits
 
 
-def some_row(case: str, seed: int, ranks: int, trimtab: float, laer: float, echo: float) -> dict[str, Any]:
-    """`trimtab` plans for 1 s, `echo` for 3 s."""
-    nothing = dict.fromkeys(PARTS, 0.0)
+def some_row(case: str, seed: int, nodes: int, trimtab: float, laer: float, echo: float) -> dict[str, Any]:
+    """`laer` takes more memory than `trimtab`."""
     return {
-        "case": case, "seed": seed, "ranks": ranks, "best_other": "laer" if laer < echo else "echo",
-        "best_other_without_planning": "laer" if laer < echo - 3 else "echo",
-        "step_s": {"trimtab": trimtab, "laer": laer, "echo": echo, "eplb": 120.0, "static": 150.0, "balanced": 90.0},
-        "planning_s": {"trimtab": 1.0, "echo": 3.0}, "does_not_fit": ["laer"],
-        "plans": {"trimtab": {"parts_s": nothing | {"dispatch": trimtab - 51, "experts": 50.0, "planning": 1.0}}},
-        "bound_parts_s": nothing | {"dispatch": 30.0, "experts": 50.0},
+        "case": case, "seed": seed, "nodes": nodes, "forwards": True, "best_other": "laer" if laer < echo else "echo",
+        "best_with_our_memory": "echo", "does_not_fit": ["laer"], "above_bound": 0.1 * seed, "predicted": -0.01 * seed,
+        "step_s": {
+            "trimtab": trimtab, "laer": laer, "echo": echo, "eplb": 120.0, "static": 150.0, "scheduled": 140.0,
+            "balanced": 90.0,
+        },
     }  # fmt: skip
 
 
 ROWS = [
-    some_row("a", 0, 16, 99.0, 100.0, 110.0),
-    some_row("a", 1, 16, 100.0, 104.0, 100.0),
-    some_row("a", 2, 16, 101.0, 102.0, 100.0),
-    some_row("b", 0, 32, 94.0, 100.0, 101.0),
+    some_row("a", 0, 1, 99.0, 100.0, 110.0),
+    some_row("a", 1, 1, 100.0, 104.0, 100.0),
+    some_row("a", 2, 1, 101.0, 102.0, 100.0),
+    some_row("b", 0, 2, 96.0, 95.0, 101.0),
 ]
 
 
-def test_ratios_are_to_the_best_other_with_and_without_planning() -> None:
+def test_medians_are_those_of_the_seeds_of_a_case() -> None:
     assert ratio(ROWS[0]) == pytest.approx(99 / 100 - 1)
-    assert ratio(ROWS[0], planning=False) == pytest.approx(98 / 100 - 1)
-    assert ratio(ROWS[2]) == pytest.approx(101 / 100 - 1)
-    assert ratio(ROWS[2], planning=False) == pytest.approx(100 / 97 - 1)
-    assert ratio(ROWS[3], planning=False) == pytest.approx(93 / 98 - 1)
-
-
-def test_the_summary_has_means_worst_cases_and_targets() -> None:
-    found = {(group["group"], group["planning"]): group for group in summarise(ROWS)}
-    small, large = found["EP 8 to 16", True], found["EP 32 to 128", True]
-    assert len(found) == 4
-    assert small["mean"] == {"value": pytest.approx((-0.01 + 0 + 0.01) / 3), "target": -0.003, "met": False}
-    assert small["worst"] == {"value": pytest.approx(0.01), "target": 0.002, "met": False}
-    assert (small["worst_case"], small["worst_seed"]) == ("a", 2)
-    assert small["worst_median"] == {"value": 0.0, "target": 0.002, "met": True}
-    assert (small["slower"], small["pairs"], large["slower"], large["pairs"]) == (1, 3, 0, 1)
-    assert large["mean"] == {"value": pytest.approx(-0.06), "target": -0.03, "met": True}
-    assert large["worst_median"]["value"] == pytest.approx(-0.06)
-    assert large["worst"]["met"]
-    unplanned = found["EP 32 to 128", False]["mean"]
-    assert unplanned == {"value": pytest.approx(93 / 98 - 1, abs=1e-6), "target": -0.03, "met": True}
-    assert found["EP 8 to 16", False]["mean"]["met"] is None
-    # No figures of a group without cases.
-    assert {group["group"] for group in summarise(ROWS[3:])} == {"EP 32 to 128"}
-
-
-def test_tables_show_medians_over_seeds_and_the_worst_cases_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ratio(ROWS[0], "best_with_our_memory") == pytest.approx(99 / 110 - 1)
     a, b = medians(ROWS)
-    assert (b["case"], b["best"], b["best_fits"]) == ("b", "laer", False)
+    assert (b["case"], b["best"], b["best_fits"], b["alike"]) == ("b", "laer", False, "echo")
     assert (a["case"], a["best"], a["best_fits"]) == ("a", "echo", True)
-    assert (a["trimtab_s"], a["best_s"], a["ratio"]) == (100.0, 100.0, 0.0)
-    assert sum(gap_by_part(ROWS[1]).values()) == pytest.approx(100 / 80 - 1) == pytest.approx(a["gap"])
-    assert a["gap_by_part"]["dispatch"] == pytest.approx(19 / 80)
-    assert a["gap_by_part"]["planning"] == pytest.approx(1 / 80)
-    figures = {"yardstick": "0123", "seeds": [0, 1, 2], "cases": ROWS[::-1], "summary": summarise(ROWS)}
+    assert (a["trimtab_s"], a["ratio"], a["gap"], a["predicted"]) == (100.0, 0.0, 0.1, -0.02)
+    assert b["ratio"] == pytest.approx(96 / 95 - 1)
+    assert b["alike_ratio"] == pytest.approx(96 / 101 - 1)
+    assert b["over_scheduled"] == pytest.approx(140 / 96)
+
+
+def test_the_summary_counts_cases_that_are_behind() -> None:
+    found = {group["group"]: group for group in summarise(ROWS)}
+    assert list(found) == ["all", "one domain of fast links", "several domains, tokens sent"]
+    every, several = found["all"], found["several domains, tokens sent"]
+    assert (every["count"], every["behind"], every["alike_behind"]) == (2, 1, 0)
+    assert every["worst"] == pytest.approx(96 / 95 - 1, abs=1e-6)
+    assert every["median"] == pytest.approx((0 + 96 / 95 - 1) / 2, abs=1e-6)
+    assert several["alike_worst"] == several["alike_median"] == pytest.approx(96 / 101 - 1, abs=1e-6)
+    assert several["over_eplb"] == pytest.approx(120 / 96)
+
+
+def test_tables_show_the_worst_cases_first(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {
+        "yardstick": "0123", "seeds": [0, 1, 2], "cases": ROWS, "summary": summarise(ROWS),
+        "settings": {"sizes": {"steps": 7}},
+    }  # fmt: skip
     print_figures(figures, Console(width=220))
-    every, summary, worst = capsys.readouterr().out.split("seeds 0, 1, 2")[1].split("┏")[1:]
-    assert "echo 100 s │" in every
-    assert "laer 100 s * │" in every
-    assert every.index("│ b ") < every.index("│ a ")
-    assert "+0.2%, missed" in summary
-    assert "-3.0%, met" in summary
-    assert "1 of 3" in summary
-    assert worst.index("│ a ") < worst.index("│ b ")
-    # Only parts that are above the bound somewhere.
-    assert re.findall(r"\w+", worst.splitlines()[1]) == ["case", "ratio", "above", "bound", "dispatch", "planning"]
+    printed = capsys.readouterr().out
+    assert "`laer` *" in printed
+    assert printed.index("│ b ") < printed.index("│ a ")
+    blocks = page_blocks(figures)
+    assert "at most 2.0% from the simulated time" in blocks["papers"]
+    assert "mean of 6 steps" in blocks["papers"]
+    assert blocks["cases"].splitlines()[2].startswith("| b | 96.0 s | `laer` * | +1.05% | `echo` | -4.95% | 1.25x |")
+
+
+def test_the_page_shows_the_stored_figures() -> None:
+    blocks = tables_of_page(read_page(RESULTS))
+    assert {name: blocks[name] for name in ("papers", "cases")} == page_blocks(json.loads(FIGURES.read_text()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.comparison_cases import MODEL
 from helpers.equality import Case, compare_cases
 from helpers.examples import examples
 from helpers.moe_model import Shape, TinyMoE
@@ -18,8 +20,13 @@ from helpers.planned_steps import make
 from helpers.random_plans import random_schedule, random_trace
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
 from helpers.rank_tests import runs_on_ranks
+from trimtab import ClusterSpec, Placement, RoutingTrace
+from trimtab.cluster import StepCosts
 from trimtab.errors import InputError, RanksDisagreeError
+from trimtab.planner import PlanSettings, Schedule
 from trimtab.runtime import Session
+from trimtab.runtime.ranks.topology import Topology
+from trimtab.runtime.step_planner import SessionPlanner
 
 State = dict[str, Any]
 Ranks = tuple[tuple[int, ...], ...]
@@ -232,3 +239,35 @@ def test_groups_of_other_ranks(state: State, name: str) -> None:
     if rank in (0, 2):
         with pytest.raises(InputError, match=f"^{name} is not a process group of rank {rank}"):
             Session(num_experts=4, **given, **{name: pair})
+
+
+def peak_of_planning(groups: int, counts_mb: int) -> tuple[float, float]:
+    """Planning a step on groups of one rank: this rank's number, and its peak of memory in sizes of its counts."""
+    topology = Topology.build(None, groups, None)
+    rng = np.random.default_rng(dist.get_rank())
+    shape = 2 * counts_mb, 4, 32768  # micro-steps, layers and experts, int32
+    ids = rng.integers(0, shape[2], (shape[0], shape[1], 1)).astype(np.uint16)
+    trace = RoutingTrace.from_sequences([row[None] for row in ids], num_experts=shape[2])
+    sequences = groups * shape[0]
+    schedule = Schedule(
+        (np.arange(sequences) % shape[0]).astype(np.int32), (np.arange(sequences) // shape[0]).astype(np.int32),
+        np.zeros(shape[0], np.int32), groups,
+    )  # fmt: skip
+    cluster = ClusterSpec(1, 1, 0)
+    planner = SessionPlanner(topology, cluster, StepCosts.of(cluster, MODEL, moe_layers=4), PlanSettings(), "off")
+    placement = Placement.contiguous(shape[1], shape[2], 1)
+    tracemalloc.start()
+    planned = planner.for_schedule(trace, schedule, placement, may_move=False, sliced=False)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert planned.workload is not None
+    assert planned.workload.num_rows == shape[0] * shape[1]
+    topology.drop_groups()
+    return dist.get_rank(), peak / planned.workload.token_counts_MLRE.nbytes
+
+
+def test_memory_of_ranks_that_do_not_plan_is_that_of_their_group() -> None:
+    few, many = (dict(on_ranks(peak_of_planning, (groups, 4), ranks=groups)) for groups in (2, 8))
+    assert max(peak for rank, peak in many.items() if rank) < 1.1 * few[1]
+    # The first one plans for all.
+    assert many[0] > few[0] + 6

@@ -39,8 +39,8 @@ def add(commands: Any) -> None:
         "simulate",
         description="Plan steps of a routing trace with several balancers, estimate the step time of every plan "
         "with a timeline model of the cluster, and print where the time goes and whether memory is enough. By default "
-        "all balancers run, and tables show static, scheduled, eplb, eplb_oracle, trimtab, the fastest, and the ideal (balanced). "
-        "Several values of --ranks, --slots, --micro-steps or --dispatcher are a sweep.",
+        "all balancers run, and tables show static, scheduled, eplb, eplb_oracle, trimtab, the fastest and the ideal "
+        "(balanced). Several values of --ranks, --slots, --micro-steps or --dispatcher are a sweep.",
         examples=["trimtab simulate out/mixed.parquet --cluster h100x8 --ranks 16 --html out/report.html"],
     )
     add_trace(parser)

@@ -393,7 +393,7 @@ class SessionSteps(SessionMicroSteps):
         # The ranks of the group, numbered among all data ranks.
         first = self.topology.group * self.topology.num_ranks
         schedule = replace(plan.schedule, rank=plan.rank + first, num_ranks=self.topology.num_data_ranks)
-        return self._planner(trace).gather_workloads(trace, schedule)[self.topology.group]
+        return self._planner(trace).group_workload(trace, schedule)
 
     def _start_slices(self, header: StepPlan, workload: Workload, rules: SliceRules) -> StepSlices:
         planner = SlicePlanner.of(rules, self.topology.group, workload, header.home)

@@ -128,13 +128,15 @@ class SessionPlanner:
             in_rollout: what was planned ahead of the step; None if nothing was.
         """
         start = time.perf_counter()
-        loads = self.gather_workloads(trace, schedule)
+        counts_MLE, unknown_ML = self._count(trace, schedule)
+        workload = self._group_workload(counts_MLE, unknown_ML)
+        loads = self._gather_workloads(counts_MLE, unknown_ML, workload)
         lengths = self._gather_lengths(trace, schedule)
 
         def plan() -> PlannedStep:
             return self._with_schedule(loads, schedule, placement, lengths, in_rollout, may_move, sliced=sliced)
 
-        return replace(self._plan_on_first_rank(plan, start), workload=loads[self.topology.group])
+        return replace(self._plan_on_first_rank(plan, start), workload=workload)
 
     def for_sequences(
         self,
@@ -190,23 +192,49 @@ class SessionPlanner:
             **self._options(may_move=may_move, sliced=True),
         )  # fmt: skip
 
-    def gather_workloads(self, trace: RoutingTrace, schedule: Schedule) -> list[Workload]:
-        """The workload of every expert-parallel group; `trace` has the order of `schedule.sequences_of`."""
+    def group_workload(self, trace: RoutingTrace, schedule: Schedule) -> Workload:
+        """The workload of this rank's expert-parallel group; `trace` has the order of `schedule.sequences_of`.
+
+        A collective of the group.
+        """
+        return self._group_workload(*self._count(trace, schedule))
+
+    def _count(self, trace: RoutingTrace, schedule: Schedule) -> tuple[Array, Array]:
+        """This rank's known rows `[M, L, E]` and unknown ones `[M, L]`, both int32."""
         micro_step, num_micro_steps = schedule.of_rank(self.topology.data_rank), schedule.num_micro_steps
         counts_MLE = count_experts(trace, micro_step, num_micro_steps)
         rows_M = np.bincount(micro_step, trace.sequence_lengths * trace.top_k, num_micro_steps).astype(np.int64)
         unknown_ML = rows_M[:, None] - counts_MLE.sum(axis=2, dtype=np.int64)
-        counts_GMLRE = self._gather_by_group(counts_MLE)
-        unknown_GMLR = self._gather_by_group(unknown_ML.astype(np.int32))
-        return [Workload(counts, unknown) for counts, unknown in zip(counts_GMLRE, unknown_GMLR, strict=True)]
+        return counts_MLE, unknown_ML.astype(np.int32)
 
-    def _gather_by_group(self, array_ML: Array) -> list[Array]:
-        """All ranks' arrays `[M, L, ...]`, for each expert-parallel group stacked to `[M, L, R, ...]`."""
-        mine, ranks = torch.from_numpy(array_ML), self.topology.num_ranks
-        arrays_D = [torch.empty_like(mine) for _ in range(self.topology.num_data_ranks)]
-        dist.all_gather(arrays_D, mine, group=self.topology.control)
-        starts = range(0, len(arrays_D), ranks)
-        return [torch.stack(arrays_D[start : start + ranks], dim=2).numpy() for start in starts]
+    def _group_workload(self, counts_MLE: Array, unknown_ML: Array) -> Workload:
+        def gathered(array_ML: Array) -> Array:
+            array_RML = np.empty((self.topology.num_ranks, *array_ML.shape), array_ML.dtype)
+            parts = [*torch.from_numpy(array_RML)]
+            dist.all_gather(parts, torch.from_numpy(array_ML), group=self.topology.expert_control)
+            return np.stack([*array_RML], axis=2)
+
+        return Workload(gathered(counts_MLE), gathered(unknown_ML))
+
+    def _gather_workloads(self, counts_MLE: Array, unknown_ML: Array, workload: Workload) -> list[Workload]:
+        """On the first rank, which plans, the workloads of all groups; on others that of theirs.
+
+        So the memory of a rank does not grow with the number of groups, but for the first one.
+        """
+        if self.topology.groups == 1:
+            return [workload]
+        is_first, ranks = self.topology.data_rank == 0, self.topology.num_ranks
+
+        def gathered(array_ML: Array) -> list[Array]:
+            array_DML = np.empty((self.topology.num_data_ranks if is_first else 0, *array_ML.shape), array_ML.dtype)
+            parts = [*torch.from_numpy(array_DML)] if is_first else None
+            dist.gather(torch.from_numpy(array_ML), parts, group=self.topology.control, group_dst=0)
+            return [np.stack([*array_DML[n : n + ranks]], axis=2) for n in range(0, len(array_DML), ranks)]
+
+        counts_GMLRE, unknown_GMLR = gathered(counts_MLE), gathered(unknown_ML)
+        if not is_first:
+            return [workload]
+        return [Workload(counts, unknown) for counts, unknown in zip(counts_GMLRE, unknown_GMLR, strict=True)]
 
     def _gather_lengths(self, trace: RoutingTrace, schedule: Schedule) -> Array | None:
         """`[S]` tokens of each sequence of the schedule on rank 0, None on others."""
