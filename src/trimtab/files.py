@@ -28,6 +28,29 @@ UNWRITABLE = (
 )  # fmt: skip
 
 
+# Of files that people write, such as a model's config.json: far more than any has.
+MOST_TEXT_BYTES = 16 << 20
+
+
+def read_small_text(path: Path) -> str:
+    """The text of a file that may come from a stranger, in UTF-8.
+
+    Raises:
+        InputError: one line, if it is not a regular file, has more than `MOST_TEXT_BYTES`, or can't be read as text.
+    """
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: not a regular file")
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_TEXT_BYTES + 1)
+        text = content.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: can't be read as text ({' '.join(str(error).split())})") from None
+    if len(content) > MOST_TEXT_BYTES:
+        raise InputError(f"{path}: larger than {MOST_TEXT_BYTES >> 20} MB, which no such file is")
+    return text
+
+
 def write_problem(error: OSError, default: object) -> str | None:
     """The line for a user whose file can't be written; None if the error has another reason.
 

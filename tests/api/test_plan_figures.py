@@ -86,6 +86,8 @@ def test_savings_moves_and_bytes_of_a_plan() -> None:
             far += home // PER_NODE != plan.replica_ranks[replica] // PER_NODE
     assert 0 < far == result.far_replicas
     assert replicas == plan.num_replicas
+    # This balancer has no mirror in host memory.
+    assert result.host_replicas == 0
     # Three matrices of 128 x 64 weights of 2 bytes.
     assert result.weight_bytes_per_micro_step == replicas * 3 * 128 * 64 * 2 / plan.num_micro_steps
     assert result.num_instances == plan.num_micro_steps * 2

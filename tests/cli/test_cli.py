@@ -105,7 +105,7 @@ def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
         (["plan", "{trace}", "--ranks", "2", "--max-rows-per-rank", "9"], "the smallest that this step allows with 2"),
         (["plan", "{trace}", "--ranks", "2", "--max-rows-per-rank", "0"], "'0' should be a whole number of at least 1"),
         (["plan", "{trace}", "--ranks", "2", "--policy", "llep", "--exact"], "are for policy trimtab"),
-        (["plan", "{trace}", "--ranks", "2", "--model", "{trace}"], "not a readable JSON file"),
+        (["plan", "{trace}", "--ranks", "2", "--model", "{trace}"], "can't be read as text"),
         (["train", "--output", "{folder}"], "is there already and not empty; name a new folder"),
         (["train", "--output", "{folder}/new", "--model", "absent"], "absent"),
         (["train", "--output", "{folder}/new", "--ranks", "3"], "3 ranks don't divide 8 experts"),

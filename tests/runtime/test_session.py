@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from helpers.planned_steps import make, rows_of
 from helpers.random_plans import random_schedule, random_trace
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
-from trimtab.planner import Schedule, Workload
+from trimtab.planner import Schedule, Workload, plan_schedule
 from trimtab.runtime import Session
 from trimtab.trace import RoutingTrace
 
@@ -119,3 +120,21 @@ def test_errors_name_wrong_use() -> None:
     plan_own(session, trace, schedule)
     with session.micro_step(0), pytest.raises(RuntimeError, match="the micro-step was planned with"):
         session.layers[0].route(torch.zeros(1, 2, dtype=torch.int64))
+    with session.micro_step(0), pytest.raises(RuntimeError, match="move can't begin while micro-step 0"):
+        session.move(session.placement)
+
+
+@runs_on_ranks()
+def test_the_planner_gets_the_lengths_of_all_ranks_in_the_order_of_the_schedule() -> None:
+    session, _ = make_session()
+    trace, schedule = make_trace(3), random_schedule(np.random.default_rng(0), 8, num_ranks=2, num_micro_steps=2)
+    seen: list[Any] = []
+
+    def plan(*inputs: Any, **settings: Any) -> Any:
+        seen.append(settings["lengths"])
+        return plan_schedule(*inputs, **settings)
+
+    with mock.patch("trimtab.runtime.step_planner.plan_schedule", plan):
+        plan_own(session, trace, schedule)
+    # The first rank plans.
+    assert [lengths.tolist() for lengths in seen] == [trace.sequence_lengths.tolist()] * (session.rank == 0)

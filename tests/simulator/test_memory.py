@@ -139,6 +139,9 @@ def test_deepseek_v3_in_two_groups_of_64_by_hand() -> None:
     assert sharded["dense gradients"] == -(-4 * dense // 128)
     # Two layers of bfloat16 weights and one of float32 gradients: four experts and a 61st of the dense parameters.
     assert sharded["gathered layers"] == 8 * (4 * 44_040_192 + dense // 61)
+    # Float32 weights are twice as many bytes.
+    wide = rank_memory(load, replace(DEEPSEEK_V3, weight_bytes=4), groups=2, sharding="fsdp")
+    assert wide["gathered layers"] == 12 * (4 * 44_040_192 + dense // 61)
     # Nothing shared: 18 bytes a parameter.
     whole = rank_memory(load, DEEPSEEK_V3, groups=2, sharding="ddp")
     assert whole["expert optimizer state"] == 12 * 10_217_324_544

@@ -17,6 +17,7 @@ from trimtab.cluster import ModelSpec, load_model
 from trimtab.cluster.model_names import preset_of
 from trimtab.cluster.presets import read_preset
 from trimtab.errors import InputError
+from trimtab.files import read_small_text
 from trimtab.integrations.transformers.families import SUPPORTED_MODEL_TYPES
 
 GPU_MODEL = "qwen3-30b-a3b"
@@ -102,6 +103,6 @@ def _config_of(chosen: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     text = read_preset("model", preset) if preset else None
     if text is None:
         path = Path(chosen)
-        text = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
+        text = read_small_text(path / "config.json" if path.is_dir() else path)
     config: dict[str, Any] = json.loads(text)
     return {key: value for key, value in (config | dict(overrides)).items() if key not in ("hub_ids", "published")}

@@ -16,6 +16,7 @@ from trimtab.cluster.attention import AttentionLayers, LayerAttention, mean_atte
 from trimtab.cluster.model_names import hub_ids, preset_of
 from trimtab.cluster.presets import preset_names, read_preset
 from trimtab.errors import InputError
+from trimtab.files import read_small_text
 
 if TYPE_CHECKING:
     from trimtab.cluster.model_config import ConfigReading
@@ -255,9 +256,10 @@ def read_checkpoint(
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
         raise InputError(f"{file}: no such file; expected a Hugging Face config.json or a checkpoint directory")
+    text = read_small_text(file)
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: not a readable JSON file ({error})") from None
     if not isinstance(config, dict):
         raise InputError(f"{file}: expected a JSON object with the model's config")

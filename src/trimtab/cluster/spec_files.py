@@ -16,7 +16,7 @@ from typing import Any
 from trimtab.cluster.presets import preset_names, read_preset
 from trimtab.cluster.specs import ClusterSpec
 from trimtab.errors import InputError
-from trimtab.files import write_atomically
+from trimtab.files import read_small_text, write_atomically
 
 FORMAT = "trimtab-cluster-1"
 # Fields of a run, not of a kind of node: the number of ranks and the replicas that they hold.
@@ -89,10 +89,7 @@ def _text(path: Path) -> str:
             f"{path}: neither a cluster that comes with Trimtab ({', '.join(preset_names('cluster'))}) nor a file; "
             "expected one of these or a TOML file"
         )
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not a readable TOML file ({_one_line(str(error))})") from None
+    return read_small_text(path)
 
 
 def _parse(text: str, where: str) -> tuple[str, dict[str, Any]]:

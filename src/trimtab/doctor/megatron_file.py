@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import InputError
+from trimtab.files import read_small_text
 from trimtab.integrations.megatron.option_tables import NEVER_RUN, OFF, REFUSED
 
 # Names of flags and their TransformerConfig field, where they differ.
@@ -35,10 +36,7 @@ def read_options(path: Path) -> tuple[dict[str, Any], list[str]]:
     Raises:
         InputError: if the file can't be read, or has no options.
     """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: can't be read as text ({error})") from error
+    text = read_small_text(path)
     values: dict[str, Any] = {}
     for name, value in _pairs(path, text):
         field = FIELDS.get(name, name)

@@ -20,6 +20,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.coding import decode, encode
 from trimtab.trace.message_text import at_place, short
+from trimtab.trace.parquet_footer import Column
 from trimtab.trace.routing import RoutingTrace, no_route
 from trimtab.trace.sequence_facts import SequenceFacts, Windows, check_windows, windows_array
 
@@ -102,12 +103,15 @@ def table_of(trace: RoutingTrace, schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays([*facts, ids], schema=schema)
 
 
-def read_facts(parquet: pq.ParquetFile, size: int) -> tuple[RoutingTrace, SequenceFacts]:
+def read_facts(
+    parquet: pq.ParquetFile, size: int, columns: Sequence[Sequence[Column]]
+) -> tuple[RoutingTrace, SequenceFacts]:
     """A file's trace without sequences, and the facts of its sequences.
 
     Args:
         parquet: opened by `open_parquet`.
         size: of the file, in bytes.
+        columns: what its footer claims (`read_columns`).
 
     Raises:
         InputError: if it isn't a trace, or claims more than a file of its size can hold.
@@ -127,11 +131,17 @@ def read_facts(parquet: pq.ParquetFile, size: int) -> tuple[RoutingTrace, Sequen
     )
     rows = parquet.metadata.num_rows
     _check_claim(rows * FACTS_BYTES, allowed, f"{rows} sequences")
-    for group in range(parquet.num_row_groups):
-        columns = _chunks(parquet, group)
-        claimed = sum(chunk.total_uncompressed_size for chunk in columns if not chunk.path_in_schema.startswith(IDS))
-        most = BYTES_A_ROW * (parquet.metadata.row_group(group).num_rows + 64)
+    if len(columns) != parquet.num_row_groups:
+        raise InputError("not a readable Parquet file (its footer is damaged)")
+    for group, claims in enumerate(columns):
+        in_group = parquet.metadata.row_group(group).num_rows
+        claimed = sum(column.uncompressed_bytes for column in claims if not column.path.startswith(IDS))
+        most = BYTES_A_ROW * (in_group + 64)
         _check_claim(claimed, most, f"row group {group}: {claimed} bytes beside the expert ids")
+        windows = max((column.num_values for column in claims if column.path.startswith(f"{WINDOWS}.")), default=0)
+        # An empty list is one value.
+        if windows > in_group * MOST_WINDOWS:
+            raise InputError(f"its sequences claim {windows} windows; one has at most {MOST_WINDOWS}")
     facts = _facts(parquet, range(parquet.num_row_groups))
     tokens = int(facts.lengths.sum())
     _check_claim(tokens * empty.num_layers * empty.top_k * empty.expert_ids.itemsize, allowed, f"{tokens} tokens")
@@ -192,12 +202,6 @@ def _windows(parquet: pq.ParquetFile, groups: Sequence[int], lengths: Array) -> 
         raise InputError(f"the column {WINDOWS!r} should be a {_SCHEMA.field(WINDOWS).type}")
     first = 0
     for group in groups:
-        metadata = parquet.metadata.row_group(group)
-        columns = _chunks(parquet, group)
-        claimed = max(column.num_values for column in columns if column.path_in_schema.startswith(f"{WINDOWS}."))
-        # An empty list is one value.
-        if claimed > metadata.num_rows * MOST_WINDOWS:
-            raise InputError(f"its sequences claim {claimed} windows; one has at most {MOST_WINDOWS}")
         lists = _columns(parquet.read_row_group(group, [WINDOWS]))[WINDOWS].combine_chunks()
         lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
         versions, rows = (lists.flatten().field(index) for index in range(2))
@@ -209,7 +213,7 @@ def _windows(parquet: pq.ParquetFile, groups: Sequence[int], lengths: Array) -> 
             windows = tuple(zip(versions[part].to_pylist(), rows[part].to_pylist(), strict=True))
             check_windows(windows, first + index, lengths[first + index])
             found[first + index] = windows
-        first += metadata.num_rows
+        first += parquet.metadata.row_group(group).num_rows
     return found
 
 
@@ -247,12 +251,6 @@ def read_group(parquet: pq.ParquetFile, group: int, empty: RoutingTrace) -> Rout
         with at_place(f"row group {group}"):
             chunk.check()
     return chunk
-
-
-def _chunks(parquet: pq.ParquetFile, group: int) -> list[pq.ColumnChunkMetaData]:
-    """The columns of a row group."""
-    metadata = parquet.metadata.row_group(group)
-    return [metadata.column(index) for index in range(metadata.num_columns)]
 
 
 def _check_claim(claimed: int, allowed: int, what: str) -> None:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from trimtab.errors import InputError
 from trimtab.files import atomic_file
+from trimtab.trace.parquet_footer import read_columns
 from trimtab.trace.prefetch import prefetch
 from trimtab.trace.routing import RoutingTrace
 from trimtab.trace.row_groups import open_parquet, read_facts, read_group, schema_of, table_of
@@ -172,5 +173,6 @@ def _open(file: Path) -> tuple[RoutingTrace, SequenceFacts]:
         with file.open("rb") as start:
             if start.read(4) != b"PAR1":
                 raise InputError("not a Parquet file; what a framework recorded is converted by: trimtab trace import")
+        columns = read_columns(file)
         with open_parquet(file) as parquet:
-            return read_facts(parquet, file.stat().st_size)
+            return read_facts(parquet, file.stat().st_size, columns)

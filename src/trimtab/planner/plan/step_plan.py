@@ -6,11 +6,11 @@ import hashlib
 import io
 import os
 import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.paths import HOST, choose_paths, layers_of_replicas
 from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.planner.schedule.schedule import Schedule
+from trimtab.trace.containers.archives import ZIP_ERRORS
+from trimtab.trace.containers.npy import array_of_npy
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,11 +276,21 @@ class StepPlan:
     def from_bytes(cls, data: bytes, source: str = "plan") -> StepPlan:
         """Read `to_bytes` back. Raises InputError, naming `source`, if the data is not a plan."""
         try:
-            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-                values = {field.name: arrays[field.name] for field in fields(cls)}
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                members = [archive.getinfo(f"{field.name}.npy") for field in fields(cls)]
+                # Nothing is compressed, so that a small file can't hold large arrays.
+                if sum(member.file_size for member in members) > len(data):
+                    raise InputError("members overlap or are compressed")
+                values: dict[str, Any] = {
+                    field.name: array_of_npy(archive.read(member), field.name)
+                    for field, member in zip(fields(cls), members, strict=True)
+                }
+            for name, (dtype, ndim) in _LAYOUT.items():
+                if (values[name].dtype, values[name].ndim) != (np.dtype(dtype), ndim):
+                    raise InputError(f"{name} has another dtype or shape")
             values |= {name: int(values[name]) for name in ("num_ranks", "ranks_per_node", "slots_per_rank")}
             values["settings"] = str(values["settings"])
-        except (KeyError, OSError, TypeError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        except (InputError, KeyError, TypeError, *ZIP_ERRORS):
             raise InputError(f"{source}: not a step plan written by Trimtab") from None
         return cls(**values)
 
@@ -293,6 +305,15 @@ class StepPlan:
         if not path.is_file():
             raise InputError(f"{path}: no such file; expected a step plan (.npz)")
         return cls.from_bytes(path.read_bytes(), str(path))
+
+
+# Dtype and dimensions of what a file holds; `settings` is a text of any length.
+_LAYOUT = {
+    "micro_step": ("<i4", 1), "rank": ("<i4", 1), "mini_batch_of_micro_step": ("<i4", 1), "home": ("<i2", 2),
+    "mixed_ML": ("?", 2), "replica_starts": ("<i8", 1), "replica_experts": ("<i2", 1), "replica_ranks": ("<i2", 1),
+    "replica_paths": ("|u1", 1), "quota_starts": ("<i8", 1), "quota_sources": ("<i2", 1), "quota_tokens": ("<i4", 1),
+    "num_ranks": ("<i8", 0), "ranks_per_node": ("<i8", 0), "slots_per_rank": ("<i8", 0),
+}  # fmt: skip
 
 
 def _require(holds: bool, problem: str) -> None:

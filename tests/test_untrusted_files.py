@@ -1,0 +1,156 @@
+"""Files that a stranger may send: damaged ones are read or refused in one line, in little memory."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import resource
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from helpers.examples import examples
+from helpers.planner_steps import steady_step
+from trimtab import InputError, StepPlan
+from trimtab.cluster import load_cluster, load_model
+from trimtab.cluster.presets import read_preset
+from trimtab.files import MOST_TEXT_BYTES, read_small_text
+from trimtab.trace import read_trace, synthesize, write_trace
+from trimtab.trace.parquet_footer import read_columns
+
+GB = 1 << 30
+NUMBERS = (-(2**63), -1, 0, 1, 255, 2**31, 2**40, 2**63 - 1)
+
+
+def plan_file(path: Path) -> None:
+    steady_step(1).plan().plans[0].save(path)
+
+
+def trace_file(path: Path) -> None:
+    write_trace(synthesize(num_sequences=6, sequence_length=9, num_layers=2, num_experts=8, top_k=2, zipf=0.9), path)
+
+
+def cluster_file(path: Path) -> None:
+    path.write_text(read_preset("cluster", "h100x8") or "")
+
+
+def model_file(path: Path) -> None:
+    path.write_text(read_preset("model", "deepseek-v3") or "")
+
+
+KINDS: dict[str, tuple[str, Callable[[Path], None], Callable[[Path], Any]]] = {
+    "plan": ("p.npz", plan_file, StepPlan.load),
+    "trace": ("t.parquet", trace_file, read_trace),
+    "cluster": ("c.toml", cluster_file, lambda path: load_cluster(path, ranks=8)),
+    "model": ("config.json", model_file, load_model),
+}
+
+
+def damaged(content: bytes, rng: random.Random) -> bytes:
+    """Bytes changed, removed, repeated, or replaced by a telling number or a longer text."""
+    data = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        at, size = rng.randrange(len(data)), rng.choice((1, 4, 8, 30, 200))
+        kind = rng.randrange(6)
+        if kind == 0:
+            data[at] = rng.randrange(256)
+        elif kind == 1:
+            data[at : at + 8] = struct.pack("<q", rng.choice(NUMBERS))
+        elif kind == 2:
+            del data[at : at + size]
+        elif kind == 3:
+            data[at:at] = data[at : at + size] * rng.choice((1, 50))
+        elif kind == 4:
+            data[at : at + 1] = str(rng.choice(NUMBERS) * rng.choice((1, 10**30))).encode()
+        else:
+            data[at:at] = rng.choice((b"[" * 3000, b"\x1b[2J", b"\xff\xfe", b"9" * 5000, b"{", b'"', b"e999"))
+        data = data or bytearray(b"\0")
+    return bytes(data)
+
+
+def read_damaged(kind: str, folder: str, count: int) -> None:
+    """Reads `count` damaged files in this process, which may take 1 GB more than it has."""
+    name, write, read = KINDS[kind]
+    path = Path(folder) / name
+    write(path)
+    content = path.read_bytes()
+    # What is imported late is no memory of a file.
+    read(path)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + GB, used + GB))
+    # Arrow ends the process for the last one, if it is asked for a column.
+    for seed in (*range(count), 2580):
+        path.write_bytes(damaged(content, random.Random(seed)))
+        try:
+            read(path)
+        except InputError as error:
+            assert "\n" not in str(error), seed
+            assert len(str(error)) < 2000, seed
+        except BaseException as error:
+            raise AssertionError(f"damaged with seed {seed}: {error!r}") from error
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_files_are_read_or_refused(kind: str, tmp_path: Path) -> None:
+    arguments = kind, str(tmp_path), examples(short=150, long=2500)
+    process = multiprocessing.get_context("fork").Process(target=read_damaged, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("sequences", [0, 1, 300])
+def test_claims_of_a_footer_are_those_that_arrow_reads(sequences: int, tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    trace = synthesize(num_sequences=300, sequence_length=9, num_layers=2, num_experts=8, top_k=2, zipf=0.9)
+    write_trace(trace.part(0, sequences), path)
+    parquet = pq.ParquetFile(path)
+    found = read_columns(path)
+    assert len(found) == parquet.num_row_groups
+    for group, columns in enumerate(found):
+        metadata = parquet.metadata.row_group(group)
+        expected = [metadata.column(index) for index in range(metadata.num_columns)]
+        assert [(column.path, column.num_values, column.uncompressed_bytes) for column in columns] == [
+            (column.path_in_schema, column.num_values, column.total_uncompressed_size) for column in expected
+        ]
+    # Lists in lists.
+    path.write_bytes(b"PAR1" + b"\x19" * 5000 + (5000).to_bytes(4, "little") + b"PAR1")
+    with pytest.raises(InputError, match="its footer is damaged"):
+        read_columns(path)
+
+
+def test_a_small_plan_file_holds_no_large_arrays(tmp_path: Path) -> None:
+    plan_file(tmp_path / "p.npz")
+    with np.load(tmp_path / "p.npz") as arrays:
+        values = dict(arrays)
+    np.savez_compressed(tmp_path / "bomb.npz", **values | {"micro_step": np.zeros(10_000_000, np.int32)})
+    assert (tmp_path / "bomb.npz").stat().st_size < 100_000
+    with pytest.raises(InputError, match=r"bomb\.npz: not a step plan"):
+        StepPlan.load(tmp_path / "bomb.npz")
+    # A header that claims more than the member has.
+    content = (tmp_path / "p.npz").read_bytes()
+    with zipfile.ZipFile(tmp_path / "p.npz") as archive, zipfile.ZipFile(tmp_path / "claims.npz", "w") as changed:
+        for info in archive.infolist():
+            member = archive.read(info)
+            changed.writestr(info, member.replace(b"'shape': (", b"'shape': (99999999999, ", 1)[: len(content)])
+    with pytest.raises(InputError, match=r"claims\.npz: not a step plan"):
+        StepPlan.load(tmp_path / "claims.npz")
+
+
+def test_texts_are_refused_above_16_mb(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"a": "x" * MOST_TEXT_BYTES}))
+    for read in (read_small_text, load_model, lambda path: load_cluster(path, ranks=8)):
+        with pytest.raises(InputError, match=r"config\.json: larger than 16 MB"):
+            read(path)
+    # As Windows writes it.
+    path.write_bytes(b"\xef\xbb\xbf{}")
+    assert read_small_text(path) == "{}"
