@@ -48,6 +48,8 @@ ALLOCATOR = {
 # NCCL orders the kernels of its communicators as the host starts them, from version 2.26 on. Ranks could otherwise run
 # those of several communicators in different orders, and wait for each other.
 LAUNCH_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+# Warnings of torch's C++ show 50 frames of its stack in each rank whose launcher is killed.
+CPP_WARNINGS = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
         for rank, (_, pipe) in enumerate(pipes)
     ]
     try:
-        with _environment(ALLOCATOR | LAUNCH_ORDER):
+        with _environment(ALLOCATOR | LAUNCH_ORDER | CPP_WARNINGS):
             for process in processes:
                 process.start()
         for _, child_end in pipes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,10 @@ def load_tokenizer(directory: Path | None, task: str = TrainConfig.task) -> Any:
         return build_tokenizer(operation)
     with _reading(directory, "no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        config = directory / "tokenizer_config.json"
+        stored = json.loads(config.read_text()) if config.exists() else tokenizer.init_kwargs
+    # Loading adds to what is in the file, such as how it was loaded. A resumed run stores the same as any other.
+    tokenizer.init_kwargs = {name: value for name, value in tokenizer.init_kwargs.items() if name in stored}
     # Also where padding stands for unknown characters.
     unknown = {tokenizer.unk_token_id, tokenizer.pad_token_id}
     for character in characters_of(operation):
