@@ -36,7 +36,8 @@ from trimtab.cores import usable_cores
 from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts
 from trimtab.policies import POLICIES
-from trimtab.simulator.comparison import ComparisonCase, Outcome, budget_for, simulate_policy
+from trimtab.simulator.comparison import Outcome, simulate_policy
+from trimtab.simulator.comparison_case import ComparisonCase, budget_for
 from trimtab.simulator.memory import rank_memory, replica_pool_bytes
 from trimtab.simulator.step import StepSettings
 from trimtab.simulator.step_bound import bound_step

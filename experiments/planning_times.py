@@ -46,7 +46,7 @@ from trimtab.policies.rivals.openinstruct import OpenInstruct
 from trimtab.policies.rivals.relibra import ReLibra
 from trimtab.policies.rivals.routepack import RoutePack
 from trimtab.policies.trimtab import Trimtab
-from trimtab.simulator.comparison import budget_for
+from trimtab.simulator.comparison_case import budget_for
 from trimtab.trace import PRESETS, synthesize_preset
 
 EXAMPLES = ("--json src/trimtab/policies/planning_times.json",)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.simulator.comparison import ComparisonCase, Outcome
+from trimtab.simulator.comparison import Outcome
+from trimtab.simulator.comparison_case import ComparisonCase
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,8 @@ from experiments.papers.page import SCHEMA
 from experiments.papers.published import VARIANTS, Row, SetUp
 from trimtab.cluster import ClusterSpec, load_cluster, load_model
 from trimtab.planner import SequenceCounts
-from trimtab.simulator.comparison import ComparisonCase, budget_for, simulate_policy
+from trimtab.simulator.comparison import simulate_policy
+from trimtab.simulator.comparison_case import ComparisonCase, budget_for
 from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 

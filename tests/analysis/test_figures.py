@@ -29,7 +29,8 @@ from trimtab.cluster.operations import OperationCosts
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload
 from trimtab.planner.plan.rank_work import rank_work
 from trimtab.policies import POLICIES, make_view
-from trimtab.simulator.comparison import ComparisonCase, simulate_policy
+from trimtab.simulator.comparison import simulate_policy
+from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.trace import PRESETS, TraceReader, synthesize_preset
 from trimtab.trace.permuted_experts import permute_experts
 

@@ -11,6 +11,7 @@ import pytest
 import trimtab
 from trimtab import ModelSpec, RoutingTrace
 from trimtab.api.plan import PlanResult
+from trimtab.planner.replicas.paths import HOST
 from trimtab.trace import synthesize
 
 MODEL = ModelSpec("m", num_experts=16, top_k=4, hidden_size=128, expert_width=64, moe_layers=2)
@@ -86,8 +87,9 @@ def test_savings_moves_and_bytes_of_a_plan() -> None:
             far += home // PER_NODE != plan.replica_ranks[replica] // PER_NODE
     assert 0 < far == result.far_replicas
     assert replicas == plan.num_replicas
-    # This balancer has no mirror in host memory.
-    assert result.host_replicas == 0
+    # All on this machine's path.
+    assert set(plan.replica_paths.tolist()) == {HOST}
+    assert result.host_replicas == replicas
     # Three matrices of 128 x 64 weights of 2 bytes.
     assert result.weight_bytes_per_micro_step == replicas * 3 * 128 * 64 * 2 / plan.num_micro_steps
     assert result.num_instances == plan.num_micro_steps * 2

@@ -10,10 +10,7 @@ import numpy as np
 from trimtab import ClusterSpec, RoutingTrace
 from trimtab.cluster import ModelSpec
 from trimtab.planner import SequenceCounts
-from trimtab.simulator.comparison import (
-    ComparisonCase,
-    step_of,
-)
+from trimtab.simulator.comparison_case import ComparisonCase, step_of
 
 MODEL = ModelSpec("small", num_experts=8, top_k=2, hidden_size=64, expert_width=32, moe_layers=2, vocab_size=100)
 

@@ -18,7 +18,8 @@ from trimtab.report.simulation import answer, policy_results, setting_facts, sim
 from trimtab.report.sweep import sweep_table
 from trimtab.report.table_data import TableData
 from trimtab.report.tables import _memory_table, _parts_table, balance_tables, plan_balance_table, trace_facts
-from trimtab.simulator.comparison import ComparisonCase, simulate_policy, step_of
+from trimtab.simulator.comparison import simulate_policy
+from trimtab.simulator.comparison_case import ComparisonCase, step_of
 from trimtab.simulator.expert_time import Balance
 from trimtab.simulator.simulated_case import SimulatedCase
 from trimtab.trace.in_memory import open_trace

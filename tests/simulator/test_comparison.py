@@ -16,7 +16,8 @@ from trimtab.cluster import StepCosts
 from trimtab.planner import SequenceCounts, pack_by_length
 from trimtab.planner.schedule.time_packing import pack_by_time
 from trimtab.policies import POLICIES, Policy, Traits, View
-from trimtab.simulator.comparison import budget_for, permuted_step_times, simulate_policy, step_of, trace_hash
+from trimtab.simulator.comparison import permuted_step_times, simulate_policy
+from trimtab.simulator.comparison_case import budget_for, step_of, trace_hash
 from trimtab.simulator.step import StepSettings
 from trimtab.trace.permuted_experts import permute_experts
 

@@ -28,15 +28,8 @@ from trimtab.report.number_text import plural
 from trimtab.report.policies_table import policies_table
 from trimtab.report.simulation import answer, policy_results, simulation_report, table_title
 from trimtab.report.sweep import sweep_table
-from trimtab.simulator.comparison import (
-    ComparisonCase,
-    Outcome,
-    budget_for,
-    permuted_step_times,
-    simulate_policy,
-    step_of,
-    trace_hash,
-)
+from trimtab.simulator.comparison import Outcome, permuted_step_times, simulate_policy
+from trimtab.simulator.comparison_case import ComparisonCase, budget_for, step_of, trace_hash
 from trimtab.simulator.memory import SHARDINGS, ZERO1
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
 from trimtab.simulator.step import StepSettings

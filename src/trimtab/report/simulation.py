@@ -10,7 +10,8 @@ from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import bytes_text, plural
 from trimtab.report.sweep import sweep_table
 from trimtab.report.table_data import Facts
-from trimtab.simulator.comparison import FIRST_PLACEMENT_STEPS, SLACK, ComparisonCase, Outcome, fits, operations
+from trimtab.simulator.comparison import FIRST_PLACEMENT_STEPS, Outcome, fits, operations
+from trimtab.simulator.comparison_case import SLACK, ComparisonCase
 from trimtab.simulator.recorded_operations import KINDS
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
 from trimtab.simulator.ways_to_fit import ways_to_fit

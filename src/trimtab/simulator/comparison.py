@@ -2,93 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts
+from trimtab.cluster import StepCosts
 from trimtab.cluster.operations import STATE_BYTES, OperationCosts
-from trimtab.errors import InputError
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload, pack_by_length
 from trimtab.planner.plan.prediction import cross_node_rows
 from trimtab.planner.schedule.time_packing import pack_by_time
 from trimtab.policies import POLICIES, Policy, make_view
 from trimtab.policies.policy import with_intervals
+from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.expert_time import Balance, summarise_balance
 from trimtab.simulator.memory import RankLoad, mirror_bytes, rank_memory, replica_pool_bytes, state_bytes
 from trimtab.simulator.recorded_operations import Operations
-from trimtab.simulator.step import SimulatedStep, StepSettings, mean_step, simulate_step
-from trimtab.trace import RoutingTrace
-from trimtab.trace.permuted_experts import permute_experts, permute_trace
+from trimtab.simulator.step import SimulatedStep, mean_step, simulate_step
 
-# Headroom above the mean tokens of a micro-step, so that packing needs no more micro-steps than requested.
-SLACK = 0.1
 # Steps over which the first placement of a run is charged. Serving engines keep one for thousands (vLLM: 3,000).
 FIRST_PLACEMENT_STEPS = 100
-
-
-@dataclass(frozen=True, eq=False)
-class ComparisonCase:
-    """One step to plan, the input of all balancers.
-
-    Attributes:
-        cluster: the ranks of one expert-parallel group.
-        sequences: the step's routing by sequence.
-        earlier: routing of the steps before, oldest first, for balancers that use past loads. A balancer that moves
-            homes plans all of them in turn and starts from the homes that it reaches.
-        token_budget: most tokens of a rank in one micro-step.
-        mini_batches: optimizer steps; sequences are assigned in their order.
-        equal_terms: True: all balancers use contiguous homes, the length-packed schedule and the same number of slots,
-            so only replica placement and token split differ. False: each balancer uses its authors' configuration.
-        settings: how the step is executed.
-        measured: the last steps, `sequences` among them, whose mean is the result.
-        traces: tokens of the last steps, with the sequences of each; transfers that tokens share are estimated where
-            they are missing.
-    """
-
-    cluster: ClusterSpec
-    model: ModelSpec
-    sequences: SequenceCounts
-    earlier: tuple[SequenceCounts, ...]
-    token_budget: int
-    mini_batches: int = 1
-    equal_terms: bool = False
-    settings: StepSettings = field(default_factory=StepSettings)
-    measured: int = 1
-    traces: tuple[RoutingTrace, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.measured <= 1 + len(self.earlier):
-            raise InputError(f"{self.measured} steps to simulate: the case has {1 + len(self.earlier)}")
-
-    @property
-    def steps(self) -> tuple[SequenceCounts, ...]:
-        """Routing of all steps, oldest first."""
-        return *self.earlier, self.sequences
-
-    @property
-    def scale(self) -> float:
-        """MoE layers of the model divided by those of the trace. Seconds and bytes are those of the whole model."""
-        return self.model.moe_layers / self.sequences.num_layers
-
-    def with_permuted_experts(self, seed: int) -> ComparisonCase:
-        """The case with the experts of every layer in random order, the same in all steps (`permute_experts`)."""
-
-        def permuted(part: SequenceCounts) -> SequenceCounts:
-            return replace(part, counts_SLE=permute_experts(part.counts_SLE, seed))
-
-        return replace(
-            self,
-            sequences=permuted(self.sequences),
-            earlier=tuple(map(permuted, self.earlier)),
-            traces=tuple(permute_trace(trace, seed) for trace in self.traces),
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,24 +68,6 @@ class Outcome:
         return sum(self.memory.values())
 
 
-def step_of(trace: RoutingTrace, step: int | None) -> tuple[RoutingTrace, list[RoutingTrace]]:
-    """The step to simulate, the last by default, and those before it. Raises InputError if there is no such step."""
-    steps = np.unique(trace.steps)
-    chosen = int(steps[-1]) if step is None else step
-    if chosen not in steps:
-        raise InputError(f"there is no step {chosen}; the trace has steps {steps[0]} to {steps[-1]}")
-    parts = [trace.select(np.flatnonzero(trace.steps == each)) for each in steps[steps <= chosen]]
-    return parts[-1], parts[:-1]
-
-
-def budget_for(sequences: Iterable[SequenceCounts], ranks: int, micro_steps: int) -> int:
-    """Token budget with which each of these steps has about `micro_steps` micro-steps on `ranks` ranks."""
-    steps = list(sequences)
-    most = max(int(part.lengths.sum()) for part in steps)
-    longest = max(int(part.lengths.max(initial=1)) for part in steps)
-    return max(longest, math.ceil(most / (ranks * micro_steps) * (1 + SLACK)))
-
-
 def simulate_policy(case: ComparisonCase, name: str, variant: Policy | None = None) -> Outcome:
     """Plan the measured steps with a balancer of `POLICIES`, or with a variant named `name`, and simulate them.
 
@@ -182,7 +100,7 @@ def _simulate_steps(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
         view = make_view(
             policy, part, packed(part, case, policy, costs), homes, cluster,
             token_budget=case.token_budget,
-            mini_batch=_mini_batch(part, case.mini_batches),
+            mini_batch=case.mini_batch_of(part),
             equal_terms=case.equal_terms,
             past_counts_PLE=np.stack(seen) if seen else None,
             costs=costs,
@@ -378,28 +296,13 @@ def permuted_step_times(case: ComparisonCase, names: Iterable[str], seed: int) -
     return {name: simulate_policy(permuted, name).simulated.step_time_s for name in names}
 
 
-def trace_hash(trace: RoutingTrace) -> str:
-    """A digest of the planner's input: routing, sequences and steps."""
-    digest = hashlib.blake2b(digest_size=16)
-    for array in (trace.expert_ids, trace.sequence_starts, trace.steps, trace.layer_indices):
-        digest.update(str((array.dtype.str, array.shape)).encode())
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
-
-
-def _mini_batch(sequences: SequenceCounts, mini_batches: int) -> Array:
-    """The mini-batch of each sequence. No mini-batch is empty, so there may be fewer."""
-    count = sequences.num_sequences
-    return np.arange(count) * min(mini_batches, count) // max(1, count)
-
-
 def packed(sequences: SequenceCounts, case: ComparisonCase, policy: Policy, costs: StepCosts) -> Schedule:
     """The schedule that a balancer is given: by time, as any framework could pack; by length on equal terms."""
     by_length = pack_by_length(
         sequences.lengths,
         num_ranks=case.cluster.ranks,
         token_budget=case.token_budget,
-        mini_batch=_mini_batch(sequences, case.mini_batches),
+        mini_batch=case.mini_batch_of(sequences),
     )
     if case.equal_terms or policy.traits.packs_by_length:
         return by_length

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.simulator.comparison import ComparisonCase, Outcome, figures, fits
+from trimtab.simulator.comparison import Outcome, figures, fits
+from trimtab.simulator.comparison_case import ComparisonCase
 
 # Step times with permuted expert ids are those of this order (`permute_experts`).
 PERMUTATION_SEED = 0
