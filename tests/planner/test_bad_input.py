@@ -66,6 +66,17 @@ def test_a_plan_with_too_many_copies_or_tokens_is_refused() -> None:
         check([(0, 1), (2, 0)], 8)
 
 
+def test_a_plan_with_a_source_that_is_no_rank_is_refused() -> None:
+    step = steady_step(1)
+    planned = step.plan()
+    sources = planned.plan.quota_sources.copy()
+    assert len(sources)
+    for wrong in (planned.plan.num_ranks, -1):
+        sources[-1] = wrong
+        with pytest.raises(InputError, match="a quota's source rank doesn't exist"):
+            replace(planned.plan, quota_sources=sources).check(step.workloads(planned.schedule)[0])
+
+
 IMPOSSIBLE: dict[str, list[float]] = {
     "threshold": [math.nan, math.inf, 0.9], "smallest_share": [0], "move_life": [math.nan, math.inf, 0.9],
     "least_gain": [math.nan, math.inf], "max_rows_per_rank": [0],

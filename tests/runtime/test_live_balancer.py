@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from trimtab.array_type import Array
@@ -34,6 +35,18 @@ def choose(balancer: LiveBalancer, counts_RE: Array, *, nanoseconds: int = 0) ->
     measured_RS = np.array([[nanoseconds, 1], [nanoseconds, 1]]) if nanoseconds else np.zeros((2, 2), np.int64)
     experts: list[int] = balancer.choose(0, counts_RE, measured_RS).replicas.experts.tolist()
     return experts
+
+
+def test_metrics_are_means_of_the_calls() -> None:
+    balancer = new_balancer("quota")
+    # 14,000 rows of two ranks: 8,000 on rank 0 if expert 0 is hot; and even counts.
+    for counts_RE in (hot(0), hot(0), EVEN, EVEN):
+        choose(balancer, counts_RE)
+    found = balancer.figures.metrics()
+    rows_R = hot(0).sum(axis=0).reshape(2, 2).sum(axis=1)
+    assert found["live/calls"] == 4
+    assert found["live/max_vio_before"] == pytest.approx((rows_R.max() / rows_R.mean() - 1) / 2)
+    assert found["live/max_vio_after"] < found["live/max_vio_before"]
 
 
 def test_predictions_follow_counts_until_transfers_start() -> None:

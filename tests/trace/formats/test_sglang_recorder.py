@@ -151,6 +151,20 @@ def test_physical_counts_by_pass(tmp_path: Path) -> None:
     assert np.array_equal(counts_of(record.ids, 3), [[2, 2, 2], [3, 0, 3]])
 
 
+def test_physical_counts_need_a_map_that_fits() -> None:
+    record = {"forward_pass_id": 7, "rank": 0, "global_physical_count": np.array([[1, 2, 2, 1]])}
+
+    def read(logical: list[int]) -> None:
+        records_of({"records": [record], "last_physical_to_logical_map": np.array([logical])}, 2)
+
+    read([0, 1, 2, 0])
+    with pytest.raises(InputError, match="names expert 9; there are 4 physical ones"):
+        read([0, 1, 9, 0])
+    for wrong in ([0, 1, 2], [0, 1, -1, 0]):
+        with pytest.raises(InputError, match="do not fit together"):
+            read(wrong)
+
+
 @pytest.mark.parametrize(
     ("dump", "top_k", "message"),
     [
