@@ -16,7 +16,9 @@ MIRRORS = ("cli", "trace/exports")
 
 def modules() -> dict[str, Path]:
     """Every module by its name below `trimtab`, "" for the package itself."""
-    paths = {path.relative_to(SOURCE).with_suffix(""): path for path in SOURCE.rglob("*.py")}
+    # `__main__` is a part of `cli/` that has to be elsewhere.
+    files = [path for path in SOURCE.rglob("*.py") if path.name != "__main__.py"]
+    paths = {path.relative_to(SOURCE).with_suffix(""): path for path in files}
     return {".".join(name.parts).removesuffix("__init__").strip("."): path for name, path in paths.items()}
 
 

@@ -253,3 +253,10 @@ def test_full_disk_is_one_line_and_leaves_no_file(tmp_path: Path, capsys: pytest
     assert status == 2
     assert capsys.readouterr().err == f"trimtab trace: {tmp_path / 'trace.parquet'}: File too large\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "trimtab", "plan", "absent.parquet", "--ranks", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith("absent.parquet: no such file\n")

@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
             "trimtab doctor --model path/to/qwen3-moe --ranks 8",
             "trimtab doctor --megatron path/to/pretrain.sh",
             "trimtab doctor --gpu --json out/gpu.json",
-            "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab.cli.main doctor --model path/to/qwen3-moe",
+            "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab doctor --model path/to/qwen3-moe",
         ],
     )
     add_model(parser, type=Path, unset="none", help="a config.json or a checkpoint folder, to check as well")

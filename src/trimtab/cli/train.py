@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
             "trimtab train -o out/live --live",
             "trimtab train -o out/live-quota --live quota",
             "trimtab train --model path/to/qwen3-moe --warm-start-steps 0 --ranks 8 -o out/run",
-            "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab.cli.main train -o /shared/run",
+            "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab train -o /shared/run",
         ],
     )
     add_options(
