@@ -48,12 +48,17 @@ class Result:
 
 
 def draw(count: int, seed: int, only: str = "") -> list[Mutation]:
-    """Mistakes drawn at random from all of src, or from the files whose path contains `only`.
+    """Mistakes drawn at random from all of src, or from the files whose path contains `only`."""
+    files = {str(path.relative_to(ROOT)): path.read_bytes() for path in sorted((ROOT / "src").rglob("*.py"))}
+    return draw_from(files, count, seed, only)
+
+
+def draw_from(files: Mapping[str, bytes], count: int, seed: int, only: str = "") -> list[Mutation]:
+    """Mistakes drawn from files, by their paths.
 
     Each has its own random number, from the seed, its file's name, its function and its text; the lowest are drawn. So
     a change of other code leaves a draw as it is, but for a mistake or two.
     """
-    files = {str(path.relative_to(ROOT)): path.read_bytes() for path in sorted((ROOT / "src").rglob("*.py"))}
     signatures = read_signatures(files.values())
     lots: dict[bytes, Mutation] = {}
     for file, source in files.items():

@@ -14,7 +14,7 @@ from experiments.page_tables import markdown_table, read_page, tables_of_page
 from mutants.copies import ROOT
 from mutants.function_map import note_calls
 from mutants.mutations import Mutation, find_mutations, read_signatures
-from mutants.run import FIGURES, PAGE, table_of
+from mutants.run import FIGURES, PAGE, draw_from, table_of
 from mutants.trial import Trial
 
 SOURCE = '''
@@ -84,6 +84,26 @@ def test_functions_note_their_calls() -> None:
     assert "_function_notes.notes[0] = 1" in noted
     assert "notes[1]" not in noted
     assert ast.get_docstring(ast.parse(noted)) == "A module."
+
+
+def test_other_code_does_not_change_a_draw() -> None:
+    files = {f"src/{name}.py": SOURCE.replace("shift", name).encode() for name in ("first", "second", "third")}
+    changed = files | {"src/second.py": files["src/second.py"].replace(b"values.append(4)", b"values.extend([9, 8])")}
+    moved = {path.replace("src/", "src/folder/"): source for path, source in files.items()}
+    count = len(draw_from(files, 1000, 1))
+    assert count > 30
+
+    def drawn(of: dict[str, bytes], seed: int = 1) -> list[tuple[str, str, str]]:
+        return [(m.function, m.kind, m.new) for m in draw_from(of, 15, seed)]
+
+    # All of the drawn mistakes that are still possible, in the same order.
+    after = drawn(changed)
+    kept = [each for each in drawn(files) if each[0] != "second"]
+    assert [each for each in after if each in kept] == kept[: len([each for each in after if each in kept])]
+    assert len(set(after) & set(drawn(files))) >= 12
+    assert drawn(moved) == drawn(files)
+    assert drawn(files, 2) != drawn(files)
+    assert [m for m in draw_from(files, 1000, 1, "first") if m.file != "src/first.py"] == []
 
 
 def test_the_page_shows_the_figures() -> None:

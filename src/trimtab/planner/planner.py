@@ -26,7 +26,7 @@ from trimtab.planner.plan.step_plan import StepPlan
 from trimtab.planner.plan.step_planning import PlannedLayers, StepPlanning
 from trimtab.planner.plan.step_times import moving_seconds
 from trimtab.planner.plan.strategy import NONE, NOTHING, STAY, Strategy, facts_of
-from trimtab.planner.plan.strategy_choice import LONGEST_LIFE, StrategyChoice, choose_strategy, replicas_anywhere
+from trimtab.planner.plan.strategy_choice import PAST_STEPS, StrategyChoice, choose_strategy, replicas_anywhere
 from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.layer_plan import plan_layer
 from trimtab.planner.replicas.paths import HOST, choose_paths, links_of
@@ -68,7 +68,7 @@ class Planner:
         self.threads = threads
         self.schedule: Schedule | None = None
         # Of the last steps, tokens by layer and expert.
-        self._past: deque[Array] = deque(maxlen=LONGEST_LIFE)
+        self._past: deque[Array] = deque(maxlen=PAST_STEPS)
         self._counted: list[SequenceCounts] = []
 
     def add(self, trace: RoutingTrace) -> None:

@@ -34,9 +34,9 @@ MOVE_PENALTY = 0.5
 LESS_WAITING, LESS_DISPATCH = 0.3, 0.03
 # Experts in a mirror over the whole step are at most so many times those of a sample.
 MORE_ENTRIES = 2.0
-# Homes are expected to stay good for this many steps at most, and are good while they save this part of what new homes
-# save.
-LONGEST_LIFE, STILL_GOOD = 8, 0.5
+# Homes are good while they save this part of what new homes save. So many past steps are looked at; homes that would
+# have stayed good since all of them are expected to do so for the second number of steps.
+STILL_GOOD, PAST_STEPS, LONGEST_LIFE = 0.5, 8, 100.0
 # Seconds of planning on one core, estimated from sizes, so that plans are the same on every machine: of an instance,
 # for each rank and expert; and of improved homes of a layer, for each pair of experts.
 PLACING_S, SWAPPING_S = 8e-9, 1e-7
@@ -206,14 +206,13 @@ class _Sample:
         now = self._homes_of(Strategy(homes=STEP, move_penalty=MOVE_PENALTY))
         stay = [planning.placement.home[layer] for layer in self._layers]
         least = STILL_GOOD * (self._unevenness(stay) - self._unevenness(now))
-        life = 1
-        for age, past_LE in enumerate(planning.past_PLE[::-1][:LONGEST_LIFE], 1):
+        for age, past_LE in enumerate(planning.past_PLE[::-1][:PAST_STEPS]):
             past = past_LE[self._layers]
             then = self._by_layer(partial(self._improved, stay, past))
             if least <= 0 or self._unevenness(stay) - self._unevenness(then) < least:
-                break
-            life = age
-        return float(life)
+                return float(max(1, age))
+        # Homes for none of the past steps would have become bad, so no end is known.
+        return LONGEST_LIFE
 
     def _improved(self, homes_L: list[Array], counts_LE: Array, i: int) -> Array:
         return self._planning.improved(homes_L[i], counts_LE[i : i + 1], MOVE_PENALTY)
