@@ -19,7 +19,7 @@ from helpers.planner_steps import (
     with_missing_routes,
     with_operations,
 )
-from trimtab import ClusterSpec, Placement
+from trimtab import ClusterSpec, Placement, Workload
 from trimtab.cluster import QWEN3_30B, StepCosts
 from trimtab.planner import (
     PlannedStep,
@@ -30,7 +30,7 @@ from trimtab.planner import (
 )
 from trimtab.planner.plan.prediction import predict
 from trimtab.planner.plan.step_loads import StepLoads
-from trimtab.planner.plan.step_planning import StepPlanning
+from trimtab.planner.plan.step_planning import StepPlanning, expert_counts
 from trimtab.planner.plan.strategy import ANY, NEAR, NONE, NOTHING, STAY, STEP, Strategy
 from trimtab.planner.schedule.time_packing import pack_by_time
 
@@ -247,6 +247,11 @@ def test_past_loads_are_used_if_the_same_experts_stay_hot() -> None:
         assert planned.chosen_strategy.homes != STAY
         assert planned.move_life == life
     assert step.plan(costs=costs, settings=settings_).move_life == 1
+
+
+def test_homes_are_those_for_the_loads_of_all_groups() -> None:
+    loads_G = [Workload.known(np.full((2, 1, 3, 4), group + 1, np.int32)) for group in range(2)]
+    assert expert_counts(loads_G).tolist() == [[3] * 4] * 2 + [[6] * 4] * 2
 
 
 def test_without_replicas_sequences_are_grouped_by_routing_if_that_is_faster() -> None:
