@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import struct
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -24,7 +26,6 @@ from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.paths import HOST, choose_paths, layers_of_replicas
 from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.planner.schedule.schedule import Schedule
-from trimtab.trace.containers.archives import ZIP_ERRORS
 from trimtab.trace.containers.npy import array_of_npy
 
 
@@ -290,7 +291,7 @@ class StepPlan:
                     raise InputError(f"{name} has another dtype or shape")
             values |= {name: int(values[name]) for name in ("num_ranks", "ranks_per_node", "slots_per_rank")}
             values["settings"] = str(values["settings"])
-        except (InputError, KeyError, TypeError, *ZIP_ERRORS):
+        except (KeyError, OSError, OverflowError, TypeError, ValueError, EOFError, RuntimeError, *_ZIP_ERRORS):
             raise InputError(f"{source}: not a step plan written by Trimtab") from None
         return cls(**values)
 
@@ -307,6 +308,7 @@ class StepPlan:
         return cls.from_bytes(path.read_bytes(), str(path))
 
 
+_ZIP_ERRORS = struct.error, zipfile.BadZipFile, zlib.error
 # Dtype and dimensions of what a file holds; `settings` is a text of any length.
 _LAYOUT = {
     "micro_step": ("<i4", 1), "rank": ("<i4", 1), "mini_batch_of_micro_step": ("<i4", 1), "home": ("<i2", 2),
