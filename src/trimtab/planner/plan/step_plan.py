@@ -26,7 +26,6 @@ from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.paths import HOST, choose_paths, layers_of_replicas
 from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.planner.schedule.schedule import Schedule
-from trimtab.trace.containers.npy import array_of_npy
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,6 +275,9 @@ class StepPlan:
     @classmethod
     def from_bytes(cls, data: bytes, source: str = "plan") -> StepPlan:
         """Read `to_bytes` back. Raises InputError, naming `source`, if the data is not a plan."""
+        # Sessions make plans and read none.
+        from trimtab.trace.containers.npy import array_of_npy
+
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 members = [archive.getinfo(f"{field.name}.npy") for field in fields(cls)]
