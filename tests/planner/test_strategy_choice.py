@@ -247,6 +247,7 @@ def test_past_loads_are_used_if_the_same_experts_stay_hot() -> None:
         assert planned.chosen_strategy.homes != STAY
         assert planned.move_life == life
     assert step.plan(costs=costs, settings=settings_).move_life == 1
+    assert step.plan(costs=costs, settings=settings_, past_PLE=np.stack([same])[:0]).move_life == 1
 
 
 def test_homes_are_those_for_the_loads_of_all_groups() -> None:

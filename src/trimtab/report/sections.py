@@ -85,7 +85,7 @@ def _policies(report: Report) -> str:
     if IDEAL_COLUMN in times.columns:
         texts.append("Of ideal: step time with perfectly even routing, divided by this policy's step time.")
     if MOVES_COLUMN in times.columns:
-        texts.append("Moves left out: of the first placement, which is charged over a hundred steps.")
+        texts.append("Moves left out: of the first placement, which is charged over many steps (see the notes).")
     if FITS_COLUMN in times.columns and report.device_bytes:
         texts.append(f"Memory is that of the rank that needs most; a rank has {bytes_text(report.device_bytes)}.")
     more = [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -117,51 +118,49 @@ def _simulate_steps(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
         skipped = first
     else:
         skipped = 0
-    done: list[_PlannedStep] = []
+    done: list[Outcome] = []
     for number in range(skipped, len(case.steps)):
         plan, seconds = plan_one(case.steps[number], past[:number], placement)
         if number >= first:
             life = FIRST_PLACEMENT_STEPS if np.array_equal(placement.home, start.home) else 1
-            done.append(_planned_step(case, policy, number, plan, placement, life, seconds))
+            done.append(_outcome_of_step(case, name, policy, number, plan, placement, life, seconds))
         placement = plan.placement
-    last = done[-1]
-    most = max(done, key=lambda step: sum(step.memory.values()))
-    return Outcome(
-        name=name,
-        policy=policy,
-        plan=last.plan,
-        workload=last.workload,
-        simulated=mean_step([step.simulated for step in done]),
-        step_times_s=tuple(step.simulated.step_time_s for step in done),
-        balance=summarise_balance(np.concatenate([step.simulated.work.loads_MLR for step in done])),
-        migration_bytes=round(float(np.mean([step.moved_bytes for step in done]))),
-        plan_us=float(np.mean([step.plan_us for step in done])),
-        cross_node_fraction=float(np.mean([step.cross_node_fraction for step in done])),
-        replicas_per_instance=float(np.mean([step.replicas_per_instance for step in done])),
-        memory=most.memory,
-        mirror_bytes=max(step.mirror_bytes for step in done),
-        load=most.load,
+    return _mean(done)
+
+
+def _mean(steps: Sequence[Outcome]) -> Outcome:
+    """One outcome of several steps; what is no mean is that of the last step, and memory that of the largest."""
+
+    def mean(attribute: str) -> float:
+        return math.fsum(getattr(step, attribute) for step in steps) / len(steps)
+
+    largest = max(steps, key=lambda step: step.peak_bytes)
+    return replace(
+        steps[-1],
+        simulated=mean_step([step.simulated for step in steps]),
+        step_times_s=tuple(step.simulated.step_time_s for step in steps),
+        balance=summarise_balance(np.concatenate([step.simulated.work.loads_MLR for step in steps])),
+        migration_bytes=round(mean("migration_bytes")),
+        plan_us=mean("plan_us"),
+        cross_node_fraction=mean("cross_node_fraction"),
+        replicas_per_instance=mean("replicas_per_instance"),
+        memory=largest.memory,
+        mirror_bytes=max(step.mirror_bytes for step in steps),
+        load=largest.load,
     )
 
 
-class _PlannedStep(NamedTuple):
-    """One of the measured steps; names as those of `Outcome`."""
-
-    plan: StepPlan
-    workload: Workload
-    simulated: SimulatedStep
-    moved_bytes: float
-    plan_us: float
-    cross_node_fraction: float
-    replicas_per_instance: float
-    memory: dict[str, int]
-    mirror_bytes: int
-    load: RankLoad
-
-
-def _planned_step(
-    case: ComparisonCase, policy: Policy, number: int, plan: StepPlan, before: Placement, move_life: int, seconds: float
-) -> _PlannedStep:
+def _outcome_of_step(
+    case: ComparisonCase,
+    name: str,
+    policy: Policy,
+    number: int,
+    plan: StepPlan,
+    before: Placement,
+    move_life: int,
+    seconds: float,
+) -> Outcome:
+    """Of one step alone, which begins with the homes `before` and took so many seconds to plan."""
     sequences, model, settings = case.steps[number], case.model, case.settings
     workload = Workload.from_sequences(sequences, plan.schedule)
     plan.check(workload)
@@ -177,12 +176,16 @@ def _planned_step(
         pool_R=replica_pool_bytes(plan, model, policy.traits, settings.ring_layers),
     )
     instances = plan.num_micro_steps * plan.num_layers
-    return _PlannedStep(
-        plan,
-        workload,
-        simulated,
-        moved_bytes=int(near_L.sum() + far_L.sum()) * (model.expert_bytes + STATE_BYTES * model.expert_parameters)
-        * case.scale,
+    moved_bytes = model.expert_bytes + STATE_BYTES * model.expert_parameters
+    return Outcome(
+        name=name,
+        policy=policy,
+        plan=plan,
+        workload=workload,
+        simulated=simulated,
+        step_times_s=(simulated.step_time_s,),
+        balance=summarise_balance(simulated.work.loads_MLR),
+        migration_bytes=round(int(near_L.sum() + far_L.sum()) * moved_bytes * case.scale),
         plan_us=seconds / instances * 1e6,
         cross_node_fraction=int(cross_node_rows(plan, workload).sum()) / max(1, workload.num_rows),
         replicas_per_instance=plan.num_replicas / instances,
@@ -195,7 +198,7 @@ def _planned_step(
         ),
         mirror_bytes=mirror_bytes(plan, model, policy.traits),
         load=load,
-    )  # fmt: skip
+    )
 
 
 def operations(case: ComparisonCase, outcome: Outcome, micro_step: int) -> Operations:

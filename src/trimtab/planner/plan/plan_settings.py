@@ -26,7 +26,7 @@ class PlanSettings:
         threshold: max/mean load up to which an instance is not changed.
         smallest_share: fewest tokens that a copy computes, for efficient matrix products.
         move_life: steps that new homes are expected to stay good, over which the time of a move is spread; None: for as
-            many as homes for past loads would have stayed good.
+            many as homes for past loads would have stayed good, and for 100 if none of these would have become bad.
         least_gain: a step is planned only if that is predicted to save this part of its time; below 0 also where it
             costs time.
         max_rows_per_rank: rows that no rank may exceed in any instance. A step that can't keep to it is refused.

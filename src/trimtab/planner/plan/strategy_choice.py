@@ -196,12 +196,12 @@ class _Sample:
         """Steps that new homes are expected to stay good: for how many steps earlier homes would have.
 
         Homes for the loads of k steps ago were good until now if they save enough of what homes for this step's loads
-        save.
+        save. If those for all past steps were, the answer is `LONGEST_LIFE`.
         """
         planning = self._planning
         if planning.settings.move_life is not None:
             return planning.settings.move_life
-        if planning.past_PLE is None:
+        if planning.past_PLE is None or not len(planning.past_PLE):
             return 1.0
         now = self._homes_of(Strategy(homes=STEP, move_penalty=MOVE_PENALTY))
         stay = [planning.placement.home[layer] for layer in self._layers]
