@@ -53,6 +53,10 @@ KINDS: dict[str, tuple[str, Callable[[Path], None], Callable[[Path], Any]]] = {
 }
 
 
+def zigzag(number: int) -> int:
+    return 2 * number if number >= 0 else -2 * number - 1
+
+
 def damaged(content: bytes, rng: random.Random) -> bytes:
     """Bytes changed, removed, repeated, or replaced by a telling number or a longer text."""
     data = bytearray(content)
@@ -121,6 +125,20 @@ def test_claims_of_a_footer_are_those_that_arrow_reads(sequences: int, tmp_path:
         assert [(column.path, column.num_values, column.uncompressed_bytes) for column in columns] == [
             (column.path_in_schema, column.num_values, column.total_uncompressed_size) for column in expected
         ]
+
+    # A row group with a column "a" of 5 values and 7 bytes.
+    def small(values: int, size: int) -> bytes:
+        column = b"\x3c\x39\x18\x01a\x26" + bytes([zigzag(values)]) + b"\x16" + bytes([zigzag(size)]) + b"\0\0"
+        footer = b"\x49\x1c\x19\x1c" + column + b"\0\0"
+        return b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+
+    path.write_bytes(small(5, 7))
+    assert read_columns(path) == [[("a", 5, 7)]]
+    # What is below 0 would make room for other columns.
+    for values, bytes_ in ((5, -7), (-5, 7)):
+        path.write_bytes(small(values, bytes_))
+        with pytest.raises(InputError, match="column a has a negative size"):
+            read_columns(path)
     # Lists in lists.
     path.write_bytes(b"PAR1" + b"\x19" * 5000 + (5000).to_bytes(4, "little") + b"PAR1")
     with pytest.raises(InputError, match="its footer is damaged"):

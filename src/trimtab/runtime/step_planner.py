@@ -217,7 +217,7 @@ class SessionPlanner:
         return Workload(gathered(counts_MLE), gathered(unknown_ML))
 
     def _gather_workloads(self, counts_MLE: Array, unknown_ML: Array, workload: Workload) -> list[Workload]:
-        """On the first rank, which plans, the workloads of all groups; on others that of theirs.
+        """On the first rank, which plans, the workloads of all groups; with several groups none on others.
 
         So the memory of a rank does not grow with the number of groups, but for the first one.
         """
@@ -232,8 +232,6 @@ class SessionPlanner:
             return [np.stack([*array_DML[n : n + ranks]], axis=2) for n in range(0, len(array_DML), ranks)]
 
         counts_GMLRE, unknown_GMLR = gathered(counts_MLE), gathered(unknown_ML)
-        if not is_first:
-            return [workload]
         return [Workload(counts, unknown) for counts, unknown in zip(counts_GMLRE, unknown_GMLR, strict=True)]
 
     def _gather_lengths(self, trace: RoutingTrace, schedule: Schedule) -> Array | None:
