@@ -170,7 +170,7 @@ def plan_eplb(policy: EplbOracle, view: View, parts: Parts) -> Planned:
     """Homes and copies only: the split of tokens over copies follows the live routing and is not planned."""
     loads_LE = view.sequences.counts_SLE.sum(axis=0, dtype=np.int64)
     with parts.timed("homes"):
-        placement, _ = place_copies(view, loads_LE, policy.num_groups)
+        placement, _ = place_copies(view, loads_LE)
     return Planned(view.schedule, placement.home, [])
 
 

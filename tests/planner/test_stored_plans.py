@@ -70,12 +70,14 @@ def planned(case: dict[str, Any]) -> tuple[SequenceCounts, PlannedStep]:
         case["cluster"], ranks=case["ranks"], ranks_per_node=case["per_node"], slots_per_rank=case["slots"]
     )
     past = [counted(**case["routing"] | {"seed": 1000 + n}).counts_SLE.sum(axis=0) for n in range(case["past"])]
+    # The routing of all cases may use all groups of experts.
+    model = replace(load_model(case["model"]), expert_groups=1, groups_per_token=1)
     data_ranks = case["ranks"] * case["groups"]
     budget = int(max(sequences.lengths.max(), -(-sequences.lengths.sum() // (data_ranks * case["micro_steps"]))))
     mini_batch = np.arange(sequences.num_sequences) % case["mini_batches"]
     common: dict[str, Any] = {
         "settings": PlanSettings(**case["settings"]),
-        "costs": StepCosts.of(cluster, load_model(case["model"]), moe_layers=layers, groups=case["groups"]),
+        "costs": StepCosts.of(cluster, model, moe_layers=layers, groups=case["groups"]),
         "past_PLE": np.stack(past) if past else None,
         "may_move": case["moves"],
         "excluded": frozenset(case["excluded"]),

@@ -165,7 +165,7 @@ def test_single_picks_follow_the_popularity() -> None:
     tokens, weights = 60_000, np.array([8, 4, 2, 1, 1, 0.5, 0.25, 0.25])
     ids_TLK = np.empty((tokens, 1, 1), np.uint8)
     keys, starts = np.array([5], np.uint64), np.array([0, tokens])
-    sample_experts(np.log(weights)[None, None], np.zeros(1, np.int64), keys, starts, 0.0, 0.0, ids_TLK)
+    sample_experts(np.log(weights)[None, None], np.zeros(1, np.int64), keys, starts, (0.0, 0.0), (1, 1), ids_TLK)
     expected_E = tokens * weights / weights.sum()
     found_E = np.bincount(ids_TLK.ravel(), minlength=8)
     assert ((found_E - expected_E) ** 2 / expected_E).sum() < 40
@@ -181,7 +181,7 @@ def test_sampling_equals_gumbel_top_k(steepness: float) -> None:
     log_popularity_E = -steepness * np.arange(experts)
     ids_TLK = np.empty((tokens, 1, top_k), np.uint8)
     keys, starts = np.ones(1, np.uint64), np.array([0, tokens])
-    sample_experts(log_popularity_E[None, None], np.zeros(1, np.int64), keys, starts, 0.0, 0.0, ids_TLK)
+    sample_experts(log_popularity_E[None, None], np.zeros(1, np.int64), keys, starts, (0.0, 0.0), (1, 1), ids_TLK)
     noisy_TE = np.random.default_rng(0).gumbel(size=(tokens, experts)) + log_popularity_E
     expected_TK = np.argsort(-noisy_TE, axis=1)[:, :top_k]
     for place in range(top_k):

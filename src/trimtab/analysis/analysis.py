@@ -120,7 +120,7 @@ def analyze(
         domains=tuple(domain_skew(counts.counts_DLE, counts.domains, ranks)),
         overlap_DD=domain_overlap(counts.counts_DLE),
         estimate=estimate(counts_MLE) if estimate else None,
-        permuted=permuted_ids(counts_MLE, ranks, estimate),
+        permuted=permuted_ids(counts_MLE, ranks, estimate, model.expert_groups if model else 1),
     )
 
 

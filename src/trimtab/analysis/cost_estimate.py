@@ -100,11 +100,7 @@ def estimate_cost(
 
 def _entering(counts_ME: Array, costs: OperationCosts, cluster: ClusterSpec) -> tuple[Array, Array]:
     """Transfers `[M, R]` of all ranks to each rank, and to its link between nodes, with contiguous homes."""
-    tokens_M = counts_ME.sum(axis=1) / costs.top_k
-    places_MR, places_MN = (
-        costs.transfers(counts_ME.reshape(len(counts_ME), places, -1), np.repeat(tokens_M[:, None], places, axis=1))
-        for places in (cluster.ranks, cluster.nodes)
-    )
+    places_MR, places_MN = (costs.transfers(counts_ME, places) for places in (cluster.ranks, cluster.nodes))
     if not costs.forwards:
         return places_MR, places_MR
     # What comes from other nodes arrives at the rank with the source's local index, so evenly over the node.

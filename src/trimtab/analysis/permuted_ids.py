@@ -37,15 +37,18 @@ class PermutedIds:
         return self.lost_s / self.step_s if self.step_s and self.lost_s is not None else None
 
 
-def permuted_ids(counts_MLE: Array, ranks: int, estimate: Callable[[Array], CostEstimate] | None) -> PermutedIds:
+def permuted_ids(
+    counts_MLE: Array, ranks: int, estimate: Callable[[Array], CostEstimate] | None, groups: int = 1
+) -> PermutedIds:
     """Figures with permuted ids.
 
     Args:
         estimate: from counts `[M, L, E]` to their cost; None without a model.
+        groups: of the model's experts.
     """
     lost, costs = [], []
     for seed in range(PERMUTATIONS):
-        permuted_MLE = permute_experts(counts_MLE, seed)
+        permuted_MLE = permute_experts(counts_MLE, seed, groups)
         lost.append(lost_part(home_loads(permuted_MLE, ranks)))
         if estimate:
             costs.append(estimate(permuted_MLE))

@@ -53,6 +53,8 @@ def add(commands: Any) -> None:
     option("--layers", dest="num_layers", default=8)
     option("--experts", dest="num_experts", type=positive, unset="those of the model", help="experts of a layer")
     option("--top-k", unset="that of the model")
+    option("--expert-groups", type=positive, default=1, help="groups that the router limits a token's experts to")
+    option("--groups-per-token", type=positive, default=1, help="of these groups, those that a token may use")
     option("--steps", dest="num_steps", type=positive, default=1)
     option("--seed", default=0)
     synth.set_defaults(run=run_synth)

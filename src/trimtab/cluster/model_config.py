@@ -88,6 +88,7 @@ def read_sizes(
     if top_k > num_experts:
         raise InputError(f"{where}: a token uses {top_k} of {num_experts} experts; it should use as many at most")
     hidden_size = keys.count("hidden_size", "d_model")
+    groups, chosen_groups = _expert_groups(keys, num_experts, top_k)
     expert_width = keys.count("moe_intermediate_size", "expert_ffn_hidden_size", "ffn_hidden_size", "intermediate_size")
     dense_width = keys.count("intermediate_size_mlp", "ffn_hidden_size", "intermediate_size", default=0, least=0)
     # A layer of LongCat has two attention blocks and two dense feed-forward parts; transformers counts it twice.
@@ -117,6 +118,8 @@ def read_sizes(
         "latent_size": keys.count("moe_latent_size", default=0, least=0),
         "zero_experts": keys.count("zero_expert_num", default=0, least=0),
         "tied_embedding": keys.get("tie_word_embeddings") is True,
+        "expert_groups": groups,
+        "groups_per_token": chosen_groups,
     }
     if set(kinds) != {"full"} or is_double:
         attention, reach = attention_of(keys, hidden_size, kinds, moe_layers, 2 if is_double else 1)
@@ -127,6 +130,19 @@ def read_sizes(
     keys.check_overrides()
     model_type = keys.model_types[-1] if keys.model_types else ""
     return sizes, ConfigReading(where, model_type, tuple(keys.used), keys.ignored(), tuple(keys.notes))
+
+
+def _expert_groups(keys: ConfigKeys, num_experts: int, top_k: int) -> tuple[int, int]:
+    """Groups of experts, and how many of them a token's experts are in. A router that may use all has none."""
+    groups, chosen = keys.count("n_group", default=1), keys.count("topk_group", default=1)
+    if groups == 1 or chosen == groups:
+        return 1, 1
+    if num_experts % groups or chosen > groups or top_k > chosen * (num_experts // groups):
+        raise InputError(
+            f"{keys.where}: n_group {groups}, topk_group {chosen} with {num_experts} experts, {top_k} a token; "
+            "groups should be of equal size, and those of a token have at least its experts"
+        )
+    return groups, chosen
 
 
 def _shared_width(keys: ConfigKeys, expert_width: int) -> int:

@@ -53,6 +53,8 @@ class ModelSpec:
         feed_forward_matrices: of an expert and of other feed-forward parts: gate, up and down; 2 without a gate.
         latent_size: width of tokens at the routed experts, if projected there (Nemotron 3 Super); 0: `hidden_size`.
         zero_experts: further choices of the router, without weights (LongCat). `top_k` counts them in.
+        expert_groups, groups_per_token: the router first chooses so many of the groups that the experts of a layer are
+            divided into, in order of their ids, and a token's experts only in these (DeepSeek-V3). 1 and 1: no groups.
         tied_embedding: the output head has the embedding's weights.
     """
 
@@ -76,6 +78,8 @@ class ModelSpec:
     latent_size: int = 0
     zero_experts: int = 0
     tied_embedding: bool = False
+    expert_groups: int = 1
+    groups_per_token: int = 1
 
     @property
     def row_width(self) -> int:

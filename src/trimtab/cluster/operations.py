@@ -9,6 +9,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster.attention import pairs_within_reach
 from trimtab.cluster.models import ModelSpec
+from trimtab.cluster.shared_transfers import even_share, transfers_to
 from trimtab.cluster.specs import ClusterSpec
 
 # A replica's gradient, in float32.
@@ -54,6 +55,7 @@ class OperationCosts(NamedTuple):
         forwards: see `ClusterSpec.dispatch_forwards`.
         top_k: rows of a token that share one transfer to a node, and one to a rank, where the dispatcher forwards; else
             1. How many do depends on where the rows go, see `rank_work`.
+        expert_groups, groups_per_token: see `ModelSpec`.
         near_share, far_share: transfers of a row inside the node or between nodes, the mean with even routing.
         near_weights_s, far_weights_s, host_weights_s: one expert's weights over a rank's link inside the node, between
             nodes, or from host memory; 0 without such a link, which no plan uses.
@@ -103,6 +105,8 @@ class OperationCosts(NamedTuple):
     top_k: int = 1
     near_share: float = 1.0
     far_share: float = 1.0
+    expert_groups: int = 1
+    groups_per_token: int = 1
 
     @property
     def even_near_row_s(self) -> float:
@@ -147,6 +151,8 @@ class OperationCosts(NamedTuple):
         feed_forward_s = 2 * model.feed_forward_matrices * hidden * model.dense_width * dense_s
         head_s = 2 * hidden * model.vocab_size * dense_s + LOGIT_BYTES * model.vocab_size * memory_s
         top_k = model.top_k if cluster.dispatch_forwards else 1
+        # Each group that a token uses has one of its experts.
+        of_experts = model.expert_groups, min(model.groups_per_token, model.top_k)
         row_bytes = model.row_width * model.weight_bytes
         parameters = model.expert_parameters
         state_bytes = model.expert_bytes + STATE_BYTES * parameters
@@ -193,8 +199,10 @@ class OperationCosts(NamedTuple):
             reach=model.reach,
             chunked=model.chunked,
             top_k=top_k,
-            near_share=_sharing(cluster.ranks, top_k, model.num_experts),
-            far_share=_sharing(cluster.nodes, top_k, model.num_experts),
+            near_share=even_share(cluster.ranks, top_k, model.num_experts, *of_experts),
+            far_share=even_share(cluster.nodes, top_k, model.num_experts, *of_experts),
+            expert_groups=of_experts[0],
+            groups_per_token=of_experts[1],
         )
 
     def pairs_within_reach(self, lengths: Array) -> Array:
@@ -207,25 +215,9 @@ class OperationCosts(NamedTuple):
         seconds = self.copy_s + np.maximum(tiles * self.tile_s, self.weights_s) + rows * self.row_s
         return np.where(rows > 0, seconds, 0.0)
 
-    def transfers(self, rows: Array, tokens: Array) -> Array:
-        """Transfers `[...]` float64 of rows to a place, where those of a token share one; see `rank_work`.
-
-        Args:
-            rows: `[..., C]` of every expert there.
-            tokens: `[...]` that they are the rows of, with all their experts.
-        """
-        if self.top_k == 1:
-            return np.asarray(rows.sum(axis=-1, dtype=np.float64))
-        some = np.maximum(tokens, 1.0)
-        without = np.prod(1 - np.minimum(1, rows / some[..., None]), axis=-1)
-        power = np.maximum(0, 1 - rows.sum(axis=-1) / (some * self.top_k)) ** self.top_k
-        return np.asarray(some * (1 - np.minimum(without, power)))
-
-
-def _sharing(places: int, top_k: int, num_experts: int) -> float:
-    """Distinct places of a token's experts, divided by the number of its experts, with even routing, as `transfers`."""
-    without = (1 - top_k / num_experts) ** (num_experts / places)
-    return 1.0 if top_k == 1 else places * (1 - min(without, (1 - 1 / places) ** top_k)) / top_k
+    def transfers(self, rows_XE: Array, places: int) -> Array:
+        """Transfers `[..., P]` float64 to P places with contiguous homes, see `transfers_to`."""
+        return transfers_to(rows_XE, places, self.top_k, self.expert_groups, self.groups_per_token)
 
 
 def _seconds(size: float, bytes_per_s: float) -> float:

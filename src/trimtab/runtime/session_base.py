@@ -165,7 +165,9 @@ class SessionBase:
         self.layers.append(layer)
         return layer
 
-    def add_framework_layer(self, parameters: ReadParameters, *, dispatch_forwards: bool = False) -> FrameworkLayer:
+    def add_framework_layer(
+        self, parameters: ReadParameters, *, dispatch_forwards: bool = False, expert_groups: tuple[int, int] = (1, 1)
+    ) -> FrameworkLayer:
         """Add the next MoE layer, which a framework's own dispatcher and matrix products run. Not a collective.
 
         Live micro-steps balance it with any policy but `feplb`, whose second dispatch a framework does not have.
@@ -177,6 +179,7 @@ class SessionBase:
                 called whenever they are needed.
             dispatch_forwards: whether the dispatcher sends a token to a node once and on from there, as DeepEP does; by
                 default every row is sent to its rank. Plans minimise the time of what is sent.
+            expert_groups: groups of experts, and to how many of them the router limits a token's; see `ModelSpec`.
 
         Raises:
             InputError: as `add_layer`, and if the policy is `feplb`.
@@ -187,7 +190,7 @@ class SessionBase:
                 "'quota', 'predict', 'auto' or 'off'"
             )
         homes = self._experts.add_layer(parameters, self._initial_E, joins_in_backward=True)
-        homes.dispatch_forwards = dispatch_forwards
+        homes.dispatch_forwards, homes.expert_groups = dispatch_forwards, expert_groups
         return FrameworkLayer(self._calls, homes)
 
     def replicated_parameters(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -95,6 +95,8 @@ class SessionPlanner:
             hidden_size=hidden_size,
             expert_width=max(1, parameters // (3 * hidden_size)),
             weight_bytes=first.dtype.itemsize,
+            expert_groups=first.expert_groups[0],
+            groups_per_token=first.expert_groups[1],
         )
         costs = StepCosts.of(
             cluster, model, moe_layers=len(layers), groups=topology.groups, ring_layers=settings.ring_layers

@@ -67,15 +67,16 @@ class ComparisonCase:
 
     def with_permuted_experts(self, seed: int) -> ComparisonCase:
         """The case with the experts of every layer in random order, the same in all steps (`permute_experts`)."""
+        groups = self.model.expert_groups
 
         def permuted(part: SequenceCounts) -> SequenceCounts:
-            return replace(part, counts_SLE=permute_experts(part.counts_SLE, seed))
+            return replace(part, counts_SLE=permute_experts(part.counts_SLE, seed, groups))
 
         return replace(
             self,
             sequences=permuted(self.sequences),
             earlier=tuple(map(permuted, self.earlier)),
-            traces=tuple(permute_trace(trace, seed) for trace in self.traces),
+            traces=tuple(permute_trace(trace, seed, groups) for trace in self.traces),
         )
 
     def mini_batch_of(self, sequences: SequenceCounts) -> Array:

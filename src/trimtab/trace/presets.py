@@ -104,6 +104,8 @@ def synthesize_preset(
     num_layers: int,
     num_experts: int | None = None,
     top_k: int | None = None,
+    expert_groups: int = 1,
+    groups_per_token: int = 1,
     num_steps: int = 1,
     seed: int = 0,
 ) -> RoutingTrace:
@@ -117,6 +119,8 @@ def synthesize_preset(
         mean_length: mean tokens of a sequence, before clipping. Lengths are lognormal, clipped to 16 tokens (or the
             mean, if that is less) and `max_length`. About 15% of a sequence, but at least one token, is prompt.
         num_experts, top_k: by default those of the preset's model. With others its published skew is not guaranteed.
+        expert_groups, groups_per_token: a token's experts are in so many of the groups, as in `ModelSpec`: in those of
+            its first experts.
         seed: 0 to 2**64 - 1. It fixes which experts are hot, too.
 
     Raises:
@@ -126,6 +130,12 @@ def synthesize_preset(
     top_k = preset.top_k if top_k is None else top_k
     if not 1 <= top_k <= num_experts:
         raise InputError(f"top_k is {top_k}; it should be 1 to the number of experts, {num_experts}")
+    fits = 1 <= groups_per_token <= expert_groups and num_experts % expert_groups == 0
+    if not fits or top_k > groups_per_token * (num_experts // expert_groups):
+        raise InputError(
+            f"a token's {top_k} of {num_experts} experts can't be in {groups_per_token} of {expert_groups} groups; "
+            "groups should be of equal size, and those of a token have at least its experts"
+        )
     if not 1 <= mean_length <= max_length:
         raise InputError(f"the mean length is {mean_length}; it should be 1 to the greatest length, {max_length}")
     if not 0 <= seed < 1 << 64:
@@ -147,8 +157,8 @@ def synthesize_preset(
             profile_S[first:end],
             derive(key_S[first:end], ROUTING),
             starts[first : end + 1],
-            preset.clustering,
-            preset.deviation,
+            (preset.deviation, preset.clustering),
+            (expert_groups, groups_per_token),
             ids_TLK,
         )
     return RoutingTrace(

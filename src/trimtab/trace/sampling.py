@@ -63,22 +63,25 @@ def _fill_noise(key, clustering, noise_E):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def sample_experts(log_popularity_PLE, profile_S, key_S, starts, clustering, deviation, ids_TLK):  # type: ignore[no-untyped-def]
+def sample_experts(log_popularity_PLE, profile_S, key_S, starts, deviations, limits, ids_TLK):  # type: ignore[no-untyped-def]
     """Write the experts of every token: top_k samples without replacement, from its sequence's popularity.
 
     A sample is one lookup in an alias table, built once for each sequence and layer. It is repeated if the token
-    already has the expert.
+    already has the expert, or has as many groups as it may and the expert is in none of them.
 
     Args:
         log_popularity_PLE: `[P, L, E]` float64, natural logarithms of P profiles of popularity, up to a constant.
         profile_S: `[S]` int64, the profile that each sequence deviates from.
         key_S: `[S]` uint64, each sequence's key.
         starts: `[S + 1]` int64; sequence s owns rows `starts[s]:starts[s + 1]`.
-        clustering: correlation of neighbours' deviations, as in `expert_noise`.
-        deviation: standard deviation of a sequence's own change to the logarithms.
+        deviations: standard deviation of a sequence's own change to the logarithms, and the correlation of
+            neighbours' changes, as in `expert_noise`.
+        limits: groups of experts, of equal size and in order of ids, and how many of them a token's experts are in;
+            1 and 1 without groups.
         ids_TLK: `[T, L, K]` uint8 or uint16, written to. K is at most E.
     """
     num_experts = log_popularity_PLE.shape[2]
+    deviation, clustering = deviations
     noise_E = np.zeros(num_experts)
     limit_E = np.empty(num_experts, np.uint64)
     alias_E = np.empty(num_experts, np.int64)
@@ -90,15 +93,19 @@ def sample_experts(log_popularity_PLE, profile_S, key_S, starts, clustering, dev
             weight_E = np.exp(log_popularity_PLE[profile_S[s], layer] + deviation * noise_E)
             _fill_alias_table(weight_E, limit_E, alias_E)
             ids_TK = ids_TLK[starts[s] : starts[s + 1], layer]
-            _sample_sequence(derive(key, np.uint64(1)), weight_E, limit_E, alias_E, ids_TK)
+            _sample_sequence(derive(key, np.uint64(1)), weight_E, limit_E, alias_E, limits, ids_TK)
 
 
 @kernel
-def _sample_sequence(key, weight_E, limit_E, alias_E, ids_TK):  # type: ignore[no-untyped-def]
+def _sample_sequence(key, weight_E, limit_E, alias_E, limits, ids_TK):  # type: ignore[no-untyped-def]
     num_experts = len(weight_E)
-    taken_by_E = np.full(num_experts, -1)
+    groups, groups_per_token = limits
+    group_size = num_experts // groups
+    # The last token that took an expert, and the last that has experts of a group.
+    taken_by_E, used_by_G = np.full(num_experts, -1), np.full(groups, -1)
     picks = np.uint64(0)
     for t in range(ids_TK.shape[0]):
+        used = 0
         for k in range(ids_TK.shape[1]):
             # If a few experts have nearly all the weight, misses cost more than a scan of the others.
             for _ in range(num_experts):
@@ -107,12 +114,20 @@ def _sample_sequence(key, weight_E, limit_E, alias_E, ids_TK):  # type: ignore[n
                 expert = np.int64(((pick >> np.uint64(32)) * np.uint64(num_experts)) >> np.uint64(32))
                 if (pick & np.uint64(0xFFFFFFFF)) >= limit_E[expert]:
                     expert = alias_E[expert]
-                if taken_by_E[expert] != t:
+                open_to_t = used < groups_per_token or used_by_G[expert // group_size] == t
+                if taken_by_E[expert] != t and open_to_t:
                     break
             else:
+                if used == groups_per_token:
+                    for e in range(num_experts):
+                        if used_by_G[e // group_size] != t:
+                            taken_by_E[e] = t
                 expert = _scan(derive(key, picks), weight_E, taken_by_E, t)
                 picks += np.uint64(1)
             taken_by_E[expert] = t
+            if used_by_G[expert // group_size] != t:
+                used_by_G[expert // group_size] = t
+                used += 1
             ids_TK[t, k] = expert
 
 

@@ -43,7 +43,11 @@ class BalancedLayer:
         assert experts is not None
         self._experts: Experts = experts
         forwards = dispatcher == "megatron" and isinstance(moe_layer.token_dispatcher, MoEFlexTokenDispatcher)
-        self._layer: FrameworkLayer = session.add_framework_layer(experts.tensors, dispatch_forwards=forwards)
+        config = moe_layer.config
+        groups_of = (config.moe_router_num_groups or 1, config.moe_router_group_topk or 1)
+        self._layer: FrameworkLayer = session.add_framework_layer(
+            experts.tensors, dispatch_forwards=forwards, expert_groups=groups_of
+        )
         pattern = _moe_pattern(moe_layer.config)
         self.number = sum(pattern[: moe_layer.layer_number - 1])
         self.layers_of_model = sum(pattern)

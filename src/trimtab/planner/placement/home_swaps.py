@@ -41,7 +41,13 @@ class LoadProducts(NamedTuple):
 
 
 def place_experts(
-    counts_ME: Array, home_E: Array, num_ranks: int, ranks_per_node: int, *, move_penalty: float = 0.0
+    counts_ME: Array,
+    home_E: Array,
+    num_ranks: int,
+    ranks_per_node: int,
+    *,
+    move_penalty: float = 0.0,
+    in_nodes: bool = False,
 ) -> Array:
     """Returns improved homes `[E]` int16 for one layer. Every rank keeps its number of experts.
 
@@ -50,6 +56,7 @@ def place_experts(
             which share their homes, follow one another.
         home_E: `[E]` integer homes to start from.
         move_penalty: the fraction of the imbalance by which moving one expert away from `home_E` must reduce it.
+        in_nodes: whether every expert stays in its node.
     """
     counts = _limited(counts_ME.astype(np.float64))
     at_home_ER = np.zeros((counts.shape[1], num_ranks))
@@ -60,7 +67,8 @@ def place_experts(
     imbalance = (loads_MR**2).sum() - even / num_ranks + (loads_MN**2).sum() - even * ranks_per_node / num_ranks
     home = home_E.astype(np.int64)
     products = LoadProducts(counts.T @ counts, counts.T @ loads_MR, counts.T @ loads_MN)
-    _swap_homes(products, home, home.copy(), ranks_per_node, float(np.rint(move_penalty * imbalance)))
+    price = float(np.rint(move_penalty * imbalance))
+    _swap_homes(products, home, home.copy(), ranks_per_node, price, bool(in_nodes))
     return home.astype(np.int16)
 
 
@@ -76,7 +84,7 @@ def _limited(counts_ME: Array) -> Array:
 
 
 @kernel
-def _swap_homes(products, home_E, old_home_E, ranks_per_node, price):  # type: ignore[no-untyped-def]
+def _swap_homes(products, home_E, old_home_E, ranks_per_node, price, in_nodes):  # type: ignore[no-untyped-def]
     """Swap experts while that reduces the objective.
 
     Args:
@@ -84,6 +92,7 @@ def _swap_homes(products, home_E, old_home_E, ranks_per_node, price):  # type: i
         home_E: `[E]` int64; changed.
         old_home_E: `[E]` int64.
         price: cost of each expert that is not at its old home.
+        in_nodes: whether only ranks of the same node swap.
     """
     products_EE, products_ER, products_EN = products.expert_EE, products.rank_ER, products.node_EN
     num_experts = len(home_E)
@@ -95,7 +104,7 @@ def _swap_homes(products, home_E, old_home_E, ranks_per_node, price):  # type: i
             best, partner = 0.0, -1
             for f in range(num_experts):
                 b = home_E[f]
-                if b == a:
+                if b == a or (in_nodes and a // ranks_per_node != b // ranks_per_node):
                     continue
                 # Twice the square of the moved load, in both directions.
                 square = 2 * (products_EE[e, e] + products_EE[f, f] - 2 * products_EE[e, f])

@@ -113,6 +113,9 @@ def prices_of(costs: StepCosts, cluster: ClusterSpec, exposed: float) -> Prices:
     far_row_s = 0.0
     if cluster.nodes > 1:
         alone = (1 - 1 / cluster.nodes) ** (operations.top_k - 1)
+        if operations.expert_groups > 1 and operations.top_k > 1:
+            used = operations.far_share * operations.top_k / cluster.nodes
+            alone = (1 - used) ** (1 - 1 / operations.top_k)
         far_row_s = alone * operations.far_row_s / cluster.ranks_per_node
     seconds = (
         costs.computed_row_s,

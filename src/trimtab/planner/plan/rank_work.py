@@ -8,8 +8,12 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
+from trimtab.cluster.shared_transfers import LEAST_USED, MOST_USED
 from trimtab.kernels import kernel
 from trimtab.planner.replicas.replica_table import ReplicaTable
+
+# Experts of so many ranks a group at most are counted by group: with more, hardly any two of a token's are on a rank.
+RANKS_PER_GROUP = 2
 
 
 class RankWork(NamedTuple):
@@ -71,6 +75,9 @@ def _fill(counts_MLRE, home_LE, replicas, limits, costs, work):  # type: ignore[
     # Of a source: its rows for each rank, the part of its tokens that has none there, and copies that it may use.
     rows_R, without_R, copies_R = np.empty(num_ranks), np.empty(num_ranks), np.empty(num_ranks, np.int64)
     kept_R, to_R = np.empty(num_ranks), np.empty(num_ranks)
+    # Of a source, rows by rank and group of experts, where a token's experts are in few groups.
+    groups = costs.expert_groups if costs.top_k > 1 and num_experts % costs.expert_groups == 0 else 1
+    rows_RG, group_size = np.zeros((num_ranks if groups > 1 else 0, groups)), num_experts // groups
     for m in range(num_micro_steps):
         for layer in range(num_layers):
             home_E = home_LE[layer]
@@ -108,8 +115,11 @@ def _fill(counts_MLRE, home_LE, replicas, limits, costs, work):  # type: ignore[
                 for rank in range(num_ranks):
                     rows_R[rank], without_R[rank], copies_R[rank] = 0.0, 1.0, len(experts_HR)
                 q = last_R[source] if hops == 1 else -1
+                rows_RG[:] = 0.0
                 while q >= 0:
                     expert, rank = replicas.experts[replica_Q[q]], replicas.ranks[replica_Q[q]]
+                    if groups > 1:
+                        rows_RG[rank, expert // group_size] += replicas.tokens[q]
                     kept_E[expert] -= replicas.tokens[q]
                     rows_R[rank] += replicas.tokens[q]
                     without_R[rank] *= max(0.0, 1.0 - replicas.tokens[q] * part)
@@ -124,7 +134,11 @@ def _fill(counts_MLRE, home_LE, replicas, limits, costs, work):  # type: ignore[
                     for rank in range(num_ranks):
                         rest = 1.0 - kept_R[rank] * part
                         without_R[rank] *= rest if rest > 0.0 else 0.0
-                _send(source, tokens, (rows_R, without_R, copies_R, to_R), np.int64(per_node), costs, sent_22R)
+                if groups > 1:
+                    for e in range(num_experts):
+                        rows_RG[home_E[e], e // group_size] += kept_E[e]
+                sent = rows_R, without_R, copies_R, rows_RG, to_R
+                _send(source, tokens, sent, np.int64(per_node), costs, sent_22R)
             for e in range(num_experts):
                 work.loads_MLR[m, layer, home_E[e]] += at_home[e]
                 work.experts_MLR[m, layer, home_E[e]] += _copy_seconds(at_home[e], costs)
@@ -156,9 +170,16 @@ def _send(source, tokens, sent, per_node, costs, sent_22R):  # type: ignore[no-u
     token once to a node and once to a rank.
     """
     near_out, near_in, far_out, far_in = sent_22R[0, 0], sent_22R[0, 1], sent_22R[1, 0], sent_22R[1, 1]
-    rows_R, without_R, copies_R, to_R = sent
+    rows_R, without_R, copies_R, rows_RG, to_R = sent
+    groups = rows_RG.shape[1]
+    if groups > 1:
+        chosen = _chosen_groups(rows_RG, costs)
+    by_group = groups > 1 and len(rows_R) <= RANKS_PER_GROUP * groups
     for to in range(len(rows_R)):
-        to_R[to] = _transfers(rows_R[to], without_R[to], copies_R[to], tokens, costs.top_k)
+        if by_group:
+            to_R[to] = tokens * _used_by_group(rows_RG[to : to + 1], chosen, costs)
+        else:
+            to_R[to] = _transfers(rows_R[to], without_R[to], copies_R[to], tokens, costs.top_k)
     for first in range(0, len(rows_R), per_node):
         relay, rows, without, copies = first + source % per_node, 0.0, 1.0, np.int64(0)
         for to in range(first, first + per_node):
@@ -166,7 +187,10 @@ def _send(source, tokens, sent, per_node, costs, sent_22R):  # type: ignore[no-u
             without *= without_R[to]
             copies += copies_R[to]
         if relay != source:
-            to_node = _transfers(rows, without, copies, tokens, costs.top_k)
+            if groups > 1:
+                to_node = tokens * _used_by_group(rows_RG[first : first + per_node], chosen, costs)
+            else:
+                to_node = _transfers(rows, without, copies, tokens, costs.top_k)
             far_out[source] += to_node
             if not costs.forwards:
                 for to in range(first, first + per_node):
@@ -188,6 +212,7 @@ def _transfers(rows, without, copies, tokens, top_k):  # type: ignore[no-untyped
     How many of T tokens use experts of a place follows from counts of rows if a token's experts do not depend on each
     other: T (1 - product of 1 - p), with p the part of the tokens that use an expert there. As the k experts of a token
     differ, it is rather more: with more than k experts there rather T (1 - (1 - x)^k), with x the part of the rows.
+    Where the router limits a token to groups of experts, see `shared_transfers`.
 
     Args:
         without: the product.
@@ -205,6 +230,57 @@ def _transfers(rows, without, copies, tokens, top_k):  # type: ignore[no-untyped
             exponent >>= 1
         without = min(without, power)
     return tokens * (1.0 - without)
+
+
+@kernel
+def _chosen_groups(rows_RG, costs):  # type: ignore[no-untyped-def]
+    """Of a source's tokens by group: its rows, at least 1; the odds that a token chooses it; the part of a token's
+    rows beyond one a group that are in it then. And the sum of the products of odds of `groups_per_token` groups.
+
+    As in `shared_transfers`.
+    """
+    groups = rows_RG.shape[1]
+    total_G, odds_G, others_G, rows = np.zeros(groups), np.empty(groups), np.empty(groups), 0.0
+    for rank in range(len(rows_RG)):
+        for g in range(groups):
+            total_G[g] += rows_RG[rank, g]
+    for g in range(groups):
+        rows += total_G[g]
+    for g in range(groups):
+        share = total_G[g] / max(rows, 1.0)
+        chosen = min(max(costs.groups_per_token * share, LEAST_USED), MOST_USED)
+        odds_G[g] = chosen / (1.0 - chosen)
+        others_G[g] = max(0.0, costs.top_k * share / chosen - 1.0) / max(1, costs.top_k - costs.groups_per_token)
+        total_G[g] = max(total_G[g], 1.0)
+    return total_G, odds_G, others_G, _symmetric_sum(odds_G, costs.groups_per_token)
+
+
+@kernel
+def _used_by_group(rows_RG, chosen, costs):  # type: ignore[no-untyped-def]
+    """The part of a source's tokens that have a row at a place, for its rows by rank of the place and group."""
+    total_G, odds_G, others_G, products = chosen
+    missed_G = np.empty(len(total_G))
+    for g in range(len(total_G)):
+        rows = 0.0
+        for rank in range(len(rows_RG)):
+            rows += rows_RG[rank, g]
+        part = rows / total_G[g]
+        rest, power = max(0.0, 1.0 - part * others_G[g]), odds_G[g] * max(0.0, 1.0 - part)
+        for _ in range(max(1, costs.top_k - costs.groups_per_token)):
+            power *= rest
+        missed_G[g] = power
+    return 1.0 - _symmetric_sum(missed_G, costs.groups_per_token) / products
+
+
+@kernel
+def _symmetric_sum(values_G, degree):  # type: ignore[no-untyped-def]
+    """The sum of the products of `degree` of the values."""
+    sums = np.zeros(degree + 1)
+    sums[0] = 1.0
+    for value in values_G:
+        for size in range(degree, 0, -1):
+            sums[size] += value * sums[size - 1]
+    return sums[-1]
 
 
 @kernel

@@ -146,12 +146,13 @@ class StepPlanning:
             counts_ME = self.past_PLE[:, layer].sum(axis=0)[None]
         else:
             counts_ME = expert_counts(loads_G)
-        return self.improved(home_E, counts_ME, strategy.move_penalty)
+        return self.improved(home_E, counts_ME, strategy.move_penalty, in_nodes=strategy.in_nodes)
 
-    def improved(self, home_E: Array, counts_ME: Array, move_penalty: float) -> Array:
+    def improved(self, home_E: Array, counts_ME: Array, move_penalty: float, *, in_nodes: bool = False) -> Array:
         """Homes `[E]` int16 that are better for some tokens by micro-step and expert."""
+        ranks, per_node = self.cluster.ranks, self.cluster.ranks_per_node
         penalty = move_penalty / len(home_E)
-        return place_experts(counts_ME, home_E, self.cluster.ranks, self.cluster.ranks_per_node, move_penalty=penalty)
+        return place_experts(counts_ME, home_E, ranks, per_node, move_penalty=penalty, in_nodes=in_nodes)
 
     def cluster_of(self, strategy: Strategy) -> ClusterSpec:
         """The cluster with the paths of weights that a strategy may use."""

@@ -25,6 +25,7 @@ class Strategy:
             replicas.
         move_penalty: how much a move has to improve homes, see `place_experts`; in parts per expert.
         mirror: whether weights may come from host memory.
+        in_nodes: whether homes that change stay in their nodes.
     """
 
     homes: str = STAY
@@ -33,6 +34,7 @@ class Strategy:
     exposed: float = 0.0
     move_penalty: float = 0.0
     mirror: bool = False
+    in_nodes: bool = False
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -91,9 +92,13 @@ def choose_strategy(planning: StepPlanning, *, may_move: bool) -> StrategyChoice
     best = _least(found)
     if may_move and sample.moves_could_pay(found[best]):
         homes = [STEP] if planning.past_PLE is None else [STEP, PAST]
-        for each in homes:
-            moved = replace(best, homes=each, move_penalty=MOVE_PENALTY)
-            found |= sample.predict([moved, replace(NOTHING, homes=each, move_penalty=MOVE_PENALTY)])
+        # Experts of a group that are on one node need fewer transfers between nodes.
+        has_groups = planning.costs.operations.expert_groups > 1 and cluster.nodes > 1
+        for each, in_nodes in product(homes, (False, True) if has_groups else (False,)):
+            found |= sample.predict(
+                replace(strategy, homes=each, move_penalty=MOVE_PENALTY, in_nodes=in_nodes)
+                for strategy in (best, NOTHING)
+            )
     others = {strategy: found[strategy] for strategy in found if strategy != NOTHING and sample.keeps_to(strategy)}
     if sample.keeps_to(NOTHING):
         others = {strategy: others[strategy] for strategy in others if strategy.name not in planning.excluded}
@@ -135,7 +140,7 @@ class _Sample:
         self._more_layers = len(planning.layers) / len(self._layers)
         self._exceeding: set[Strategy] = set()
         self._planned: dict[Strategy, PlannedLayers] = {}
-        self._homes: dict[tuple[str, float], list[Array]] = {}
+        self._homes: dict[tuple[str, float, bool], list[Array]] = {}
 
     @cached_property
     def _counted(self) -> list[list[Workload]]:
@@ -231,7 +236,7 @@ class _Sample:
 
     def _homes_of(self, strategy: Strategy) -> list[Array]:
         """Homes of the sampled layers, which strategies share."""
-        key = strategy.homes, strategy.move_penalty
+        key = strategy.homes, strategy.move_penalty, strategy.in_nodes
         if key not in self._homes:
             counted = self._counted
             self._homes[key] = self._by_layer(

@@ -10,8 +10,8 @@ Not specified by the source, and our choices:
   homes. Homes may be uneven, but copies are not;
 * the copy of a token: every source spreads an expert's tokens equally over its copies; two copies on one rank are one
   in our plan, with two shares;
-* expert groups: one by default, for models that don't limit routing to groups. Over several nodes that is the
-  source's global policy.
+* expert groups: those that the model's router is limited to. If the nodes don't divide them, that is the source's
+  global policy.
 
 On equal terms homes are given. Then replicas are chosen by the same rule (highest load per copy), and are placed,
 heaviest first, on the emptiest rank with a free slot.
@@ -40,13 +40,11 @@ class Eplb:
         intervals: steps between placements that a comparison tries; None: placed once.
         window: steps of history.
         interval: steps from one placement to the next.
-        num_groups: expert groups that the model's router is limited to.
     """
 
     traits: ClassVar[Traits] = Traits(known_at="past", transfers_start="step", copies="layer slots", relocates=True)
     intervals: ClassVar[tuple[int | None, ...]] = (1, 3, None)
     window: int = 4
-    num_groups: int = 1
     interval: int | None = 1
 
     def plan(self, view: View) -> StepPlan:
@@ -57,7 +55,7 @@ class Eplb:
         if not len(past_PLE):
             no_copies = np.zeros((view.num_layers, view.cluster.ranks, view.num_experts), np.int64)
             return _split_over(view, view.placement, no_copies)
-        return _plan(view, past_PLE.sum(axis=0), self.num_groups)
+        return _plan(view, past_PLE.sum(axis=0))
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,7 @@ class EplbEveryStep(Eplb):
 
 @dataclass(frozen=True)
 class EplbOracle:
-    """The same from the loads of the step itself: EPLB with perfect prediction.
-
-    Attributes:
-        num_groups: expert groups that the model's router is limited to.
-    """
+    """The same from the loads of the step itself: EPLB with perfect prediction."""
 
     traits: ClassVar[Traits] = Traits(
         known_at="step",
@@ -82,18 +76,17 @@ class EplbOracle:
         copies="layer slots",
         relocates=True,
     )
-    num_groups: int = 1
 
     def plan(self, view: View) -> StepPlan:
-        return _plan(view, view.workload.token_counts_MLRE.sum(axis=(0, 2), dtype=np.int64), self.num_groups)
+        return _plan(view, view.workload.token_counts_MLRE.sum(axis=(0, 2), dtype=np.int64))
 
 
-def _plan(view: View, load_LE: Array, num_groups: int) -> StepPlan:
-    placement, copies_LRE = place_copies(view, load_LE, num_groups)
+def _plan(view: View, load_LE: Array) -> StepPlan:
+    placement, copies_LRE = place_copies(view, load_LE)
     return _split_over(view, placement, copies_LRE)
 
 
-def place_copies(view: View, load_LE: Array, num_groups: int) -> tuple[Placement, Array]:
+def place_copies(view: View, load_LE: Array) -> tuple[Placement, Array]:
     """Homes, and copies `[L, R, E]` int64 of every expert on every rank, for loads `[L, E]`."""
     ranks, slots = view.cluster.ranks, view.cluster.slots_per_rank
     copies_LRE = np.zeros((view.num_layers, ranks, view.num_experts), np.int64)
@@ -104,11 +97,12 @@ def place_copies(view: View, load_LE: Array, num_groups: int) -> tuple[Placement
             copies_LRE[layer] = spread_copies(load_E, copies_E, home_E, np.full(ranks, slots), ranks, distinct=True)
         return view.placement, copies_LRE
     copies_per_rank = -(-view.num_experts // ranks) + slots
+    groups = view.costs.operations.expert_groups if view.costs else 1
     rank_of_slot = np.arange(ranks * copies_per_rank) // copies_per_rank
     home_LE = np.empty_like(view.placement.home)
     for layer in range(view.num_layers):
         expert_of_slot, _ = rebalance(
-            load_LE[layer], ranks * copies_per_rank, num_groups, ranks // view.cluster.ranks_per_node, ranks
+            load_LE[layer], ranks * copies_per_rank, groups, ranks // view.cluster.ranks_per_node, ranks
         )
         np.add.at(copies_LRE[layer], (rank_of_slot, expert_of_slot), 1)
         home_LE[layer] = _choose_homes(view.placement.home[layer].astype(np.int64), copies_LRE[layer])
