@@ -75,9 +75,11 @@ def _fill(counts_MLRE, home_LE, replicas, limits, costs, work):  # type: ignore[
     # Of a source: its rows for each rank, the part of its tokens that has none there, and copies that it may use.
     rows_R, without_R, copies_R = np.empty(num_ranks), np.empty(num_ranks), np.empty(num_ranks, np.int64)
     kept_R, to_R = np.empty(num_ranks), np.empty(num_ranks)
-    # Of a source, rows by rank and group of experts, where a token's experts are in few groups.
+    # Of a source, rows by place and group of experts, where a token's experts are in few groups. A place is a rank, or
+    # a node.
     groups = costs.expert_groups if costs.top_k > 1 and num_experts % costs.expert_groups == 0 else 1
-    rows_RG, group_size = np.zeros((num_ranks if groups > 1 else 0, groups)), num_experts // groups
+    place_size = 1 if num_ranks <= RANKS_PER_GROUP * groups else per_node
+    rows_PG, group_size = np.zeros((num_ranks // place_size if groups > 1 else 0, groups)), num_experts // groups
     for m in range(num_micro_steps):
         for layer in range(num_layers):
             home_E = home_LE[layer]
@@ -115,11 +117,11 @@ def _fill(counts_MLRE, home_LE, replicas, limits, costs, work):  # type: ignore[
                 for rank in range(num_ranks):
                     rows_R[rank], without_R[rank], copies_R[rank] = 0.0, 1.0, len(experts_HR)
                 q = last_R[source] if hops == 1 else -1
-                rows_RG[:] = 0.0
+                rows_PG[:] = 0.0
                 while q >= 0:
                     expert, rank = replicas.experts[replica_Q[q]], replicas.ranks[replica_Q[q]]
                     if groups > 1:
-                        rows_RG[rank, expert // group_size] += replicas.tokens[q]
+                        rows_PG[rank // place_size, expert // group_size] += replicas.tokens[q]
                     kept_E[expert] -= replicas.tokens[q]
                     rows_R[rank] += replicas.tokens[q]
                     without_R[rank] *= max(0.0, 1.0 - replicas.tokens[q] * part)
@@ -136,8 +138,8 @@ def _fill(counts_MLRE, home_LE, replicas, limits, costs, work):  # type: ignore[
                         without_R[rank] *= rest if rest > 0.0 else 0.0
                 if groups > 1:
                     for e in range(num_experts):
-                        rows_RG[home_E[e], e // group_size] += kept_E[e]
-                sent = rows_R, without_R, copies_R, rows_RG, to_R
+                        rows_PG[home_E[e] // place_size, e // group_size] += kept_E[e]
+                sent = rows_R, without_R, copies_R, rows_PG, to_R
                 _send(source, tokens, sent, np.int64(per_node), costs, sent_22R)
             for e in range(num_experts):
                 work.loads_MLR[m, layer, home_E[e]] += at_home[e]
@@ -170,14 +172,14 @@ def _send(source, tokens, sent, per_node, costs, sent_22R):  # type: ignore[no-u
     token once to a node and once to a rank.
     """
     near_out, near_in, far_out, far_in = sent_22R[0, 0], sent_22R[0, 1], sent_22R[1, 0], sent_22R[1, 1]
-    rows_R, without_R, copies_R, rows_RG, to_R = sent
-    groups = rows_RG.shape[1]
+    rows_R, without_R, copies_R, rows_PG, to_R = sent
+    groups = rows_PG.shape[1]
     if groups > 1:
-        chosen = _chosen_groups(rows_RG, costs)
-    by_group = groups > 1 and len(rows_R) <= RANKS_PER_GROUP * groups
+        chosen = _chosen_groups(rows_PG, costs)
+    places_of_node = per_node * len(rows_PG) // len(rows_R)
     for to in range(len(rows_R)):
-        if by_group:
-            to_R[to] = tokens * _used_by_group(rows_RG[to : to + 1], chosen, costs)
+        if groups > 1 and len(rows_PG) == len(rows_R):
+            to_R[to] = tokens * _used_by_group(rows_PG[to : to + 1], chosen, costs)
         else:
             to_R[to] = _transfers(rows_R[to], without_R[to], copies_R[to], tokens, costs.top_k)
     for first in range(0, len(rows_R), per_node):
@@ -188,7 +190,8 @@ def _send(source, tokens, sent, per_node, costs, sent_22R):  # type: ignore[no-u
             copies += copies_R[to]
         if relay != source:
             if groups > 1:
-                to_node = tokens * _used_by_group(rows_RG[first : first + per_node], chosen, costs)
+                place = first // per_node * places_of_node
+                to_node = tokens * _used_by_group(rows_PG[place : place + places_of_node], chosen, costs)
             else:
                 to_node = _transfers(rows, without, copies, tokens, costs.top_k)
             far_out[source] += to_node
@@ -233,17 +236,17 @@ def _transfers(rows, without, copies, tokens, top_k):  # type: ignore[no-untyped
 
 
 @kernel
-def _chosen_groups(rows_RG, costs):  # type: ignore[no-untyped-def]
+def _chosen_groups(rows_PG, costs):  # type: ignore[no-untyped-def]
     """Of a source's tokens by group: its rows, at least 1; the odds that a token chooses it; the part of a token's
     rows beyond one a group that are in it then. And the sum of the products of odds of `groups_per_token` groups.
 
     As in `shared_transfers`.
     """
-    groups = rows_RG.shape[1]
+    groups = rows_PG.shape[1]
     total_G, odds_G, others_G, rows = np.zeros(groups), np.empty(groups), np.empty(groups), 0.0
-    for rank in range(len(rows_RG)):
+    for place in range(len(rows_PG)):
         for g in range(groups):
-            total_G[g] += rows_RG[rank, g]
+            total_G[g] += rows_PG[place, g]
     for g in range(groups):
         rows += total_G[g]
     for g in range(groups):
@@ -256,16 +259,16 @@ def _chosen_groups(rows_RG, costs):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _used_by_group(rows_RG, chosen, costs):  # type: ignore[no-untyped-def]
-    """The part of a source's tokens that have a row at a place, for its rows by rank of the place and group."""
+def _used_by_group(rows_PG, chosen, costs):  # type: ignore[no-untyped-def]
+    """The part of a source's tokens that have a row at a place, for its rows there by part of the place and group."""
     total_G, odds_G, others_G, products = chosen
     missed_G = np.empty(len(total_G))
     for g in range(len(total_G)):
         rows = 0.0
-        for rank in range(len(rows_RG)):
-            rows += rows_RG[rank, g]
-        part = rows / total_G[g]
-        rest, power = max(0.0, 1.0 - part * others_G[g]), odds_G[g] * max(0.0, 1.0 - part)
+        for part in range(len(rows_PG)):
+            rows += rows_PG[part, g]
+        there = rows / total_G[g]
+        rest, power = max(0.0, 1.0 - there * others_G[g]), odds_G[g] * max(0.0, 1.0 - there)
         for _ in range(max(1, costs.top_k - costs.groups_per_token)):
             power *= rest
         missed_G[g] = power
