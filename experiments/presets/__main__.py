@@ -31,7 +31,11 @@ def add_to(parser: Parser) -> None:
 
 def tables(figures: dict[str, Any]) -> dict[str, tuple[list[str], list[list[str]]]]:
     """Header and lines of each table, by name."""
-    return {"skew": _skew(figures["rows"]), "assumptions": _assumptions(figures["headlines"])}
+    return {
+        "skew": _skew(figures["rows"]),
+        "assumptions": _assumptions(figures["headlines"], figures["permuted"]),
+        "fluctuation": _fluctuations(figures["fluctuations"]),
+    }
 
 
 def _skew(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -58,13 +62,33 @@ def _measure_text(row: dict[str, Any]) -> str:
     return f"{text}, EP {row['ranks']}{of}, {row['tokens_per_rank']:,} tokens a rank"
 
 
-def _assumptions(headlines: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def _assumptions(
+    headlines: list[dict[str, Any]], permuted: list[dict[str, float]]
+) -> tuple[list[str], list[list[str]]]:
     header = ["routing", "static max/mean", "imbalance costs", "`trimtab` over `static`", "`trimtab` over `eplb`"]
     body = []
     for each in headlines:
         static, eplb, ours, ideal = (each["step_time_s"][name] for name in COMPARED)
         gains = [f"{static / ours:.2f}x", f"{eplb / ours:.2f}x"]
         body.append([each["assumption"], f"{each['max_over_mean']:.2f}", f"{1 - ideal / static:.0%}", *gains])
+    ranges = [sorted(draw[than] / draw["trimtab"] for draw in permuted) for than in ("static", "eplb")]
+    in_text = [f"{least:.2f} to {most:.2f}x" for least, *_, most in ranges]
+    return header, [*body, [f"ids in random order, {len(permuted)} draws", "", "", *in_text]]
+
+
+def _fluctuations(figures: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    header = ["same in all micro-steps", "`deviation`", "`zipf`", "static max/mean"]
+    header += [f"`trimtab` over `{name}`" for name in ("static", "eplb")] + ["best other", "`trimtab` over it"]
+    body = []
+    for each in figures:
+        seconds = each["step_time_s"]
+        best = min(seconds.keys() - {"trimtab", "balanced"}, key=lambda name: seconds[name])
+        gains = [f"{seconds[than] / seconds['trimtab']:.2f}x" for than in ("static", "eplb", best)]
+        low, high = each["zipf"]
+        body.append([
+            f"{each['common']:.0%}", f"{each['deviation']:g}", f"{low:.2f} to {high:.2f}",
+            f"{each['max_over_mean']:.2f}", *gains[:2], f"`{best}`", gains[2],
+        ])  # fmt: skip
     return header, body
 
 

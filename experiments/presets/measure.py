@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 from rich.progress import track
 
 import trimtab
 from experiments.presets.published_skew import PUBLISHED, PublishedSkew
 from experiments.presets.skew_measures import MEASURES, Sample
+from trimtab.api.simulate import SimulationResult
+from trimtab.array_type import Array
+from trimtab.simulator.comparison import permuted_step_times
 from trimtab.trace import PRESETS, SkewPreset, synthesize_preset
 
 SCHEMA = "trimtab-presets-1"
@@ -31,6 +35,16 @@ ASSUMPTIONS: tuple[tuple[str, SkewPreset], ...] = (
     *((f"`deviation` {value:g}", replace(BASE, deviation=value)) for value in (0.5, 1.4)),
     ("eight subjects instead of two (`qwen3-30b-mixed`)", PRESETS["qwen3-30b-mixed"]),
 )
+# Sequences of about the size of a rank's micro-step, so that few of them are together.
+LONG = {"num_sequences": 512, "mean_length": 4096, "max_length": 4096, "num_layers": 8, "num_steps": 2}
+# `deviation`, and a factor of `zipf`, with which about 93, 70 and 50% of the variance of rank loads is the same in all
+# micro-steps of `LONG`, at about the max/mean of the README's example. Found by trial.
+FLUCTUATIONS = tuple(
+    replace(BASE, deviation=deviation, zipf=(steeper * BASE.zipf[0], steeper * BASE.zipf[1]))
+    for deviation, steeper in ((0.75, 0.97), (1.9, 1.23), (3.5, 1.7))
+)
+RIVALS = ("scheduled", "relibra", "foremoe", "ultraep", "echo")
+DRAWS = 10
 
 
 def measure_presets(seeds: Sequence[int] = tuple(range(10)), *, assumptions: bool = True) -> dict[str, Any]:
@@ -38,7 +52,7 @@ def measure_presets(seeds: Sequence[int] = tuple(range(10)), *, assumptions: boo
 
     Args:
         seeds: of the traces; every seed draws another model.
-        assumptions: False leaves out the simulations with other assumptions.
+        assumptions: False leaves out all simulations.
     """
     rows = [
         asdict(row) | {"value": statistics.median(values), "values": values, "as_stated": as_stated(row, values)}
@@ -50,7 +64,13 @@ def measure_presets(seeds: Sequence[int] = tuple(range(10)), *, assumptions: boo
         {"assumption": text} | _headline(preset, seeds[0])
         for text, preset in track(ASSUMPTIONS if assumptions else (), "assumptions", transient=True)
     ]
-    return {"schema": SCHEMA, "settings": sizes, "rows": rows, "headlines": headlines}
+    found = {"schema": SCHEMA, "settings": sizes, "rows": rows, "headlines": headlines}
+    if assumptions:
+        found["fluctuations"] = [
+            _fluctuation(preset, seeds[0]) for preset in track(FLUCTUATIONS, "fluctuations", transient=True)
+        ]
+        found["permuted"] = _permuted(seeds[0])
+    return found
 
 
 def as_stated(row: PublishedSkew, values: Sequence[float]) -> bool:
@@ -79,11 +99,43 @@ def _measured(preset: str, seeds: Sequence[int]) -> list[tuple[PublishedSkew, li
     return [(each[0][0], [value for _, value in each]) for each in zip(*by_seed, strict=True)]
 
 
+def common_part(loads_MLR: Array) -> float:
+    """Of the variance of rank loads over their mean, the part that is the same in all micro-steps."""
+    apart_MLR = loads_MLR / loads_MLR.mean(axis=2, keepdims=True) - 1
+    return float(1 - apart_MLR.var(axis=0, ddof=1).mean() / np.square(apart_MLR).mean())
+
+
 def _headline(preset: SkewPreset, seed: int) -> dict[str, Any]:
     """Step times of the README's example with another preset."""
-    trace = synthesize_preset(preset, seed=seed, **EXAMPLE)
-    result = trimtab.simulate(
-        trace, policies=COMPARED, cluster="h100x8", ranks=RANKS, micro_steps=MICRO_STEPS, checkpointing=True
-    )
-    seconds = {name: result.outcomes[name].simulated.step_time_s for name in COMPARED}
-    return {"max_over_mean": result.outcomes["static"].balance.mean, "step_time_s": seconds}
+    result = _simulated(preset, seed, EXAMPLE, COMPARED)
+    return {"max_over_mean": result.outcomes["static"].balance.mean, "step_time_s": _seconds(result)}
+
+
+def _fluctuation(preset: SkewPreset, seed: int) -> dict[str, Any]:
+    """Step times of long sequences, with balancers that plan every micro-step."""
+    result = _simulated(preset, seed, LONG, (*COMPARED, *RIVALS))
+    static = result.outcomes["static"]
+    return {
+        "deviation": preset.deviation,
+        "zipf": list(preset.zipf),
+        "common": common_part(static.simulated.work.loads_MLR),
+        "max_over_mean": static.balance.mean,
+        "step_time_s": _seconds(result),
+    }
+
+
+def _permuted(seed: int) -> list[dict[str, float]]:
+    """Step times of the README's example with the ids of experts in other random orders."""
+    result = _simulated(BASE, seed, EXAMPLE, ("static",))
+    return [permuted_step_times(result.case, COMPARED[:3], draw) for draw in range(DRAWS)]
+
+
+def _simulated(preset: SkewPreset, seed: int, size: dict[str, int], policies: Sequence[str]) -> SimulationResult:
+    return trimtab.simulate(
+        synthesize_preset(preset, seed=seed, **size),
+        policies=policies, cluster="h100x8", ranks=RANKS, micro_steps=MICRO_STEPS, checkpointing=True,
+    )  # fmt: skip
+
+
+def _seconds(result: SimulationResult) -> dict[str, float]:
+    return {name: outcome.simulated.step_time_s for name, outcome in result.outcomes.items()}

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.harness import run_command
 from experiments.page_tables import markdown_table, tables_of_page
 from experiments.presets.__main__ import tables
-from experiments.presets.measure import as_stated, measure
+from experiments.presets.measure import as_stated, common_part, measure
 from experiments.presets.published_skew import PUBLISHED, PublishedSkew
 from experiments.presets.skew_measures import Sample, busier_half, concentration, gini, persistence, rank_loads
 from helpers.examples import examples
@@ -107,3 +107,11 @@ def test_persistence_is_1_for_equal_micro_steps_and_0_for_opposite_ones(monkeypa
 def test_the_command_refuses_a_missing_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run_command("experiments.presets.__main__", ["--page", str(tmp_path / "none.md")]) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+def test_the_common_part_of_loads_is_that_of_their_variance() -> None:
+    rng = np.random.default_rng(0)
+    common_LR, own_MLR = rng.normal(size=(4, 50)), rng.normal(size=(200, 4, 50))
+    for part in (0.0, 0.5, 0.9, 1.0):
+        loads_MLR = 1000 * (1 + 0.1 * (part**0.5 * common_LR + (1 - part) ** 0.5 * own_MLR))
+        assert common_part(loads_MLR) == pytest.approx(part, abs=0.1)
