@@ -87,6 +87,6 @@ clean:  ## remove what the other targets made
 .venv-verl/.ready: .venv/.ready
 	$(PYTHON) -m venv .venv-verl
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(ls -d .venv-verl/lib/python*/site-packages)/of_trimtab.pth
-	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1 peft
+	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1 peft mbridge==0.15.1 einops pylatexenc pybind11
 	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'ray[default]' tensordict torchdata hydra-core codetiming orjson
 	touch $@

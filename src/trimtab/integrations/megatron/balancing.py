@@ -118,13 +118,14 @@ class MegatronSession:
             layer.before_backward = self._note_gradients
             layer.is_exported = lambda: self._export.is_running
 
-    def register_optimizer(self, optimizer: Any) -> None:
+    def register_optimizer(self, optimizer: Any, *, is_loaded: Callable[[], bool] = lambda: True) -> None:
         """Let plans move experts to other homes, with the optimizer's state of them. Not a collective.
 
         Moves are made when a step is planned, if no gradients wait for an optimizer step.
 
         Args:
             optimizer: Megatron's, of all chunks.
+            is_loaded: whether its state is on the device, the same on all ranks; while it is not, plans move no experts.
 
         Raises:
             InputError: if experts can't move with its state.
@@ -135,7 +136,9 @@ class MegatronSession:
         self._optimizer = optimizer
         if self.session is None:
             return
-        self.session.set_framework_state(MegatronState(optimizers, self.session.topology, lambda: self._gradients_wait))
+        self.session.set_framework_state(
+            MegatronState(optimizers, self.session.topology, lambda: self._gradients_wait, is_loaded)
+        )
         # Gradients are used by a step, or dropped.
         for owner, name in ((optimizer, "step"), *((chunk, "zero_grad_buffer") for chunk in self._chunks)):
             if hasattr(owner, name):
