@@ -37,8 +37,8 @@ test-megatron: .venv/.ready  ## run the long form of the Megatron tests (MEGATRO
 test-trl: .venv/.ready  ## run the tests of the TRL trainer (about a minute)
 	$(BIN)/python -m pytest tests/integrations/test_trl.py
 
-test-verl: .venv-verl/.ready  ## run the tests of observing verl 0.9.1, in an environment of its own
-	PYTHONPATH=src .venv-verl/bin/python -m pytest tests/observe/test_released_frameworks.py -k verl
+test-verl: .venv-verl/.ready  ## run the tests of verl 0.9.1, observed and balanced, in an environment of its own (about 3 minutes)
+	PYTHONPATH=src .venv-verl/bin/python -m pytest --forks 2 -k verl tests/observe/test_released_frameworks.py tests/integrations/test_verl.py
 
 SEED ?= 1
 

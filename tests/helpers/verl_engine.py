@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 
 from helpers.equality import relative_error
+from helpers.live_runs import quotas_of_few
 from helpers.megatron_moves import other_homes
 from helpers.random_plans import random_group_plans
 from trimtab.integrations.megatron import balancing
 from trimtab.integrations.megatron.on_cpu import use_cpu
 from trimtab.planner import Placement, PlannedStep, Schedule, Workload
 from trimtab.runtime import step_planner
+from trimtab.runtime.live import balancer
 
 EXPERTS, TOP_K, LAYERS, VOCABULARY = 8, 2, 2, 64
 SEQUENCES, LONGEST, TOKEN_BUDGET = 10, 60, 96
@@ -42,7 +44,7 @@ class VerlCase:
     Attributes:
         trimtab: options of the plugin, as in the config of the actor.
         exact: plans give every rank equally many rows; otherwise replicas, and homes with moves, are random.
-        reads_all: all rows count as read, as in a model with an auxiliary loss.
+        reads_all: all rows count as read, as in a model with an auxiliary loss, and all log-probs are compared.
         replay: verl's mode of router replay.
         missing: rows at the end of a sequence for which the rollout has no routes, 0 or 1.
     """
@@ -128,12 +130,11 @@ def run(case: VerlCase, *, is_balanced: bool) -> Run:
                 data["routed_experts"] = recorded
             output = engine_pass(engine, data, result, forward_only=True)
             log_probs = output["model_output"]["log_probs"].values()
-            result.tensors[f"{step} log_probs"] = log_probs * data["loss_mask"].values()
+            result.tensors[f"{step} log_probs"] = log_probs if case.reads_all else log_probs * data["loss_mask"].values()
             with mock.patch.object(engine, "optimizer_step", partial(_step, engine, result, step)):
                 output = engine_pass(engine, data, result, forward_only=False)
             result.metrics.append(output["metrics"])
             result.tensors[f"{step} loss"] = torch.tensor(output["loss"])
-            result.tensors[f"{step} norm"] = torch.tensor(float(output["metrics"]["grad_norm"]))
         pairs, peft_config = engine.get_per_tensor_param()
         assert peft_config is None
         result.tensors |= {f"{case.steps} weight {name}": tensor.clone() for name, tensor in pairs}
@@ -163,7 +164,9 @@ def _step(engine: Any, result: Run, step: int) -> Any:
         for name, parameter in chunk.named_parameters():
             if not (have_moved and ".experts." in name):
                 result.tensors[f"{step} grad {name}"] = parameter.main_grad.clone()
-    return type(engine).optimizer_step(engine)
+    norm = type(engine).optimizer_step(engine)
+    result.tensors[f"{step} norm"] = torch.tensor(float(norm))
+    return norm
 
 
 @contextmanager
@@ -190,68 +193,74 @@ def plans_of(case: VerlCase, engine: Any) -> Iterator[None]:
 
 @contextmanager
 def engine_of(case: VerlCase, *, is_balanced: bool = True, **changes: Any) -> Iterator[Any]:
-    """An engine, by verl's registry, initialized as verl's worker does.
+    """An engine by verl's registry, initialized as verl's worker does. What it prints is in its attribute `printed`.
 
     Args:
-        changes: other values of the engine's config.
+        changes: other values of the engine's config. A reference engine (`forward_only`) uses the process groups of
+            the engine before it.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from verl.workers.engine import EngineRegistry
     from verl.workers.engine.megatron import transformer_impl
 
-    parallel_state.destroy_model_parallel()
-    config, optimizer = _engine_config(case, is_balanced), _optimizer_config()
-    for name, value in changes.items():
-        object.__setattr__(config, name, value)
+    if not changes.get("forward_only"):
+        parallel_state.destroy_model_parallel()
+    printed: list[str] = []
+    options = {"exact": True} if case.exact else {"policy": "quota"} if case.trimtab.get("mode") == "live" else {}
     with ExitStack() as stack:
         patch = stack.enter_context
         patch(mock.patch.dict(os.environ, {"VERL_ENGINE_DEVICE": "cuda"}))
-        os.environ.pop("VERL_ENGINE_VENDOR", None)
         patch(mock.patch.object(transformer_impl, "MegatronCheckpointManager", CheckpointManager))
-        patch(mock.patch("builtins.print"))
-        if case.exact:
-            patch(mock.patch.object(balancing, "balance", partial(balancing.balance, exact=True)))
-        if is_balanced:
-            from verl.utils.import_utils import import_external_libs
-
-            # As `HFModelConfig` does.
-            import_external_libs(FLAG)
-            import trimtab.integrations.verl as plugin
-
-            # The module was imported for an earlier engine.
-            plugin.choose_engine()
-        cls = EngineRegistry.get_engine_cls("language_model", "megatron")
-        engine = cls(
-            model_config=_model_config(), engine_config=config, optimizer_config=optimizer, checkpoint_config=None
-        )
+        patch(mock.patch("builtins.print", lambda *words, **_: printed.append(" ".join(map(str, words)))))
+        patch(mock.patch.object(balancing, "balance", partial(balancing.balance, **options)))
+        # Few tokens are enough for a replica of live mode.
+        patch(mock.patch.object(balancer, "choose_quotas", quotas_of_few))
+        engine = make_engine(case, is_balanced=is_balanced, **changes)
+        engine.printed = printed
         # verl does it where torch sees a device.
         model_parallel_cuda_manual_seed(42)
         engine.initialize()
-        session = getattr(engine, "session", None)
-        if case.reads_all and session is not None:
-            session.session.auxiliary_loss = lambda: "a loss of this test"
+        if case.reads_all and getattr(engine, "session", None) is not None:
+            engine.session.session.auxiliary_loss = lambda: "a loss of this test"
         try:
             yield engine
         finally:
-            adapter = getattr(engine, "adapter", None)
-            if adapter is not None:
-                adapter.uninstall()
+            if getattr(engine, "adapter", None) is not None:
+                engine.adapter.uninstall()
+
+
+def make_engine(case: VerlCase, *, is_balanced: bool, **changes: Any) -> Any:
+    """An engine by verl's registry, with the flag or without."""
+    from verl.utils.import_utils import import_external_libs
+    from verl.workers.engine import EngineRegistry
+
+    os.environ.pop("VERL_ENGINE_VENDOR", None)
+    if is_balanced:
+        # As `HFModelConfig` does. In later calls the module is there already.
+        import_external_libs(FLAG)
+        os.environ["VERL_ENGINE_VENDOR"] = "trimtab"
+    config = engine_config(case, is_balanced)
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)
+    return EngineRegistry.new(
+        "language_model", "megatron", model_config=model_config(), engine_config=config,
+        optimizer_config=optimizer_config(), checkpoint_config=None,
+    )  # fmt: skip
 
 
 class CheckpointManager:
-    """In place of verl's: notes whether experts are at home when something is stored, and loads nothing."""
+    """In place of verl's: keeps the model's `state_dict()`, which has experts by position."""
 
     def __init__(self, *, model: Any, optimizer: Any, **_options: Any) -> None:
         self.model, self.optimizer = model, optimizer
         self.states: list[dict[str, torch.Tensor]] = []
 
     def save_checkpoint(self, **_options: Any) -> None:
-        """Megatron's `state_dict()`, which is by position."""
+        """Keeps a copy."""
         self.states.append({name: value.clone() for name, value in _tensors(self.model[0].state_dict())})
 
     def load_checkpoint(self, **_options: Any) -> None:
-        """Gives the model the last state."""
+        """Gives the model the last copy."""
         for name, value in _tensors(self.model[0].state_dict()):
             value.copy_(self.states[-1][name])
 
@@ -326,7 +335,7 @@ def prepare() -> None:
         setattr(Qwen3MoEBridge, name, method)
 
 
-def _model_config() -> Any:
+def model_config() -> Any:
     """In place of verl's `HFModelConfig`, which reads files."""
     from transformers import Qwen3MoeConfig
 
@@ -345,7 +354,7 @@ def _model_config() -> Any:
     )  # fmt: skip
 
 
-def _engine_config(case: VerlCase, is_balanced: bool) -> Any:
+def engine_config(case: VerlCase, is_balanced: bool) -> Any:
     from verl.workers.config import McoreEngineConfig
 
     transformer = {
@@ -368,7 +377,7 @@ def _engine_config(case: VerlCase, is_balanced: bool) -> Any:
     return config
 
 
-def _optimizer_config() -> Any:
+def optimizer_config() -> Any:
     from verl.workers.config import McoreOptimizerConfig
 
     return McoreOptimizerConfig(lr=1e-3, clip_grad=1.0, weight_decay=0.0, lr_warmup_steps=0, total_training_steps=10)
@@ -449,6 +458,3 @@ def _export_weights(bridge: Any, models: Any) -> Iterator[tuple[str, torch.Tenso
             place, rest = tail.split(".", 1)
             for rank, part in enumerate(parts):
                 yield f"{head}.local_experts.{rank * local_experts + int(place)}.{rest}", part
-
-
-RECORDING = replace(VerlCase(), replay="R2")
