@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -69,11 +70,13 @@ class Run:
         tensors: by step and name: log-probs, losses, `main_grad`s, norms of gradients and exported weights.
         metrics: of every training step, what the engine returns.
         reports: plans of all passes; None for passes without.
+        training: the plans of training passes.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     reports: list[Any] = field(default_factory=list)
+    training: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class Comparison:
         compared: number of tensors by kind.
         planned: passes with a plan, and passes without.
         replicas, moved, mixed, unplanned: replicas, moves, mixed instances and unplanned micro-steps of all plans.
+        moved_in_training: moves of plans of training passes.
         metrics: of the last training step.
     """
 
@@ -95,6 +99,7 @@ class Comparison:
     moved: int
     mixed: int
     unplanned: int
+    moved_in_training: int
     metrics: dict[str, Any]
 
 
@@ -114,7 +119,9 @@ def compare(case: VerlCase) -> Comparison:
         errors, compared, (len(reports), len(balanced.reports) - len(reports)),
         replicas=sum(report.replicas for report in reports), moved=sum(report.homes_moved for report in reports),
         mixed=sum(report.mixed_instances for report in reports),
-        unplanned=sum(report.unplanned_micro_steps for report in reports), metrics=balanced.metrics[-1],
+        unplanned=sum(report.unplanned_micro_steps for report in reports),
+        moved_in_training=sum(report.homes_moved for report in balanced.training if report is not None),
+        metrics=balanced.metrics[-1],
     )  # fmt: skip
 
 
@@ -130,7 +137,8 @@ def run(case: VerlCase, *, is_balanced: bool) -> Run:
                 data["routed_experts"] = recorded
             output = engine_pass(engine, data, result, forward_only=True)
             log_probs = output["model_output"]["log_probs"].values()
-            result.tensors[f"{step} log_probs"] = log_probs if case.reads_all else log_probs * data["loss_mask"].values()
+            is_compared = 1 if case.reads_all else data["loss_mask"].values()
+            result.tensors[f"{step} log_probs"] = log_probs * is_compared
             with mock.patch.object(engine, "optimizer_step", partial(_step, engine, result, step)):
                 output = engine_pass(engine, data, result, forward_only=False)
             result.metrics.append(output["metrics"])
@@ -152,7 +160,8 @@ def engine_pass(engine: Any, data: Any, result: Run, *, forward_only: bool) -> A
         with engine.train_mode():
             output = engine.train_batch(data.clone(), loss)
     report = None if session is None else session.report
-    result.reports.append(None if report is before else report)
+    for reports in (result.reports,) if forward_only else (result.reports, result.training):
+        reports.append(None if report is before else report)
     return output
 
 
@@ -412,7 +421,7 @@ def _packed_attention() -> Any:
             key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
             ends = packed_seq_params.cu_seqlens_q_padded.tolist()
             outputs = []
-            for start, end in zip(ends, ends[1:], strict=False):
+            for start, end in pairwise(ends):
                 q, k, v = (each[start:end].transpose(0, 1) for each in (query, key, value))
                 scores = (q @ k.transpose(1, 2)).float() * self.softmax_scale
                 later = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)

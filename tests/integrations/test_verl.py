@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,6 +19,7 @@ import torch
 
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
+from helpers.verl_signatures import STORED, parts_of
 from trimtab.errors import InputError
 
 pytestmark = pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed; make test-verl runs these")
@@ -90,9 +93,11 @@ def test_rehome() -> None:
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_offload(moves: bool) -> None:
+    """The optimizer's state, which moves with experts, is loaded in training passes only."""
     for found in compared(trimtab={"moves": moves}, offload=True):
         assert found.replicas > 20
         assert (found.moved > 0) is moves
+        assert found.moved == found.moved_in_training
 
 
 def test_tensor_parallelism() -> None:
@@ -127,21 +132,21 @@ def test_modes_that_change_nothing(mode: str) -> None:
         assert ("actor/moe/predicted_gain" in found.metrics) == (mode == "shadow")
 
 
+@pytest.mark.parametrize("mode", ["plan", "live"])
 @on_verl_ranks()
-def test_a_reference_engine_beside_the_actor_is_not_planned() -> None:
+def test_a_reference_engine_beside_the_actor_is_not_planned(mode: str) -> None:
+    from verl.utils import tensordict_utils
+
     prepare()
-    case = VerlCase()
-    data = batch(case, 0)
-    with engine_of(case, is_balanced=False):
-        pass
+    case = VerlCase({"mode": mode})
     outputs = []
     for is_balanced in (False, True):
         with (
             engine_of(case, is_balanced=is_balanced) as actor,
             engine_of(VerlCase(replay="disabled"), is_balanced=is_balanced, forward_only=True) as reference,
         ):
-            plain = data.clone()
-            plain["enable_routing_replay"] = False
+            plain = batch(case, 0)
+            tensordict_utils.assign_non_tensor(plain, enable_routing_replay=False)
             outputs.append(engine_pass(reference, plain, Run(), forward_only=True)["model_output"]["log_probs"])
             assert getattr(reference, "session", None) is None
             # Nor is a pass of the actor that verl does not replay.
@@ -169,7 +174,8 @@ def test_figures_are_among_what_verl_s_trainer_logs() -> None:
             worker, outputs, global_token_num=None, delta_time=1.0, forward_only=False, images_seqlens=None
         )
         metrics = {
-            name: sum(value, []) if isinstance(value, list) else [value] for name, value in output["metrics"].items()
+            name: list(chain.from_iterable(value)) if isinstance(value, list) else [value]
+            for name, value in output["metrics"].items()
         }
         logged = reduce_metrics(rename_dict(metrics, "actor/"))
     (report,) = result.reports
@@ -234,7 +240,7 @@ def test_routes_that_one_rank_can_t_read_end_the_pass_on_all_ranks() -> None:
             routes = [each[:-2] for each in bad["routed_experts"].unbind()]
             bad["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
         with engine.train_mode():
-            with pytest.raises(InputError, match="rows for .* input tokens"):
+            with pytest.raises(InputError, match=r"rows for .* input tokens"):
                 engine.train_batch(bad, loss)
             engine.train_batch(good, loss)
         assert engine.session.report is not None
@@ -295,8 +301,19 @@ def test_what_is_read_of_verl_s_configs_is_there() -> None:
         assert names <= {field.name for field in fields(config)}, config
 
 
-def test_methods_of_the_engine_are_called_with_these_arguments() -> None:
-    """By position or name, in verl's workers and in `BaseEngine`."""
+def test_stored_names_are_those_of_the_wheel() -> None:
+    import trimtab.integrations.verl  # noqa: F401  checks those that it uses
+
+    for line in STORED:
+        module, path, parameters = parts_of(line)
+        found: Any = import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if parameters is not None:
+            assert list(inspect.signature(found).parameters) == parameters, line
+
+
+def test_the_engine_is_called_as_verl_s() -> None:
     from verl.workers.engine.megatron import transformer_impl
 
     import trimtab.integrations.verl as plugin

@@ -203,9 +203,7 @@ class TrimtabMegatronEngine(_VerlEngine):
         uses_all_routes = session.session is not None and session.session.auxiliary_loss()
         return MicroBatchRoutes(ids_NLK.numpy(), None if uses_all_routes else (~is_read_N).numpy())
 
-    def _of_this_rank(
-        self, routes: Any, is_read: Any, attention_mask: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _of_this_rank(self, routes: Any, is_read: Any, attention_mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Ids `[n, L, K]` of this rank's n tokens and L layers; `[n]` bool, False for padding and rows not read.
 
         verl's own code cuts them and gives them to the routers. They are read there, and taken away again.

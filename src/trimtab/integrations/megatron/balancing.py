@@ -125,7 +125,7 @@ class MegatronSession:
 
         Args:
             optimizer: Megatron's, of all chunks.
-            is_loaded: whether its state is on the device, the same on all ranks; while it is not, plans move no experts.
+            is_loaded: whether its state is on the device, equal on all ranks; while it is not, plans move nothing.
 
         Raises:
             InputError: if experts can't move with its state.
