@@ -48,6 +48,7 @@ class VerlCase:
         reads_all: all rows count as read, as in a model with an auxiliary loss, and all log-probs are compared.
         replay: verl's mode of router replay.
         missing: rows at the end of a sequence for which the rollout has no routes, 0 or 1.
+        by_length: micro-batches have at most so many tokens; otherwise 5 sequences each.
     """
 
     trimtab: dict[str, Any] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class VerlCase:
     reads_all: bool = False
     replay: str = "R3"
     missing: int = 1
+    by_length: bool = True
     tensor: int = 1
     dtype: str = "float32"
     recompute: bool = False
@@ -131,11 +133,10 @@ def run(case: VerlCase, *, is_balanced: bool) -> Run:
     with engine_of(case, is_balanced=is_balanced) as engine, plans_of(case, engine):
         for step in range(case.steps):
             data = batch(case, step)
-            if case.replay == "R2":
-                # The pass that records.
-                recorded = engine_pass(engine, data, result, forward_only=True)["model_output"]["routed_experts"]
-                data["routed_experts"] = recorded
             output = engine_pass(engine, data, result, forward_only=True)
+            if case.replay == "R2":
+                # The pass has recorded.
+                data["routed_experts"] = output["model_output"]["routed_experts"]
             log_probs = output["model_output"]["log_probs"].values()
             is_compared = 1 if case.reads_all else data["loss_mask"].values()
             result.tensors[f"{step} log_probs"] = log_probs * is_compared
@@ -308,8 +309,8 @@ def batch(case: VerlCase, step: int) -> Any:
         tensors["routed_experts"] = nested(routes)
     return tensordict_utils.get_tensordict(
         tensors,
-        {"use_dynamic_bsz": True, "max_token_len_per_gpu": TOKEN_BUDGET, "enable_routing_replay": True,
-         "calculate_entropy": False},
+        {"use_dynamic_bsz": case.by_length, "max_token_len_per_gpu": TOKEN_BUDGET, "micro_batch_size_per_gpu": 5,
+         "enable_routing_replay": True, "calculate_entropy": False},
     )  # fmt: skip
 
 

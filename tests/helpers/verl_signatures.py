@@ -30,8 +30,9 @@ verl.utils.megatron.router_replay_patch:RouterReplay.set_target_indices(self, to
 verl.utils.megatron.router_replay_patch:RouterReplay.target_topk_idx
 verl.utils.megatron.router_replay_patch:RouterReplay.target_replay_mask
 verl.utils.megatron.router_replay_patch:RouterReplay.clear_indices(self)
+verl.utils.megatron.router_replay_patch:RouterReplay.router_replay_action
+verl.utils.megatron.router_replay_patch:RouterReplayAction.REPLAY_FORWARD
 verl.utils.megatron_utils:unwrap_model(model, module_instances)
-verl.utils.tensordict_utils:get_non_tensor_data(data, key, default)
 verl.utils.device:get_device_name()
 """.split("\n")[1:-1]
 

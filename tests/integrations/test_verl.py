@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain
 from types import SimpleNamespace
@@ -63,9 +64,9 @@ def test_exact_plans() -> None:
         assert after < 0.01 < before
 
 
-@pytest.mark.parametrize("missing", [0, 1])
-def test_random_replicas_with_rows_that_nobody_reads(missing: int) -> None:
-    for found in compared(missing=missing):
+@pytest.mark.parametrize(("missing", "by_length"), [(0, True), (1, True), (1, False)])
+def test_random_replicas_with_rows_that_nobody_reads(missing: int, by_length: bool) -> None:
+    for found in compared(missing=missing, by_length=by_length):
         assert found.planned == (4, 0)
         assert found.replicas > 20
         assert found.mixed == found.unplanned == 0
@@ -115,7 +116,7 @@ def test_bfloat16() -> None:
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_the_second_pass_of_r2_is_planned_and_not_the_recording_one(tensor: int) -> None:
     for found in compared(replay="R2", tensor=tensor):
-        assert found.planned == (4, 2)
+        assert found.planned == (2, 2)
         assert found.replicas > 20
         assert found.mixed == found.unplanned == 0
 
@@ -188,7 +189,7 @@ def test_figures_are_among_what_verl_s_trainer_logs() -> None:
     lines = [line for line in engine.printed if line.startswith("Trimtab ")]
     assert [len(each) for each in of_all_ranks(lines)] == [1, 0]
     for line in lines:
-        assert "in verl 0.9.1, " in line
+        assert f"in verl {version('verl')}, " in line
         assert "mode=plan slots_per_rank=6, 2 MoE layers of 8 experts on 2 ranks; " in line
         assert "never run on a GPU" in line
 

@@ -47,8 +47,9 @@ NAMES = (
     "verl.utils.megatron.router_replay_patch:RouterReplay.target_topk_idx",
     "verl.utils.megatron.router_replay_patch:RouterReplay.target_replay_mask",
     "verl.utils.megatron.router_replay_patch:RouterReplay.clear_indices()",
+    "verl.utils.megatron.router_replay_patch:RouterReplay.router_replay_action",
+    "verl.utils.megatron.router_replay_patch:RouterReplayAction.REPLAY_FORWARD",
     "verl.utils.megatron_utils:unwrap_model(model)",
-    "verl.utils.tensordict_utils:get_non_tensor_data(data, key, default)",
     "verl.utils.device:get_device_name()",
 )
 """What this module replaces and calls of verl, with the parameters that it gives; see `check_names`."""
@@ -110,8 +111,8 @@ def check_supported(model_config: Any, engine_config: Any, options: PluginOption
 
 check_names(NAMES, fits=FITS)
 choose_engine()
-_data: Any = import_module("verl.utils.tensordict_utils")
 _replay: Any = import_module(_REPLAY)
+_Action: Any = import_module("verl.utils.megatron.router_replay_patch").RouterReplayAction
 _impl: Any = import_module("verl.workers.engine.megatron.transformer_impl")
 _engines: Any = import_module("verl.workers.engine")
 _unwrap: Any = import_module("verl.utils.megatron_utils").unwrap_model
@@ -188,8 +189,7 @@ class TrimtabMegatronEngine(_VerlEngine):
         if self._options.mode == "live":
             return MicroBatchRoutes(())
         routes = micro_batch.get("routed_experts", None)
-        replays = _data.get_non_tensor_data(data=micro_batch, key="enable_routing_replay", default=False)
-        if routes is None or not replays:
+        if routes is None or not self._replays():
             return None
         tokens = micro_batch["input_ids"]
         if self.engine_config.router_replay.mode == "R3":
@@ -202,6 +202,11 @@ class TrimtabMegatronEngine(_VerlEngine):
         ids_NLK[~is_read_N] = -1
         uses_all_routes = session.session is not None and session.session.auxiliary_loss()
         return MicroBatchRoutes(ids_NLK.numpy(), None if uses_all_routes else (~is_read_N).numpy())
+
+    def _replays(self) -> bool:
+        """Whether verl is about to replay routes, and not to record them or to let routers choose."""
+        routers = (router for chunk in self.module for _, router in _replay.iter_model_routers(_unwrap(chunk)))
+        return any(router.router_replay_action == _Action.REPLAY_FORWARD for router in routers)
 
     def _of_this_rank(self, routes: Any, is_read: Any, attention_mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Ids `[n, L, K]` of this rank's n tokens and L layers; `[n]` bool, False for padding and rows not read.
