@@ -58,6 +58,7 @@ class VerlCase:
     missing: int = 1
     by_length: bool = True
     tensor: int = 1
+    pipeline: int = 1
     dtype: str = "float32"
     recompute: bool = False
     offload: bool = False
@@ -70,7 +71,7 @@ class Run:
 
     Attributes:
         tensors: by step and name: log-probs, losses, `main_grad`s, norms of gradients and exported weights.
-        metrics: of every training step, what the engine returns.
+        metrics: of every training step, what the engine returns; on the last pipeline stage.
         reports: plans of all passes; None for passes without.
         training: the plans of training passes.
     """
@@ -91,7 +92,7 @@ class Comparison:
         planned: passes with a plan, and passes without.
         replicas, moved, mixed, unplanned: replicas, moves, mixed instances and unplanned micro-steps of all plans.
         moved_in_training: moves of plans of training passes.
-        metrics: of the last training step.
+        metrics: of the last training step; empty but on the last pipeline stage.
     """
 
     errors: dict[str, float]
@@ -123,7 +124,7 @@ def compare(case: VerlCase) -> Comparison:
         mixed=sum(report.mixed_instances for report in reports),
         unplanned=sum(report.unplanned_micro_steps for report in reports),
         moved_in_training=sum(report.homes_moved for report in balanced.training if report is not None),
-        metrics=balanced.metrics[-1],
+        metrics=balanced.metrics[-1] if balanced.metrics else {},
     )  # fmt: skip
 
 
@@ -137,13 +138,15 @@ def run(case: VerlCase, *, is_balanced: bool) -> Run:
             if case.replay == "R2":
                 # The pass has recorded.
                 data["routed_experts"] = output["model_output"]["routed_experts"]
-            log_probs = output["model_output"]["log_probs"].values()
-            is_compared = 1 if case.reads_all else data["loss_mask"].values()
-            result.tensors[f"{step} log_probs"] = log_probs * is_compared
+            if output:
+                log_probs = output["model_output"]["log_probs"].values()
+                is_compared = 1 if case.reads_all else data["loss_mask"].values()
+                result.tensors[f"{step} log_probs"] = log_probs * is_compared
             with mock.patch.object(engine, "optimizer_step", partial(_step, engine, result, step)):
                 output = engine_pass(engine, data, result, forward_only=False)
-            result.metrics.append(output["metrics"])
-            result.tensors[f"{step} loss"] = torch.tensor(output["loss"])
+            if output:
+                result.metrics.append(output["metrics"])
+                result.tensors[f"{step} loss"] = torch.tensor(output["loss"])
         pairs, peft_config = engine.get_per_tensor_param()
         assert peft_config is None
         result.tensors |= {f"{case.steps} weight {name}": tensor.clone() for name, tensor in pairs}
@@ -282,9 +285,10 @@ def _tensors(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 def batch(case: VerlCase, step: int) -> Any:
     """A mini-batch as verl's worker gets it: jagged prompts and responses, and recorded routes. The last sequence has
     no response that is trained."""
+    from megatron.core import parallel_state
     from verl.utils import tensordict_utils
 
-    rng = np.random.default_rng((step, dist.get_rank() // case.tensor))
+    rng = np.random.default_rng((step, parallel_state.get_data_parallel_rank()))
     skew = rng.gumbel(size=(LAYERS, EXPERTS))
     tokens, masks, advantages, routes = [], [], [], []
     response_mask = np.zeros((SEQUENCES, LONGEST), np.int64)
@@ -376,6 +380,7 @@ def engine_config(case: VerlCase, is_balanced: bool) -> Any:
         transformer |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     config = McoreEngineConfig(
         expert_model_parallel_size=2, expert_tensor_parallel_size=1, tensor_model_parallel_size=case.tensor,
+        pipeline_model_parallel_size=case.pipeline,
         vanilla_mbridge=True, use_distributed_optimizer=True, override_transformer_config=transformer,
         override_mcore_model_config={"trimtab": dict(case.trimtab)} if is_balanced else {},
         param_offload=case.offload, optimizer_offload=case.offload, use_dynamic_bsz=True,
