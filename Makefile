@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl mutants reliability lint bench clean
+.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl test-slime mutants reliability lint bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -39,6 +39,10 @@ test-trl: .venv/.ready  ## run the tests of the TRL trainer (about a minute)
 
 test-verl: .venv-verl/.ready  ## run the tests of verl 0.9.1, observed and balanced, in an environment of its own (about 3 minutes)
 	PYTHONPATH=src .venv-verl/bin/python -m pytest --forks 2 -k verl tests/observe/test_released_frameworks.py tests/integrations/test_verl.py
+
+# SLIME is a folder with slime's source: git archive 624b824a8 slime | tar x; MILES, if given, one with that of miles.
+test-slime: .venv/.ready  ## run slime's own functions with the plugin, from its source (SLIME=folder)
+	SLIME=$(SLIME) MILES=$(MILES) $(BIN)/python -m pytest -s tests/integrations/test_slime_source.py tests/integrations/test_framework_names.py
 
 SEED ?= 1
 

@@ -31,7 +31,8 @@ def imported(lines: list[str] = STORED, vendor: str | None = None) -> Iterator[A
     attribute = vars(package).pop("verl", None)
     try:
         with mock.patch.dict(os.environ):
-            os.environ.pop(VENDOR, None)
+            for name in (VENDOR, "NCCL_LAUNCH_ORDER_IMPLICIT"):
+                os.environ.pop(name, None)
             os.environ.update(variables)
             sys.modules.update(stand_ins(lines))
             yield importlib.import_module(FLAG)
@@ -52,6 +53,7 @@ def test_the_module_needs_the_stored_names_alone() -> None:
     stored = {f"{module}:{path}": parameters for module, path, parameters in map(parts_of, STORED)}
     with imported() as plugin:
         assert os.environ[VENDOR] == "trimtab"
+        assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
         for line in plugin.NAMES:
             module, path, parameters = parts_of(line)
             assert set(parameters or ()) <= set(stored[f"{module}:{path}"] or ()), line

@@ -22,6 +22,7 @@ from trimtab.integrations.megatron.option_tables import OFF, Option
 from trimtab.integrations.options import MODES, PluginOptions
 from trimtab.integrations.plugin_report import first_line, say_on_first_rank, step_figures
 from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
+from trimtab.launch.launcher import LAUNCH_ORDER
 
 FITS = "verl 0.9.0 and 0.9.1"
 _ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
@@ -111,6 +112,9 @@ def check_supported(model_config: Any, engine_config: Any, options: PluginOption
 
 check_names(NAMES, fits=FITS)
 choose_engine()
+# Read by NCCL when it makes a communicator, which verl does later.
+for _name, _value in LAUNCH_ORDER.items():
+    os.environ.setdefault(_name, _value)
 _replay: Any = import_module(_REPLAY)
 _Action: Any = import_module("verl.utils.megatron.router_replay_patch").RouterReplayAction
 _impl: Any = import_module("verl.workers.engine.megatron.transformer_impl")
