@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl mutants reliability lint bench clean
+.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl test-slime mutants reliability lint bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -37,8 +37,12 @@ test-megatron: .venv/.ready  ## run the long form of the Megatron tests (MEGATRO
 test-trl: .venv/.ready  ## run the tests of the TRL trainer (about a minute)
 	$(BIN)/python -m pytest tests/integrations/test_trl.py
 
-test-verl: .venv-verl/.ready  ## run the tests of observing verl 0.9.1, in an environment of its own
-	PYTHONPATH=src .venv-verl/bin/python -m pytest tests/observe/test_released_frameworks.py -k verl
+test-verl: .venv-verl/.ready  ## run the tests of verl 0.9.1, observed and balanced, in an environment of its own (about 3 minutes)
+	PYTHONPATH=src .venv-verl/bin/python -m pytest --forks 2 -k verl tests/observe/test_released_frameworks.py tests/integrations/test_verl.py
+
+# SLIME is a folder with slime's source: git archive 624b824a8 slime | tar x; MILES, if given, one with that of miles.
+test-slime: .venv/.ready  ## run slime's own functions with the plugin, from its source (SLIME=folder)
+	SLIME=$(SLIME) MILES=$(MILES) $(BIN)/python -m pytest -s tests/integrations/test_slime_source.py tests/integrations/test_framework_names.py
 
 SEED ?= 1
 
@@ -87,6 +91,6 @@ clean:  ## remove what the other targets made
 .venv-verl/.ready: .venv/.ready
 	$(PYTHON) -m venv .venv-verl
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(ls -d .venv-verl/lib/python*/site-packages)/of_trimtab.pth
-	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1 peft
+	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1 peft mbridge==0.15.1 einops pylatexenc pybind11
 	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'ray[default]' tensordict torchdata hydra-core codetiming orjson
 	touch $@

@@ -10,8 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "trimtab"
-# Folders whose files are named after those of another: a command after its function, a writer after its reader.
-MIRRORS = ("cli", "trace/exports")
+# Folders whose files are named after those of another: a command after its function, a writer after its reader, a
+# plugin after the framework whose files are read.
+MIRRORS = ("cli", "trace/exports", "integrations")
 
 
 def modules() -> dict[str, Path]:

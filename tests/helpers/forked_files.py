@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import multiprocessing
 import os
 import re
@@ -43,6 +44,7 @@ OF_RANKS = {
     "torch": ("trimtab.rl.trainer", "transformers"),
     "megatron": ("megatron.core.models.gpt.gpt_model", "megatron.core.optimizer"),
     "trl": ("trl.trainer.grpo_trainer",),
+    "test_verl": ("verl.workers.engine.megatron.transformer_impl", "mbridge"),
 }
 
 
@@ -50,9 +52,13 @@ def _import_for_ranks(files: Iterable[Path]) -> None:
     names = " ".join(str(file) for file in files if STARTS.search(file.read_text()))
     for word, modules in OF_RANKS.items():
         if word in names or (word == "torch" and names):
-            for module in modules:
+            for module in filter(_is_installed, modules):
                 with warnings.catch_warnings(action="ignore"):
                     importlib.import_module(module)
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
 
 
 @dataclass

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.experts import Experts, experts_of
 from trimtab.integrations.megatron.logical_order import ADVICE, logical_shards
+from trimtab.integrations.megatron.option_tables import moe_pattern
 from trimtab.integrations.megatron.physical_dispatch import (
     MegatronRows,
     PlannedDispatcher,
@@ -48,10 +49,12 @@ class BalancedLayer:
         self._layer: FrameworkLayer = session.add_framework_layer(
             experts.tensors, dispatch_forwards=forwards, expert_groups=groups_of
         )
-        pattern = _moe_pattern(moe_layer.config)
+        pattern = moe_pattern(moe_layer.config)
         self.number = sum(pattern[: moe_layer.layer_number - 1])
         self.layers_of_model = sum(pattern)
-        replay = SessionReplay(self._layer, moe_layer.router.router_replay, lambda: session.settings.executes_plans)
+        # Megatron before 0.16 and forks of it have none; their routers have to ask `SessionReplay` in another way.
+        plain_replay = getattr(moe_layer.router, "router_replay", None)
+        replay = SessionReplay(self._layer, plain_replay, lambda: session.settings.executes_plans)
         start = TrimtabRows.start
         if dispatcher == "megatron":
             physical = physical_dispatcher(moe_layer, session.slots_per_rank, session.topology.positions, groups)
@@ -121,11 +124,3 @@ class BalancedLayer:
                     replica_rows, call.layer_call.layout.replica_groups.counts, call.replica_probs, replicas.tensors
                 )
         return call.join(outputs, replica_rows), bias
-
-
-def _moe_pattern(config: Any) -> list[int]:
-    """For every layer of the model 1 if it is a MoE layer, else 0; as Megatron reads `moe_layer_freq`."""
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [int(layer % frequency == 0) for layer in range(config.num_layers)]
-    return list(frequency)

@@ -118,13 +118,14 @@ class MegatronSession:
             layer.before_backward = self._note_gradients
             layer.is_exported = lambda: self._export.is_running
 
-    def register_optimizer(self, optimizer: Any) -> None:
+    def register_optimizer(self, optimizer: Any, *, is_loaded: Callable[[], bool] = lambda: True) -> None:
         """Let plans move experts to other homes, with the optimizer's state of them. Not a collective.
 
         Moves are made when a step is planned, if no gradients wait for an optimizer step.
 
         Args:
             optimizer: Megatron's, of all chunks.
+            is_loaded: whether its state is on the device, equal on all ranks; while it is not, plans move nothing.
 
         Raises:
             InputError: if experts can't move with its state.
@@ -135,7 +136,9 @@ class MegatronSession:
         self._optimizer = optimizer
         if self.session is None:
             return
-        self.session.set_framework_state(MegatronState(optimizers, self.session.topology, lambda: self._gradients_wait))
+        self.session.set_framework_state(
+            MegatronState(optimizers, self.session.topology, lambda: self._gradients_wait, is_loaded)
+        )
         # Gradients are used by a step, or dropped.
         for owner, name in ((optimizer, "step"), *((chunk, "zero_grad_buffer") for chunk in self._chunks)):
             if hasattr(owner, name):
@@ -215,6 +218,7 @@ class MegatronSession:
         *,
         unread: Sequence[npt.ArrayLike] | None = None,
         may_deviate: bool = False,
+        problem: InputError | None = None,
     ) -> Callable[..., Any]:
         """Megatron's forward-backward function with a plan: `session.planned(get_forward_backward_func(), routing)`.
 
@@ -227,10 +231,11 @@ class MegatronSession:
                 `Session.plan_micro_steps`.
             may_deviate: this rank's routers may choose other experts than `router_replay` gives them, as many for each
                 token; see `Session.micro_step`.
+            problem: the caller's reason why this rank has no routing; it is raised on all ranks.
         """
 
         def run(*, num_microbatches: int, **others: Any) -> Any:
-            self.plan(routing, num_microbatches, unread=unread)
+            self.plan(routing, num_microbatches, unread=unread, problem=problem)
             session, numbers = self.session, range(num_microbatches)
             steps = [] if session is None else [session.micro_step(i, may_deviate=may_deviate) for i in numbers]
             return self._run(forward_backward, steps, num_microbatches=num_microbatches, **others)
@@ -308,7 +313,12 @@ class MegatronSession:
         self.session.plan_ahead(trace, token_budget=token_budget)
 
     def plan(
-        self, routing: Routing, num_microbatches: int, *, unread: Sequence[npt.ArrayLike] | None = None
+        self,
+        routing: Routing,
+        num_microbatches: int,
+        *,
+        unread: Sequence[npt.ArrayLike] | None = None,
+        problem: InputError | None = None,
     ) -> PlanReport | None:
         """Plan a step; `planned` calls it. Returns None on a pipeline stage without MoE layers.
 
@@ -320,9 +330,8 @@ class MegatronSession:
         if self.session is not None and self.session.mode == "live":
             raise InputError("nothing is planned in mode 'live'; call live() in place of planned()")
         rows: list[Array] = []
-        problem = None
         try:
-            rows = self._rows(routing, num_microbatches)
+            rows = self._rows(routing, num_microbatches) if problem is None else []
         except InputError as error:
             problem = error
         if self.session is None:

@@ -75,18 +75,25 @@ class MegatronState:
     Args:
         optimizers: see `optimizers_in`.
         gradients_wait: whether gradients of experts wait for an optimizer step.
+        is_loaded: whether the optimizers' state is on the device.
     """
 
-    def __init__(self, optimizers: list[Any], topology: Topology, gradients_wait: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        optimizers: list[Any],
+        topology: Topology,
+        gradients_wait: Callable[[], bool],
+        is_loaded: Callable[[], bool],
+    ) -> None:
         whole = [one.optimizer for one in optimizers if not isinstance(one, DistributedOptimizer)]
         self._whole = OptimizerState(whole, _main_parameters)
         self._distributed = [one for one in optimizers if isinstance(one, DistributedOptimizer)]
-        self._topology, self._gradients_wait = topology, gradients_wait
+        self._topology, self._gradients_wait, self._is_loaded = topology, gradients_wait, is_loaded
 
     @property
     def may_move(self) -> bool:
         """See `ExpertState`."""
-        return not self._gradients_wait()
+        return self._is_loaded() and not self._gradients_wait()
 
     def gradients_wait(self, layer: HomeExperts) -> bool:
         """See `ExpertState`."""

@@ -167,6 +167,19 @@ def names() -> set[str]:
     return joint | {option.name for option in (*REFUSED, *NEVER_RUN)}
 
 
+def options_of(config: Any) -> dict[str, Any]:
+    """The options that `refusals` and `never_run` read, of a config or arguments that have some of them."""
+    return {name: getattr(config, name) for name in sorted(names()) if hasattr(config, name)}
+
+
+def moe_pattern(config: Any) -> list[int]:
+    """For every layer of the model 1 if it is a MoE layer, else 0; as Megatron reads `moe_layer_freq`."""
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [int(layer % frequency == 0) for layer in range(config.num_layers)]
+    return list(frequency)
+
+
 def refusals(values: Mapping[str, Any]) -> dict[str, str]:
     """Why options can't be balanced, one line each, by name.
 

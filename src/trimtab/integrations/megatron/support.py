@@ -12,7 +12,7 @@ from torch import nn
 
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.experts import experts_of
-from trimtab.integrations.megatron.option_tables import names, refusals
+from trimtab.integrations.megatron.option_tables import options_of, refusals
 
 EXPERTS_ADVICE = "use SequentialMLP, or TEGroupedMLP with one weight for each expert and without fused operations"
 
@@ -25,7 +25,7 @@ def problems_of(config: Any, layers: Sequence[MoELayer], chunks: Sequence[nn.Mod
         layers: the MoE layers.
         chunks: the model's chunks. Options of data parallelism are read from those in DistributedDataParallel.
     """
-    found = list(refusals(_options_of(config)).values())
+    found = list(refusals(options_of(config)).values())
     for chunk in chunks:
         found += _problems_of_chunk(chunk)
     for layer in layers:
@@ -72,10 +72,6 @@ def auxiliary_loss(config: Any) -> str:
     return ", ".join(f"{name}={value}" for name, value in found.items() if value)
 
 
-def _options_of(config: Any) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in sorted(names()) if hasattr(config, name)}
-
-
 def _problems_of_chunk(chunk: Any) -> list[str]:
     if "FullyShardedDataParallel" in type(chunk).__name__:
         return [
@@ -84,7 +80,7 @@ def _problems_of_chunk(chunk: Any) -> list[str]:
         ]
     # The optimizer sets it on the wrapper, which is no option of it.
     name = "overlap_param_gather_with_optimizer_step"
-    options = _options_of(getattr(chunk, "ddp_config", None)) | {name: getattr(chunk, name, False)}
+    options = options_of(getattr(chunk, "ddp_config", None)) | {name: getattr(chunk, name, False)}
     return list(refusals(options).values())
 
 

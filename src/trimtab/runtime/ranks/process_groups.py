@@ -36,6 +36,14 @@ def ranks_of(name: str, group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
+def inner_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group that a framework's wrapper has now, in `group`: that of slime and miles is destroyed when the device is
+    handed to the rollout, and created again. Other groups are returned as they are.
+    """
+    inner = getattr(group, "group", None)
+    return inner if isinstance(inner, dist.ProcessGroup) else group
+
+
 _Created = WeakValueDictionary[tuple[tuple[int, ...], str, str, timedelta], dist.ProcessGroup]
 """Created groups by ranks, use, backend and timeout.
 

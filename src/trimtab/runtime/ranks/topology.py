@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from trimtab.errors import InputError
 from trimtab.planner import Placement
-from trimtab.runtime.ranks.process_groups import destroy_groups, group_of, ranks_of, timeout_of
+from trimtab.runtime.ranks.process_groups import destroy_groups, group_of, inner_group, ranks_of, timeout_of
 
 
 @dataclass(eq=False)
@@ -147,6 +147,8 @@ class Topology:
             InputError: if this rank is not in its groups. On all ranks: if nodes have different numbers of ranks, or
                 the groups don't line up.
         """
+        expert_group = inner_group(expert_group)
+        expert_dp_group = None if expert_dp_group is None else inner_group(expert_dp_group)
         expert_ranks = tuple(ranks_of("expert_group", expert_group))
         timeout = timeout or timeout_of(expert_group)
         dp_ranks: tuple[int, ...] = (dist.get_rank(),)

@@ -1,0 +1,79 @@
+"""`PluginOptions`: what a user sets of a plugin, in an environment variable or in the framework's config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, cast
+
+from trimtab.errors import InputError
+
+PluginMode = Literal["plan", "shadow", "live", "off", "rehome"]
+
+MODES: tuple[PluginMode, ...] = ("plan", "shadow", "live", "off")
+"""Modes of every plugin. `rehome` is allowed by those whose frameworks copy no weights by position."""
+
+
+@dataclass(frozen=True)
+class PluginOptions:
+    """Options of a plugin.
+
+    Attributes:
+        mode: `plan` balances by recorded routing, `live` without it; `shadow` plans, reports and changes nothing;
+            `off` does nothing; `rehome` only moves experts.
+        slots_per_rank: most replicas of one layer on a rank.
+    """
+
+    mode: PluginMode = "plan"
+    slots_per_rank: int = 2
+
+    @classmethod
+    def from_text(cls, text: str, *, source: str, modes: Sequence[PluginMode] = MODES) -> PluginOptions:
+        """Options written as `mode=plan slots_per_rank=2`; empty for the defaults.
+
+        Args:
+            source: where the text is from, for messages.
+            modes: modes that the plugin allows.
+
+        Raises:
+            InputError: if a name or value is unknown, or a name is there twice.
+        """
+        values: dict[str, str] = {}
+        for word in text.split():
+            name, equals, value = word.partition("=")
+            if not equals:
+                raise InputError(f"{source} has {word!r}; it should be name=value pairs, as in '{_EXAMPLE}'")
+            if name in values:
+                raise InputError(f"{source} has {name} twice")
+            values[name] = value
+        return cls.from_mapping(values, source=source, modes=modes)
+
+    @classmethod
+    def from_mapping(
+        cls, values: Mapping[str, Any], *, source: str, modes: Sequence[PluginMode] = MODES
+    ) -> PluginOptions:
+        """Options of a mapping, such as a part of a config; names that are not there have their defaults.
+
+        Raises:
+            InputError: as `from_text`.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise InputError(f"{source} has no option {name!r}; it has {', '.join(known)}")
+        mode = values.get("mode", cls.mode)
+        if mode not in modes:
+            raise InputError(f"{source} has mode={mode}; it should be one of {', '.join(modes)}")
+        slots = values.get("slots_per_rank", cls.slots_per_rank)
+        return cls(cast(PluginMode, mode), _count("slots_per_rank", slots, source))
+
+
+_EXAMPLE = "mode=plan slots_per_rank=2"
+
+
+def _count(name: str, value: Any, source: str) -> int:
+    """The value of an option that is 0 or more, a number or its digits."""
+    text = str(value)
+    if not (text.isascii() and text.isdigit()):
+        raise InputError(f"{source} has {name}={value}; it should be an integer, 0 or more")
+    return int(text)

@@ -1,0 +1,262 @@
+"""`ReplayPlugin`: balance in frameworks that keep recorded routing in queues of the routers, as slime and miles."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from trimtab.errors import InputError
+from trimtab.integrations.framework_names import check_names
+from trimtab.integrations.megatron.option_tables import OFF, Option, options_of, refusals
+from trimtab.integrations.options import MODES, PluginOptions
+from trimtab.integrations.plugin_report import first_line, say_on_first_rank, step_figures
+from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
+
+VARIABLE = "TRIMTAB_BALANCE"
+ComputeTopk = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+_UNPLANNED = ("fallthrough", "record")
+_PLANNED = ("replay_forward", "replay_backward")
+_NO_IDS = np.empty((0, 0, 0), np.int16)
+_REFUSED = (
+    Option(
+        "enable_mtp_training", OFF, "MTP layers route tokens that were not recorded", "train without MTP layers"
+    ),
+)  # fmt: skip
+
+
+class ReplayPlugin(ABC):
+    """A framework whose routers have queues of recorded ids: `router.routing_replay.top_indices_list`, an entry
+    `[n, K]` for every micro-batch of the rollout, `forward_index` for the next forward, and `backward_index` for the
+    next recomputation in a backward.
+
+    Passes whose stage is `replay_forward` or `replay_backward` are planned. In them routers ask Trimtab, and the
+    indices go on as in the framework. Experts keep their homes: these frameworks copy weights of other models into the
+    same Parameters by position.
+
+    Args:
+        args: the framework's arguments.
+
+    Attributes:
+        package, fits: the framework's package, and its versions for which the plugin was written.
+        names: names of the framework that the plugin replaces or reads, see `check_names`.
+        refused: arguments of the framework that are refused, beside those of Megatron.
+        model, actor: modules with the schedule's name and `train_one_step`, and with `destroy_process_groups`.
+        topk: owner and name of the function that returns a router's top-k.
+    """
+
+    package: ClassVar[str]
+    fits: ClassVar[str]
+    names: ClassVar[tuple[str, ...]]
+    refused: ClassVar[tuple[Option, ...]] = ()
+    model: ClassVar[str]
+    actor: ClassVar[str]
+    topk: ClassVar[tuple[str, str]]
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        text = os.environ.get(VARIABLE, "")
+        self.options = PluginOptions.from_text(text, source=VARIABLE, modes=(*MODES, "rehome"))
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._routers: dict[int, Any] = {}
+        self._asks_router_replay = False
+
+    @abstractmethod
+    def stage(self) -> str | None:
+        """What routers do in this pass; None if replay is off in this process."""
+
+    @abstractmethod
+    def current(self) -> Any:
+        """The queue of the router that runs."""
+
+    @abstractmethod
+    def routes(self, ids: np.ndarray, layer: Any) -> MicroBatchRoutes:
+        """The routing of a micro-batch from what its queues have.
+
+        Args:
+            ids: `[n, L, K]` of this rank's tokens and layers.
+            layer: one of the MoE layers.
+        """
+
+    def install(self) -> None:
+        """Check, replace names, and say so on rank 0. Called in every training process, before its model is built.
+
+        Raises:
+            InputError: if the framework does not have the names, or an option is refused.
+        """
+        line = first_line(self.package, self.options, self.args, self.notes())
+        if self.options.mode == "off":
+            say_on_first_rank(line)
+            return
+        self._asks_router_replay = _asks_router_replay()
+        self._refuse()
+        check_names(self.names, fits=self.fits)
+        model, actor = import_module(self.model), import_module(self.actor)
+        self.adapter = ScheduleAdapter(model, self._ids_of)
+        self.adapter.install()
+        self._replace(model, "train_one_step", self._with_figures)
+        self._replace(actor, "destroy_process_groups", self._after_suspension)
+        module, name = self.topk
+        owner: Any = import_module(module.partition(":")[0])
+        for part in module.partition(":")[2].split("."):
+            owner = getattr(owner, part) if part else owner
+        self._replace(owner, name, self.replaced_topk)
+        say_on_first_rank(line)
+
+    def uninstall(self) -> None:
+        """Give all names and models back as they were. Call it between steps, on all ranks."""
+        if self._replaced:
+            self.adapter.uninstall()
+        while self._replaced:
+            owner, name, plain = self._replaced.pop()
+            setattr(owner, name, plain)
+
+    def notes(self) -> list[str]:
+        """Remarks on arguments that are allowed and have never run."""
+        if not getattr(self.args, "offload_train", False):
+            return []
+        return ["offload_train=True has never run with Trimtab: it needs a GPU and torch_memory_saver"]
+
+    @abstractmethod
+    def replaced_topk(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement of `topk`; it calls `choose` with the framework's choice and Megatron's."""
+
+    def choose(self, replayed: ComputeTopk, own: ComputeTopk) -> ComputeTopk:
+        """A router's top-k: what the session gives it in passes that it replays, else what the framework does.
+
+        Args:
+            replayed: the framework's, which replays its queue.
+            own: Megatron's. It asks `router_replay`, which is Trimtab's, if this Megatron knows it.
+        """
+
+        def compute_topk(scores: torch.Tensor, topk: int, *args: Any, **kwargs: Any) -> Any:
+            if not self.adapter.is_replaying:
+                return replayed(scores, topk, *args, **kwargs)
+            queue, stage = self.current(), self.stage()
+            # As the framework does when it takes an entry.
+            if stage == "replay_forward":
+                queue.forward_index += 1
+            elif stage == "replay_backward":
+                queue.backward_index += 1
+            if self._asks_router_replay:
+                return own(scores, topk, *args, **kwargs)
+            replay = self._routers[id(queue)].router_replay
+            return replay.get_replay_topk(scores, topk, *args, default_compute_topk=own, **kwargs)
+
+        return compute_topk
+
+    def _ids_of(self, micro_batch: int, chunks: Sequence[Any]) -> MicroBatchRoutes | None:
+        """The routing of a micro-batch, by its number in a pass; see `ScheduleAdapter`."""
+        if getattr(chunks[0], "role", "actor") != "actor":
+            return None
+        layers = _moe_layers(chunks)
+        if not layers:
+            return None
+        if self.options.mode == "live":
+            self.adapter.balance(chunks, self.options)
+            return MicroBatchRoutes(_NO_IDS)
+        stage = self.stage()
+        if stage is None or stage in _UNPLANNED:
+            return None
+        if stage not in _PLANNED:
+            raise InputError(f"{self.package} replays in stage {stage!r}; this version of Trimtab fits {self.fits}")
+        queues = [self._queue_of(layer) for layer in layers]
+        if self.adapter.session_of(chunks) is None:
+            self._routers |= {id(queue): layer.router for queue, layer in zip(queues, layers, strict=True)}
+            self.adapter.balance(chunks, self.options)
+        ids = [_on_host(queue.top_indices_list[queue.forward_index + micro_batch]) for queue in queues]
+        return self.routes(torch.stack(ids, dim=1).numpy(), layers[0])
+
+    def _queue_of(self, layer: Any) -> Any:
+        queue = getattr(layer.router, "routing_replay", None)
+        if queue is None:
+            raise InputError(
+                f"MoE layer {layer.layer_number} has no routing_replay; is Megatron patched as {self.package} does it?"
+            )
+        return queue
+
+    def _with_figures(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Replaces `train_one_step`, which returns losses for the framework's logger on the last pipeline stage."""
+
+        def train_one_step(*args: Any, **kwargs: Any) -> Any:
+            result = plain(*args, **kwargs)
+            for session in self.adapter.sessions:
+                figures = step_figures(session)
+                if result[0]:
+                    result[0].update(figures)
+            return result
+
+        return train_one_step
+
+    def _after_suspension(self, plain: Callable[[], None]) -> Callable[[], None]:
+        """Replaces `destroy_process_groups`, which a sleeping trainer calls before the device is handed over."""
+
+        def destroy_process_groups() -> None:
+            for session in self.adapter.sessions:
+                if session.session is not None:
+                    session.session.suspend()
+            plain()
+
+        return destroy_process_groups
+
+    def _replace(self, owner: Any, name: str, replacement: Callable[[Any], Any]) -> None:
+        plain = getattr(owner, name)
+        self._replaced.append((owner, name, plain))
+        setattr(owner, name, replacement(plain))
+
+    def _refuse(self) -> None:
+        """Raise InputError with the first option that is refused, and the number of others."""
+        given = vars(self.args)
+        problems = self._refused_modes() + [
+            f"{option.name}={given[option.name]} is not supported: {option.reason}; {option.remedy}"
+            for option in (*_REFUSED, *self.refused)
+            if given.get(option.name) not in option.supported
+        ]
+        problems += refusals(options_of(self.args)).values()
+        if problems:
+            more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise InputError(f"{self.package} can't be balanced: {problems[0]}{more}")
+
+    def _refused_modes(self) -> list[str]:
+        mode, replays = self.options.mode, getattr(self.args, "use_routing_replay", False)
+        if mode == "rehome":
+            return [
+                f"mode=rehome moves experts, and {self.package} copies weights of ref, teacher and old_actor into the "
+                "same Parameters by position, so these models would compute with other experts; use mode=plan"
+            ]
+        if mode == "live" and replays:
+            return ["mode=live balances what routers choose; with recorded routing use mode=plan"]
+        if mode == "live" and not self._asks_router_replay:
+            return ["mode=live needs routers with router_replay, which this Megatron does not have; use mode=plan"]
+        if mode != "live" and not replays:
+            return [f"mode={mode} needs recorded routing; add --use-rollout-routing-replay, or use mode=live"]
+        return []
+
+
+def _asks_router_replay() -> bool:
+    """Whether Megatron's top-k asks the router's `router_replay`: from 0.16 on, but for forks."""
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    return "router_replay" in inspect.signature(topk_routing_with_score_function).parameters
+
+
+def _moe_layers(chunks: Sequence[nn.Module]) -> list[Any]:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
+
+
+def _on_host(ids: Any) -> torch.Tensor:
+    """An entry of a queue, which may be read from a file when it is used."""
+    if hasattr(ids, "materialize_for_routing_replay"):
+        ids = ids.materialize_for_routing_replay("forward")
+    tensor: torch.Tensor = ids.cpu()
+    return tensor

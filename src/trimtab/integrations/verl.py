@@ -1,0 +1,274 @@
+"""verl's Megatron engine with balanced experts, by one flag: `actor_rollout_ref.model.external_lib`; see docs/verl.md.
+
+verl imports this module in every worker before it makes an engine. The module registers its engine under the vendor
+"trimtab" of verl's `EngineRegistry`, and asks for that vendor. Options are in `override_mcore_model_config.trimtab` of
+the actor's Megatron config, of which verl itself reads `moe_config` alone. Critics and engines of FSDP stay verl's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.errors import InputError
+from trimtab.integrations.framework_names import check_names
+from trimtab.integrations.megatron.balancing import MegatronSession
+from trimtab.integrations.megatron.option_tables import OFF, Option
+from trimtab.integrations.options import MODES, PluginOptions
+from trimtab.integrations.plugin_report import first_line, say_on_first_rank, step_figures
+from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
+from trimtab.launch.launcher import LAUNCH_ORDER
+
+FITS = "verl 0.9.0 and 0.9.1"
+_ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
+_REPLAY = "verl.utils.megatron.router_replay_utils"
+NAMES = (
+    "verl.workers.engine:EngineRegistry.register(model_type, backend, device, vendor)",
+    "verl.workers.engine.megatron.transformer_impl:get_forward_backward_func",
+    f"{_ENGINE}.__init__(model_config, engine_config, optimizer_config, checkpoint_config)",
+    f"{_ENGINE}._build_optimizer()",
+    f"{_ENGINE}.forward_backward_batch(data, loss_function, forward_only)",
+    f"{_ENGINE}.is_mp_src_rank_with_outputs()",
+    f"{_ENGINE}.is_optimizer_offload_enabled",
+    f"{_ENGINE}.train_mode()",
+    f"{_ENGINE}.get_per_tensor_param()",
+    f"{_ENGINE}.get_per_tensor_param_shard()",
+    f"{_ENGINE}.save_checkpoint()",
+    f"{_ENGINE}.load_checkpoint()",
+    f"{_REPLAY}:align_r3_router_replay_data(layers_topk_idx, input_ids)",
+    f"{_REPLAY}:build_r3_replay_mask(input_ids, response_mask)",
+    f"{_REPLAY}:iter_model_routers(model)",
+    f"{_REPLAY}:set_router_replay_data(layers_topk_idx, attention_mask, tf_config, vp_rank, replay_mask, model)",
+    "verl.utils.megatron.router_replay_patch:RouterReplay.set_target_indices(topk_indices, replay_mask)",
+    "verl.utils.megatron.router_replay_patch:RouterReplay.target_topk_idx",
+    "verl.utils.megatron.router_replay_patch:RouterReplay.target_replay_mask",
+    "verl.utils.megatron.router_replay_patch:RouterReplay.clear_indices()",
+    "verl.utils.megatron.router_replay_patch:RouterReplay.router_replay_action",
+    "verl.utils.megatron.router_replay_patch:RouterReplayAction.REPLAY_FORWARD",
+    "verl.utils.megatron_utils:unwrap_model(model)",
+    "verl.utils.device:get_device_name()",
+)
+"""What this module replaces and calls of verl, with the parameters that it gives; see `check_names`."""
+VENDOR, VENDOR_VARIABLE = "trimtab", "VERL_ENGINE_VENDOR"
+OPTIONS = "override_mcore_model_config.trimtab"
+_REFUSED = (
+    Option("dynamic_context_parallel", OFF, "its schedule cuts micro-batches in another way", "leave it out"),
+    Option("use_fused_kernels", OFF, "not tested with replicas", "leave it out"),
+    Option("use_megatron_fsdp", OFF, "home experts have to be whole Parameters on their rank", "leave it out"),
+    Option("qat.enable", OFF, "replicas are not quantized", "leave it out"),
+    Option("lora.rank", (None, 0), "replicas are made without adapters", "train whole weights"),
+    Option("mtp.enable", OFF, "MTP layers route tokens that were not recorded", "leave it out"),
+)
+
+
+def choose_engine() -> None:
+    """Let verl's registry choose the engine of this module. Raises InputError if another vendor is asked for."""
+    vendor = os.environ.setdefault(VENDOR_VARIABLE, VENDOR)
+    if vendor != VENDOR:
+        raise InputError(
+            f"{VENDOR_VARIABLE} is {vendor!r}, which chooses another engine; unset it, or leave out "
+            "external_lib=trimtab.integrations.verl"
+        )
+
+
+def read_options(engine_config: Any) -> tuple[PluginOptions, bool]:
+    """The options of the actor's Megatron config, and whether experts may move. Raises InputError."""
+    values = dict(engine_config.override_mcore_model_config.get("trimtab", None) or {})
+    moves = values.pop("moves", False)
+    if not isinstance(moves, bool):
+        raise InputError(f"{OPTIONS} has moves={moves!r}; it should be true or false")
+    options = PluginOptions.from_mapping(values, source=OPTIONS, modes=(*MODES, "rehome"))
+    if moves and options.mode not in ("plan", "rehome"):
+        raise InputError(f"{OPTIONS} has moves=true with mode={options.mode}; experts move in modes plan and rehome")
+    return options, moves or options.mode == "rehome"
+
+
+def check_supported(model_config: Any, engine_config: Any, options: PluginOptions) -> None:
+    """Raise InputError, naming the first option of a training engine that is not supported."""
+    if options.mode == "off":
+        return
+    if engine_config.router_replay.mode == "disabled" and options.mode != "live":
+        raise InputError(
+            f"verl can't be balanced: mode={options.mode} needs recorded routing; set router_replay.mode=R3, or use "
+            "mode=live"
+        )
+    given = {
+        "qat.enable": engine_config.qat.enable,
+        "lora.rank": model_config.lora.get("rank", 0),
+        "mtp.enable": model_config.mtp.enable,
+    }
+    for option in _REFUSED:
+        value = given[option.name] if option.name in given else getattr(engine_config, option.name)
+        if value not in option.supported:
+            raise InputError(
+                f"verl can't be balanced: {option.name}={value} is not supported: {option.reason}; {option.remedy}"
+            )
+
+
+check_names(NAMES, fits=FITS)
+choose_engine()
+# Read by NCCL when it makes a communicator, which verl does later.
+for _name, _value in LAUNCH_ORDER.items():
+    os.environ.setdefault(_name, _value)
+_replay: Any = import_module(_REPLAY)
+_Action: Any = import_module("verl.utils.megatron.router_replay_patch").RouterReplayAction
+_impl: Any = import_module("verl.workers.engine.megatron.transformer_impl")
+_engines: Any = import_module("verl.workers.engine")
+_unwrap: Any = import_module("verl.utils.megatron_utils").unwrap_model
+# On an NPU verl has an engine that patches Megatron for it.
+_is_npu: bool = import_module("verl.utils.device").get_device_name() == "npu"
+_VerlEngine: Any = _engines.MindspeedEngineWithLMHead if _is_npu else _impl.MegatronEngineWithLMHead
+
+
+@_engines.EngineRegistry.register(
+    model_type="language_model", backend="megatron", device=["cuda", "npu"], vendor=VENDOR
+)
+class TrimtabMegatronEngine(_VerlEngine):
+    """verl's engine, whose passes with recorded routing are planned.
+
+    Other passes run as verl's: those of reference engines, the pass of R2 that records, and all of mode `off`.
+
+    Attributes:
+        adapter: plans the passes; None if this engine runs as verl's.
+    """
+
+    adapter: ScheduleAdapter | None = None
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        self._options, self._moves = PluginOptions(mode="off"), False
+        # An engine that only runs forwards is a reference model.
+        if not engine_config.forward_only:
+            self._options, self._moves = read_options(engine_config)
+            check_supported(model_config, engine_config, self._options)
+        super().__init__(
+            model_config=model_config, engine_config=engine_config, optimizer_config=optimizer_config,
+            checkpoint_config=checkpoint_config,
+        )  # fmt: skip
+
+    @property
+    def session(self) -> MegatronSession | None:
+        """The session of this engine's model; None if it runs as verl's."""
+        return None if self.adapter is None else self.adapter.session_of(self.module)
+
+    def _build_optimizer(self) -> Any:
+        """verl calls it when the model is loaded and on the device, and not in reference engines."""
+        optimizer = super()._build_optimizer()
+        say_on_first_rank(first_line("verl", self._options, self.tf_config, [f"moves={self._moves}"]))
+        if self._options.mode == "off":
+            return optimizer
+        if self.adapter is None:
+            self.adapter = ScheduleAdapter(_impl, self._routes)
+            self.adapter.install()
+        session = self.adapter.balance(self.module, self._options)
+        if self._moves:
+            session.register_optimizer(optimizer, is_loaded=self._has_optimizer_state)
+        return optimizer
+
+    def _has_optimizer_state(self) -> bool:
+        """Whether the optimizer's state is on the device, where verl loads it for training passes only."""
+        return self.mode == "train" or not self.is_optimizer_offload_enabled
+
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        """As verl's. The metrics of a balanced pass have its figures, as `actor/moe/*`."""
+        session = self.session
+        before = None if session is None else session.report
+        outputs = super().forward_backward_batch(data, loss_function, forward_only)
+        if session is not None and (session.report is not before or self._options.mode == "live"):
+            figures = step_figures(session)
+            if self.is_mp_src_rank_with_outputs():
+                # verl joins the lists of all data ranks.
+                outputs["metrics"].update({f"actor/moe/{_last(name)}": [value] for name, value in figures.items()})
+        return outputs
+
+    def _routes(self, micro_batch: Any, chunks: Sequence[nn.Module]) -> MicroBatchRoutes | None:
+        """Routes of a micro-batch where verl replays them; see `ScheduleAdapter`."""
+        session = self.session
+        if session is None or list(chunks) != list(self.module):
+            return None
+        if self._options.mode == "live":
+            return MicroBatchRoutes(())
+        routes = micro_batch.get("routed_experts", None)
+        if routes is None or not self._replays():
+            return None
+        tokens = micro_batch["input_ids"]
+        if self.engine_config.router_replay.mode == "R3":
+            routes = _replay.align_r3_router_replay_data(layers_topk_idx=routes, input_ids=tokens)
+        # Nobody reads the last row of a sequence, and sequences without a trained response.
+        is_read = _replay.build_r3_replay_mask(input_ids=tokens, response_mask=micro_batch["response_mask"])
+        ids_NLK, is_read_N = self._of_this_rank(routes, is_read, micro_batch.get("attention_mask", None))
+        if is_read_N is None:
+            return MicroBatchRoutes(ids_NLK.numpy())
+        ids_NLK[~is_read_N] = -1
+        uses_all_routes = session.session is not None and session.session.auxiliary_loss()
+        return MicroBatchRoutes(ids_NLK.numpy(), None if uses_all_routes else (~is_read_N).numpy())
+
+    def _replays(self) -> bool:
+        """Whether verl is about to replay routes, and not to record them or to let routers choose."""
+        routers = (router for chunk in self.module for _, router in _replay.iter_model_routers(_unwrap(chunk)))
+        return any(router.router_replay_action == _Action.REPLAY_FORWARD for router in routers)
+
+    def _of_this_rank(self, routes: Any, is_read: Any, attention_mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Ids `[n, L, K]` of this rank's n tokens and L layers; `[n]` bool, False for padding and rows not read.
+
+        verl's own code cuts them and gives them to the routers. They are read there, and taken away again.
+        """
+        layers: list[torch.Tensor] = []
+        is_read_N = None
+        for chunk in self.module:
+            model = _unwrap(chunk)
+            routers = [router for _, router in _replay.iter_model_routers(model)]
+            if not routers:
+                continue
+            _replay.set_router_replay_data(
+                layers_topk_idx=routes, attention_mask=attention_mask, tf_config=self.tf_config,
+                vp_rank=getattr(model, "vp_stage", 0), replay_mask=is_read, model=model,
+            )  # fmt: skip
+            for router in routers:
+                layers.append(router.target_topk_idx)
+                is_read_N = router.target_replay_mask
+                router.clear_indices()
+        if not layers:
+            return torch.zeros(0, 0, 1, dtype=torch.int64), None
+        return torch.stack(layers, dim=1).cpu(), None if is_read_N is None else is_read_N.bool().view(-1).cpu()
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
+        """As verl's, with the logical numbers of experts that have moved."""
+        pairs, peft_config = super().get_per_tensor_param(*args, **kwargs)
+        session = self.session
+        return (pairs if session is None else session.logical_names(pairs)), peft_config
+
+    def get_per_tensor_param_shard(self, *args: Any, **kwargs: Any) -> Any:
+        """As verl's, which compares experts by position. Raises InputError if they may move."""
+        if self._moves:
+            raise InputError(
+                "experts can't move with checkpoint_engine.backend=delta_sharded, which compares them by position; "
+                f"leave out {OPTIONS}.moves and mode=rehome, or use another backend"
+            )
+        return super().get_per_tensor_param_shard(*args, **kwargs)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As verl's, which stores experts by position: they return to their first ranks before."""
+        self._return_home()
+        return super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As verl's, which loads experts by position: they return to their first ranks before."""
+        self._return_home()
+        return super().load_checkpoint(*args, **kwargs)
+
+    def _return_home(self) -> None:
+        session = self.session
+        if session is not None and session.have_moved:
+            # This loads parameters and the optimizer's state.
+            with self.train_mode():
+                session.return_home()
+
+
+def _last(name: str) -> str:
+    """The name of a figure without its group."""
+    return name.rpartition("/")[2]

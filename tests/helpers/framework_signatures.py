@@ -1,0 +1,92 @@
+"""Names of frameworks that plugins replace or read, with their signatures, as they are in the sources at a commit."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+STORED = {
+    "slime": (
+        "THUDM/slime 624b824a8",
+        """
+slime.backends.megatron_utils.model:get_forward_backward_func
+slime.backends.megatron_utils.model:train_one_step(args, rollout_id, step_id, data_iterator, model, \
+optimizer, opt_param_scheduler, num_microbatches, step_global_batch_size, microbatch_pbar)
+slime.backends.megatron_utils.actor:destroy_process_groups
+slime.utils.reloadable_process_group:destroy_process_groups()
+slime.utils.routing_replay:get_routing_replay_compute_topk(old_compute_topk)
+slime.utils.routing_replay:register_routing_replay(module)
+slime.utils.routing_replay:ROUTING_REPLAY
+slime.utils.routing_replay:RoutingReplay.forward_index
+slime.utils.routing_replay:RoutingReplay.backward_index
+slime.utils.routing_replay:RoutingReplay.top_indices_list
+""",
+    ),
+    "miles": (
+        "radixark/miles 31f1ca961",
+        """
+miles.backends.megatron_utils.model:get_forward_backward_func
+miles.backends.megatron_utils.model:train_one_step(args, rollout_id, step_id, data_iterator, model, \
+optimizer, opt_param_scheduler, num_microbatches, num_rollouts, witness_info, attempt, ft_test_action_executor)
+miles.backends.megatron_utils.actor:destroy_process_groups
+miles.utils.reloadable_process_group:destroy_process_groups()
+miles.utils.replay_base:BaseReplayManager.get_topk_fn(self, old_topk_fn, return_probs)
+miles.utils.replay_base:BaseReplayManager.register_to_module(self, module, attr_name, stream_idx)
+miles.utils.replay_base:BaseReplayManager.get_current(self)
+miles.utils.replay_base:BaseReplayManager.stage
+miles.utils.replay_base:BaseReplayManager.enabled
+miles.utils.replay_base:routing_replay_manager
+miles.utils.replay_base:Replay.forward_index
+miles.utils.replay_base:Replay.backward_index
+miles.utils.replay_base:Replay.top_indices_list
+""",
+    ),
+}  # fmt: skip
+"""By framework: repository and commit, and a name a line."""
+
+
+def stored(framework: str) -> dict[str, list[str] | None]:
+    """Parameters of the stored names; None of what is not a function of its module."""
+    found: dict[str, list[str] | None] = {}
+    for line in STORED[framework][1].split("\n"):
+        name, parenthesis, parameters = line.rstrip(")").partition("(")
+        if name:
+            found[name] = [each for each in parameters.split(", ") if each] if parenthesis else None
+    return found
+
+
+def parameters_in(folder: str, name: str) -> list[str] | None:
+    """Parameters of a name in the sources of a folder; None if it is not a function there.
+
+    Raises:
+        LookupError: if it is not there.
+    """
+    module, _, path = name.partition(":")
+    body = ast.parse((Path(folder) / f"{module.replace('.', '/')}.py").read_text()).body
+    node: ast.AST | None = None
+    for part in path.split("."):
+        node = next((each for each in body if part in _names_of(each)), None)
+        if node is None and not any(part in _set_in_init(each) for each in body):
+            raise LookupError(name)
+        body = getattr(node, "body", [])
+    if not isinstance(node, ast.FunctionDef):
+        return None
+    return [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+
+
+def _names_of(node: ast.AST) -> list[str]:
+    """Names that a statement of a module or class defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _set_in_init(node: ast.AST) -> list[str]:
+    """Attributes that an `__init__` sets."""
+    if not isinstance(node, ast.FunctionDef) or node.name != "__init__":
+        return []
+    attributes = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
+    return [each.attr for each in attributes if isinstance(each.ctx, ast.Store)]

@@ -1,0 +1,427 @@
+"""slime's own functions on two CPU ranks, from its source at 624b824a8, on a small Megatron model.
+
+Real: train_one_step, forward_only, get_batch, DataIterator, build_dp_schedule, fill_routing_replay, RoutingReplay,
+TensorBackuper, ReloadableProcessGroup, and Megatron's GPTModel, DDP and distributed optimizer. Replaced: CUDA, modules
+that are not there (ray, megatron.training, sglang, transformer_engine and others), slime's accelerator, its patch of
+Megatron's router (docker/patch/latest/megatron.patch, made here at run time), the model provider with attention by
+sequence, the loss, and the Ray actor, whose methods are called on a namespace.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partialmethod
+from itertools import pairwise
+from typing import Any, Literal
+from unittest import mock
+from unittest.mock import MagicMock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from helpers.planner_steps import free_replicas
+from helpers.random_plans import random_group_plans
+from trimtab.array_type import Array
+from trimtab.planner import PlanSettings
+
+COMMIT = "624b824a8"
+EXPERTS, TOP_K, LAYERS = 8, 2, 3
+SAMPLES = 16
+Results = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class SlimeCase:
+    """Options of one run.
+
+    Attributes:
+        recompute: all layers, so that slime's backward indices are used.
+        pad: `--data-pad-size-multiplier`.
+        balance: the text of `TRIMTAB_BALANCE`; None for slime without Trimtab.
+        plans: `random` draws replicas, `eager` is Trimtab's planner with replicas that cost nothing, since it balances
+            such small steps only then.
+        sleeps: the process groups are destroyed and created again after each rollout, as with `--offload-train`.
+    """
+
+    rollouts: int = 2
+    recompute: bool = False
+    pad: int = 1
+    balance: str | None = None
+    plans: Literal["random", "eager"] = "eager"
+    sleeps: bool = False
+
+
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules that are not there, with any names."""
+
+    ROOTS = (
+        "ray", "megatron.training", "megatron.bridge", "sglang", "torch_memory_saver", "mbridge", "sgl_kernel",
+        "ring_flash_attn", "wandb", "transformer_engine", "sglang_router", "httpx", "aiohttp",
+    )  # fmt: skip
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if any(name == root or name.startswith(f"{root}.") for root in self.ROOTS):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _Anything(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class _Anything(types.ModuleType):
+    __path__: list[str] = []  # noqa: RUF012
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock(name=f"{self.__name__}.{name}")
+
+
+def use_slime(folder: str) -> None:
+    """Make slime's modules of a folder importable on this rank, for good."""
+    from trimtab.integrations.megatron.on_cpu import use_cpu
+
+    torch.set_num_threads(1)
+    torch.compiler.set_stance("force_eager")
+    use_cpu()
+    # These look for Transformer Engine; they are imported before it is replaced.
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.models.gpt.gpt_model
+    import megatron.core.optimizer  # noqa: F401
+
+    sys.meta_path.insert(0, _Absent())
+    sys.path.insert(0, folder)
+    os.environ["ENABLE_ROUTING_REPLAY"] = "1"
+    from slime.utils import accelerator
+
+    cpu = torch.device("cpu")
+    values: dict[str, Any] = {
+        "current_device": cpu, "device": cpu, "synchronize": None, "is_accelerator_backend": True,
+        "mem_get_info": (1 << 40, 1 << 40), "memory_allocated": 0, "memory_reserved": 0, "empty_cache": None,
+    }  # fmt: skip
+    for name, value in values.items():
+        setattr(accelerator, name, lambda *_args, value=value: value)
+    accelerator.process_group_backend = lambda backend: backend
+    _patch_megatron()
+    import slime.backends.megatron_utils.actor  # noqa: F401
+
+
+def _patch_megatron() -> None:
+    """As slime's docker/patch/latest/megatron.patch does in moe_utils.py and router.py."""
+    from megatron.core.transformer.moe import moe_utils, router
+
+    source = inspect.getsource(moe_utils.topk_routing_with_score_function)
+    line = '    if score_function == "softmax":\n'
+    assert source.count(line) == 1
+    hook = (
+        "    from slime.utils.routing_replay import get_routing_replay_compute_topk\n"
+        "    compute_topk = get_routing_replay_compute_topk(compute_topk)\n"
+    )
+    exec(source.replace(line, hook + line), vars(moe_utils))
+    router.topk_routing_with_score_function = moe_utils.topk_routing_with_score_function
+    plain = router.TopKRouter.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        from slime.utils.routing_replay import register_routing_replay
+
+        plain(self, *args, **kwargs)
+        register_routing_replay(self)
+
+    router.TopKRouter.__init__ = init
+
+
+def use_groups(*, reloadable: bool = False) -> None:
+    """Create Megatron's groups, as slime's actor does; see `MegatronTrainRayActor.init`."""
+    from megatron.core import parallel_state
+    from slime.utils import reloadable_process_group as groups
+    from slime.utils.distributed_utils import init_gloo_group
+
+    if reloadable:
+        groups.monkey_patch_torch_dist()
+        # Calls that torch 2.13 makes of a group, and the torch of slime's image does not.
+        for name in ("all_gather_single", "reduce_scatter_single", "all_to_all_single"):
+            setattr(groups.ReloadableProcessGroup, name, partialmethod(groups.ReloadableProcessGroup._fwd, name))
+        groups.register_default_process_group(timeout=timedelta(minutes=5))
+        init_gloo_group()
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+
+
+def arguments(case: SlimeCase) -> types.SimpleNamespace:
+    """slime's arguments, those that the functions read."""
+    return types.SimpleNamespace(
+        use_dynamic_batch_size=True, max_tokens_per_gpu=100, micro_batch_size=1, balance_by_flops=False,
+        balance_data=False, num_experts=EXPERTS, data_pad_size_multiplier=case.pad, sequence_parallel=False,
+        allgather_cp=False, rollout_top_p=1.0, seq_length=512, decoder_seq_length=None,
+        custom_megatron_before_train_step_hook_path=None, custom_megatron_before_log_prob_hook_path=None,
+        enable_mtp_training=False, save_debug_train_data=None, check_for_nan_in_loss_and_grad=True, ci_test=False,
+        calculate_per_token_loss=False, use_rollout_entropy=False, use_rollout_routing_replay=True,
+        use_routing_replay=True, offload_train=case.sleeps, num_layers=LAYERS, moe_layer_freq=_PATTERN,
+        expert_model_parallel_size=2, megatron_deepgemm_forward_layers=None,
+    )  # fmt: skip
+
+
+_PATTERN = [0] + [1] * (LAYERS - 1)
+
+
+def _build(case: SlimeCase) -> tuple[list[Any], Any]:
+    """A model in DDP, and its optimizer."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from slime.utils.routing_replay import RoutingReplay
+
+    RoutingReplay.all_routing_replays.clear()
+    model_parallel_cuda_manual_seed(7)
+    torch.manual_seed(0)
+    full: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    config = TransformerConfig(
+        num_layers=LAYERS, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, moe_ffn_hidden_size=24,
+        num_moe_experts=EXPERTS, moe_router_topk=TOP_K, expert_model_parallel_size=2, variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall", use_cpu_initialization=True, moe_router_load_balancing_type="none",
+        add_bias_linear=False, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+        attention_dropout=0.0, hidden_dropout=0.0, init_method_std=0.2, moe_layer_freq=_PATTERN,
+        **(full if case.recompute else {}),
+    )  # fmt: skip
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="LayerNorm")
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = _attention_by_sequence()
+    model = GPTModel(config, spec, 64, 512, position_embedding_type="rope", share_embeddings_and_output_weights=False)
+    ddp = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
+    ddp.role = "actor"
+    config.no_sync_func, config.finalize_model_grads_func = ddp.no_sync, finalize_model_grads
+    options = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, adam_eps=1e-2)
+    return [ddp], get_megatron_optimizer(options, [ddp])
+
+
+def _attention_by_sequence() -> type:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class PackedAttention(DotProductAttention):
+        def forward(
+            self, query: Any, key: Any, value: Any, attention_mask: Any, attn_mask_type: Any = None,
+            attention_bias: Any = None, packed_seq_params: Any = None,
+        ) -> Any:  # fmt: skip
+            out, ends = [], packed_seq_params.cu_seqlens_q.tolist()
+            for start, end in pairwise(ends):
+                q, k, v = (each[start:end].transpose(0, 1) for each in (query, key, value))
+                scores = (q @ k.transpose(1, 2)) * self.softmax_scale
+                later = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+                out.append((scores.masked_fill(later, float("-inf")).softmax(-1) @ v).transpose(0, 1))
+            return torch.cat(out).reshape(len(query), -1)
+
+    return PackedAttention
+
+
+def _rollout(number: int, args: Any) -> dict[str, Any]:
+    """What slime's RolloutManager gives a training actor, in micro-batches of slime's own schedule."""
+    from slime.utils.dp_schedule import build_dp_schedule
+
+    rng = np.random.default_rng(number)
+    lengths = rng.integers(12, 50, SAMPLES).tolist()
+    skew = rng.gumbel(size=(LAYERS, EXPERTS))
+    tokens = [torch.from_numpy(rng.integers(1, 64, length)) for length in lengths]
+
+    def routes(length: int) -> Array:
+        scores = rng.gumbel(size=(length - 1, LAYERS, EXPERTS)) + skew
+        return np.argsort(-scores, -1)[..., :TOP_K].astype(np.int32)
+
+    recorded = [torch.from_numpy(routes(length)) for length in lengths]
+    parallel = {"dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+    partitions, indices, counts, sizes = build_dp_schedule(
+        args, parallel, lengths, global_batch_size=SAMPLES // 2, rollout_indices=list(range(SAMPLES))
+    )
+    mine = partitions[dist.get_rank()]
+    responses = [length // 2 for length in lengths]
+    advantages = rng.normal(size=SAMPLES).tolist()
+    return {
+        "tokens": [tokens[i] for i in mine], "total_lengths": [lengths[i] for i in mine],
+        "response_lengths": [responses[i] for i in mine], "loss_masks": [torch.ones(responses[i]) for i in mine],
+        "rollout_routed_experts": [recorded[i] for i in mine], "advantages": [advantages[i] for i in mine],
+        "micro_batch_indices": indices[dist.get_rank()], "num_microbatches": counts, "global_batch_sizes": sizes,
+    }  # fmt: skip
+
+
+def _token_log_probs(logits: torch.Tensor) -> torch.Tensor:
+    return (logits[0] if logits.shape[0] == 1 else logits[:, 0]).float().log_softmax(-1)
+
+
+def _loss(args: Any, batch: Any, num_microbatches: int, step_global_batch_size: int, logits: torch.Tensor) -> Any:
+    """Log-probabilities weighted by advantages."""
+    labels = batch["tokens"][0].roll(-1)
+    chosen = _token_log_probs(logits).gather(-1, labels[:, None])[:, 0]
+    weights, start = torch.zeros_like(chosen), 0
+    for length, advantage in zip(batch["total_lengths"], batch["advantages"], strict=True):
+        weights[start : start + length] = advantage
+        start += length
+    loss = -(chosen * weights * batch["full_loss_masks"][0]).sum() / 100
+    return loss, torch.tensor(1), {"keys": ["loss"], "values": torch.stack([torch.tensor(1.0), loss.detach()])}
+
+
+def _log_probs(logits: torch.Tensor, **options: Any) -> Any:
+    found, start, all_log_probs = [], 0, _token_log_probs(logits)
+    for tokens, length, response in zip(
+        options["unconcat_tokens"], options["total_lengths"], options["response_lengths"], strict=True
+    ):
+        rows = all_log_probs[start + length - response - 1 : start + length - 1]
+        found.append(rows.gather(-1, tokens[length - response :, None])[:, 0].detach())
+        start += length
+    return torch.tensor(0.0), {"log_probs": found}
+
+
+def run(case: SlimeCase) -> tuple[Results, list[dict[str, float]]]:
+    """Rollouts of two optimizer steps each: reference and actor log-probabilities, gradients before each step, norms.
+
+    Returns:
+        Tensors by name, and what slime would log of each step.
+    """
+    import slime.backends.megatron_utils.model as slime_model
+
+    args, logged = arguments(case), []
+    found: Results = {}
+    with (
+        mock.patch.multiple(
+            slime_model,
+            get_args=lambda: args,
+            loss_function=_loss,
+            get_model_config=lambda model: model.config,
+            _disable_tqdm_for_non_main_rank=lambda: True,
+        ),
+        _installed(case, args) as plugin,
+    ):
+        model, optimizer = _build(case)
+        names: Callable[[], list[Any]] = lambda: list(model[0].named_parameters())  # noqa: E731
+        with _random_plans() if case.plans == "random" else _eager_plans():
+            for number, tensors, figures in _rollouts(case, args, model, optimizer, names):
+                found |= {f"{number} {name}": tensor for name, tensor in tensors.items()}
+                logged += figures
+        if plugin is not None:
+            plugin.uninstall()
+    return found, logged
+
+
+@contextmanager
+def _installed(case: SlimeCase, args: Any) -> Iterator[Any]:
+    """As slime's initialize.py calls `--custom-megatron-init-path`."""
+    from trimtab.integrations.slime import install
+
+    if case.balance is None:
+        yield None
+    else:
+        with mock.patch.dict(os.environ, TRIMTAB_BALANCE=case.balance):
+            yield install(args)
+
+
+@contextmanager
+def _random_plans() -> Iterator[None]:
+    from trimtab.runtime import step_planner
+
+    rng = np.random.default_rng(3)
+
+    def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> Any:
+        return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
+
+    with mock.patch.object(step_planner, "plan_schedule", plans):
+        yield
+
+
+@contextmanager
+def _eager_plans() -> Iterator[None]:
+    from trimtab.runtime.step_planner import SessionPlanner
+
+    make = SessionPlanner.of
+
+    def make_planner(*args: Any, **options: Any) -> SessionPlanner:
+        made = make(*args, **options)
+        return replace(made, costs=free_replicas(made.cluster), settings=PlanSettings(1.0, 1))
+
+    with mock.patch.object(SessionPlanner, "of", make_planner):
+        yield
+
+
+def _rollouts(
+    case: SlimeCase, args: Any, model: list[Any], optimizer: Any, names: Callable[[], list[Any]]
+) -> Iterator[tuple[int, Results, list[dict[str, float]]]]:
+    """As `MegatronTrainRayActor.train_actor` goes through a rollout."""
+    import slime.backends.megatron_utils.actor as slime_actor
+    import slime.backends.megatron_utils.model as slime_model
+    from slime.backends.megatron_utils.data import get_data_iterator
+    from slime.utils.reloadable_process_group import reload_process_groups
+    from slime.utils.routing_replay import RoutingReplay
+    from slime.utils.tensor_backper import TensorBackuper
+
+    backuper = TensorBackuper.create(names, None)
+    backuper.backup("actor")
+    backuper.backup("ref")
+    scheduler = types.SimpleNamespace(step=lambda increment: None)
+    for number in range(case.rollouts):
+        found: Results = {}
+        logged = []
+        data = _rollout(number, args)
+        iterators, counts = get_data_iterator(data), data["num_microbatches"]
+        actor = types.SimpleNamespace(args=args, model=model)
+        slime_actor.MegatronTrainRayActor.fill_routing_replay(actor, iterators, counts, data)
+
+        def passes(prefix: str, iterators: Any = iterators, counts: Any = counts) -> torch.Tensor:
+            results = slime_model.forward_only(_log_probs, args, model, iterators, counts, store_prefix=prefix)
+            return torch.cat(results[f"{prefix}log_probs"])
+
+        os.environ["ROUTING_REPLAY_STAGE"] = "fallthrough"
+        backuper.restore("ref")
+        found["ref_log_probs"] = passes("ref_")
+        backuper.restore("actor")
+        os.environ["ROUTING_REPLAY_STAGE"] = "replay_forward"
+        found["log_probs"] = passes("")
+        RoutingReplay.clear_all_forward()
+        os.environ["ROUTING_REPLAY_STAGE"] = "replay_backward"
+        for iterator in iterators:
+            iterator.reset()
+        for step, count in enumerate(counts):
+            with _kept_gradients(optimizer, names, found, f"{step} grad"):
+                losses, norm = slime_model.train_one_step(
+                    args, number, step, iterators, model, optimizer, scheduler, count, data["global_batch_sizes"][step]
+                )
+            found[f"{step} norm"] = torch.tensor(float(norm))
+            logged.append(losses)
+        if case.recompute:
+            RoutingReplay.assert_all_consumed()
+        RoutingReplay.clear_all()
+        backuper.backup("actor")
+        if case.sleeps:
+            slime_actor.destroy_process_groups()
+            reload_process_groups()
+        yield number, found, logged
+
+
+@contextmanager
+def _kept_gradients(optimizer: Any, names: Callable[[], list[Any]], found: Results, prefix: str) -> Iterator[None]:
+    """Gradients when the optimizer steps; slime zeroes them after it."""
+    plain = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        found.update({f"{prefix} {name}": parameter.main_grad.clone() for name, parameter in names()})
+        return plain(*args, **kwargs)
+
+    with mock.patch.object(optimizer, "step", step):
+        yield

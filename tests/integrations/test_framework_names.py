@@ -1,0 +1,69 @@
+"""Names of frameworks that plugins use: those of the sources at a commit, checked when a plugin is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from types import ModuleType
+from unittest import mock
+
+import pytest
+
+from helpers.framework_signatures import STORED, parameters_in, stored
+from trimtab.errors import InputError
+from trimtab.integrations.framework_names import check_names
+from trimtab.integrations.miles import MilesPlugin
+from trimtab.integrations.replay_plugin import ReplayPlugin
+from trimtab.integrations.slime import SlimePlugin
+
+PLUGINS: dict[str, type[ReplayPlugin]] = {"slime": SlimePlugin, "miles": MilesPlugin}
+
+
+@pytest.mark.parametrize("package", PLUGINS)
+def test_plugins_use_names_of_the_version_that_they_fit(package: str) -> None:
+    known, plugin = stored(package), PLUGINS[package]
+    assert STORED[package][0].split()[1] in plugin.fits
+    for line in plugin.names:
+        name, _, parameters = line.rstrip(")").partition("(")
+        assert name in known, line
+        assert set(filter(None, parameters.split(", "))) <= set(known[name] or ()), line
+
+
+@pytest.mark.parametrize("package", PLUGINS)
+def test_stored_names_are_those_of_the_source(package: str) -> None:
+    folder = os.environ.get(package.upper(), "")
+    if not folder:
+        pytest.skip(f"needs the source of {STORED[package][0]}: {package.upper()}=folder")
+    assert {name: parameters_in(folder, name) for name in stored(package)} == stored(package)
+
+
+class Replay:
+    kept = None
+
+    def __init__(self) -> None:
+        self.index = 0
+
+
+def test_what_is_missing_is_named_with_the_versions_that_fit() -> None:
+    module = ModuleType("framework_of_test")
+    module.Replay, module.step = Replay, lambda model, *, batch: None  # type: ignore[attr-defined]
+    module.any_step = lambda model, **options: None  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, framework_of_test=module):
+        check_names(
+            [
+                "framework_of_test:step(batch, model)", "framework_of_test:any_step(batch)",
+                "framework_of_test:Replay.index", "framework_of_test:Replay.kept", "framework_of_test:step",
+            ],
+            fits="framework 1.0",
+        )  # fmt: skip
+        for name, problem in {
+            "framework_of_test:other": "framework_of_test has no other",
+            "framework_of_test:Replay.stage": "framework_of_test has no Replay.stage",
+            "framework_of_test:step(size)": "framework_of_test:step has no parameter size",
+            "no_framework.model:step": "no_framework.model can't be imported: No module named 'no_framework'",
+        }.items():
+            with pytest.raises(InputError, match=f"^{re.escape(problem)}; .* fits framework 1.0$"):
+                check_names([name], fits="framework 1.0")
+        with pytest.raises(InputError, match=r"has no other \(1 more\); "):
+            check_names(["framework_of_test:other", "framework_of_test:another"], fits="framework 1.0")

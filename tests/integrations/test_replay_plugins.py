@@ -1,0 +1,312 @@
+"""The plugins of slime and miles on stand-ins of their modules: as the frameworks' own replay; what is refused."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.random_plans import random_group_plans
+from helpers.rank_pool import RankPool, shared_pool
+from helpers.rank_tests import runs_on_ranks
+from helpers.replay_stand_ins import (
+    StandIn,
+    arguments,
+    queues_of,
+    reloadable_groups,
+    run_rollout,
+    some_routes,
+    stand_in,
+)
+from trimtab.errors import InputError
+from trimtab.integrations.miles import MilesPlugin
+from trimtab.integrations.replay_plugin import ReplayPlugin
+
+State = dict[str, Any]
+STEPS, MICRO_BATCHES = 2, 2
+PACKAGES = ("slime", "miles")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = shared_pool(2, "megatron")
+    yield pool
+    pool.forget()
+
+
+class Models:
+    """Two equal models with the queues of a framework, all layers recomputed; tokens and routes of a rollout."""
+
+    def __init__(self, framework: StandIn) -> None:
+        from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model, use_layout
+
+        use_layout(Layout(2, 2))
+        self.framework = framework
+        self.plain = Model(Layout(2, 2), MegatronCase(double=True, recompute="uniform"))
+        self.other = self.plain.copy()
+        rng = np.random.default_rng(dist.get_rank())
+        shape = (STEPS, MICRO_BATCHES, LENGTH)
+        self.tokens = list(torch.from_numpy(rng.integers(0, VOCABULARY, shape)))
+        unknown = framework.package == "miles"
+        self.routes = [some_routes(rng, (LENGTH, 2), unknown=unknown) for _ in range(STEPS * MICRO_BATCHES)]
+
+    @contextmanager
+    def installed(self, text: str = "", **more: Any) -> Iterator[ReplayPlugin]:
+        """The framework with its plugin, and replicas drawn at random."""
+        from trimtab.runtime import step_planner
+
+        rng = np.random.default_rng(0)
+
+        def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> Any:
+            return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
+
+        with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text):
+            plugin = import_module(f"trimtab.integrations.{self.framework.package}").install(arguments(**more))
+        try:
+            with mock.patch.object(step_planner, "plan_schedule", plans):
+                yield plugin
+        finally:
+            plugin.uninstall()
+
+
+@contextmanager
+def models_of(package: str) -> Iterator[Models]:
+    with stand_in(package) as framework:
+        yield Models(framework)
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Relative, by name; queues are to be equal."""
+    assert found["consumed"] == expected["consumed"]
+    assert found.keys() == expected.keys()
+    errors = {}
+    for name, value in expected.items():
+        one, other = (torch.as_tensor(each, dtype=torch.float64) for each in (found[name], value))
+        errors[name] = float((one - other).norm() / other.norm().clamp(min=1e-6))
+    return errors
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@runs_on_ranks()
+def test_a_rollout_is_that_of_the_framework_s_own_replay(state: State, package: str) -> None:
+    """Reference, log-probabilities and two optimizer steps; routes of the rollout, then routes of its own recording."""
+    del state
+    with models_of(package) as models:
+        framework, routes = models.framework, models.routes
+        expected = [run_rollout(framework, models.plain, models.tokens, each)[0] for each in (routes, None)]
+        everything = STEPS * MICRO_BATCHES
+        assert all(each["consumed"] == [(everything,) * 3] * 2 for each in expected)
+        with models.installed() as plugin:
+            for recorded, wanted in zip((routes, None), expected, strict=True):
+                found, logged = run_rollout(framework, models.other, models.tokens, recorded)
+                errors = differences(found, wanted)
+                assert errors["ref"] == 0
+                assert max(errors.values()) < 1e-12, max(errors, key=errors.__getitem__)
+                assert all(step["moe/replicas"] > 0 for step in logged)
+                assert all(step["moe/unplanned_micro_steps"] == step["moe/mixed_instances"] == 0 for step in logged)
+                assert all(step["memory/pool_bytes"] > 0 for step in logged)
+            (session,) = plugin.adapter.sessions
+            assert not session.have_moved
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@runs_on_ranks()
+def test_shadow_and_off_change_no_bit(state: State, package: str) -> None:
+    del state
+    with models_of(package) as models:
+        expected = run_rollout(models.framework, models.plain, models.tokens, models.routes)[0]
+        before = vars(models.framework.model).copy()
+        for mode in ("shadow", "off"):
+            with models.installed(f"mode={mode}"):
+                replaced = vars(models.framework.model) != before
+                found, logged = run_rollout(models.framework, models.other, models.tokens, models.routes)
+            assert replaced == (mode == "shadow")
+            assert all(("moe/replicas" in step) == (mode == "shadow") for step in logged)
+            assert vars(models.framework.model) == before
+            if mode == "shadow":
+                assert max(differences(found, expected).values()) == 0
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@runs_on_ranks()
+def test_live_mode_needs_no_recorded_routing(state: State, package: str) -> None:
+    """Megatron's routers have to ask for it, which those of miles' fork don't."""
+    del state
+    with models_of(package) as models:
+        framework = models.framework
+        if package == "miles":
+            with pytest.raises(InputError, match=r"mode=live needs routers with router_replay, .* use mode=plan"):
+                models.installed("mode=live", use_routing_replay=False).__enter__()
+            return
+        with mock.patch.dict(os.environ, ENABLE_ROUTING_REPLAY="0"):
+            losses = [framework.train_step(models.plain, models.tokens[0])]
+            with models.installed("mode=live", use_routing_replay=False):
+                models.other.zero()
+                result = framework.model.train_one_step(None, 0, 0, models.tokens[0], models.other, None, None, 2, 8)
+                losses.append(result[0]["loss"])
+        assert result[0]["moe/max_vio_before"] > 0
+        assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@runs_on_ranks()
+def test_critics_run_as_without_the_plugin(state: State, package: str) -> None:
+    del state
+    with models_of(package) as models:
+        expected = run_rollout(models.framework, models.plain, models.tokens, models.routes)[0]
+        with models.installed() as plugin:
+            models.other.chunks[0].role = "critic"
+            found = run_rollout(models.framework, models.other, models.tokens, models.routes)[0]
+            assert plugin.adapter.sessions == []
+        assert max(differences(found, expected).values()) == 0
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@runs_on_ranks()
+def test_groups_are_destroyed_and_created_again_between_steps(state: State, package: str) -> None:
+    """As a trainer with --offload-train sleeps, WORLD included."""
+    with reloadable_groups() as reload, models_of(package) as models:
+        framework = models.framework
+
+        def rollouts(model: Any) -> list[Any]:
+            found = [run_rollout(framework, model, models.tokens, models.routes)]
+            framework.actor.destroy_process_groups()
+            framework.actor.destroy_process_groups()
+            reload()
+            return [*found, run_rollout(framework, model, models.tokens, models.routes)]
+
+        expected = rollouts(models.plain)
+        with models.installed():
+            found = rollouts(models.other)
+        for (actual, logged), (wanted, _) in zip(found, expected, strict=True):
+            assert max(differences(actual, wanted).values()) < 1e-12
+            assert all(step["moe/replicas"] > 0 for step in logged)
+    # Models of other tests have groups of the WORLD that is gone.
+    state.clear()
+
+
+class ReadLater:
+    """An entry of slime's queues that is read when it is used."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        self._ids = ids
+
+    def materialize_for_routing_replay(self, stage: str) -> torch.Tensor:
+        assert stage == "forward"
+        return self._ids
+
+
+@runs_on_ranks()
+def test_entries_that_are_read_late_and_queues_that_do_not_fit(state: State) -> None:
+    del state
+    with models_of("slime") as models, models.installed() as plugin:
+        framework, model = models.framework, models.other
+        framework.set_stage("replay_backward")
+        with pytest.raises(InputError, match="routing of micro-batch 0 can't be read: IndexError"):
+            framework.train_step(model, models.tokens[0])
+        assert plugin.adapter.sessions[0].report is None
+        for queue, layer in zip(queues_of(model), (0, 1), strict=True):
+            ids = [torch.from_numpy(routes[:, layer]) for routes in models.routes]
+            queue.top_indices_list = [ReadLater(each) for each in ids]  # type: ignore[misc]
+        framework.train_step(model, models.tokens[0])
+        report = plugin.adapter.sessions[0].report
+        assert report is not None
+        assert report.replicas > 0
+        framework.set_stage("replay_sideways")
+        with pytest.raises(InputError, match=r"slime replays in stage 'replay_sideways'; .* fits slime 624b824a8"):
+            framework.train_step(model, models.tokens[0])
+        framework.set_stage("replay_backward")
+        for layer in model.moe_layers():
+            del layer.router.routing_replay
+        with pytest.raises(InputError, match="MoE layer 2 has no routing_replay; is Megatron patched as slime"):
+            framework.train_step(model, models.tokens[0])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@runs_on_ranks()
+def test_refuses_by_name_before_the_first_step(state: State, package: str) -> None:
+    del state
+    options: dict[str, dict[str, Any]] = {
+        "slime": {"megatron_deepgemm_forward_layers": [0]},
+        "miles": {"lora_rank": 8, "indep_dp": True},
+    }
+    refused: list[tuple[str, str, dict[str, Any]]] = [
+        ("mode=rehome", "mode=rehome .* ref, teacher and old_actor .* by position", {}),
+        ("mode=live", "mode=live .* with recorded routing use mode=plan", {}),
+        ("", "mode=plan needs recorded routing; add --use-rollout-routing-replay", {"use_routing_replay": False}),
+        ("mode=shadow", "mode=shadow needs recorded routing", {"use_routing_replay": False}),
+        ("slots=1", "TRIMTAB_BALANCE has no option 'slots'", {}),
+        *[("", f"{name}=.* is not supported", {name: value}) for name, value in options[package].items()],
+        ("", "enable_mtp_training=True is not supported", {"enable_mtp_training": True}),
+        ("", "mtp_num_layers=1 is not supported", {"mtp_num_layers": 1}),
+        ("", "overlap_moe_expert_parallel_comm=True is not", {"overlap_moe_expert_parallel_comm": True}),
+        (
+            "",
+            r"moe_shared_expert_overlap=True is not .* \(1 more\)",
+            {"moe_shared_expert_overlap": True, "fp8": "e4m3"},
+        ),
+    ]
+    with stand_in(package) as framework:
+        before = vars(framework.model).copy(), vars(framework.actor).copy(), vars(framework.replay).copy()
+        for text, message, more in refused:
+            with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text), pytest.raises(InputError, match=message):
+                import_module(f"trimtab.integrations.{package}").install(arguments(**more))
+        del framework.actor.destroy_process_groups
+        fits = r"megatron_utils\.actor has no destroy_process_groups; this version of Trimtab fits"
+        with pytest.raises(InputError, match=f"{fits} {package}"):
+            import_module(f"trimtab.integrations.{package}").install(arguments())
+        before[1].pop("destroy_process_groups")
+        assert before == (vars(framework.model), vars(framework.actor), vars(framework.replay))
+
+
+@runs_on_ranks()
+def test_the_first_line_has_versions_mode_and_what_has_never_run(state: State) -> None:
+    del state
+    with stand_in("slime"), redirect_stdout(io.StringIO()) as output:
+        plugin = import_module("trimtab.integrations.slime").install(
+            arguments(offload_train=True, moe_grouped_gemm=True)
+        )
+        plugin.uninstall()
+        with mock.patch.dict(os.environ, TRIMTAB_BALANCE="mode=off"):
+            import_module("trimtab.integrations.slime").install(arguments()).uninstall()
+    lines = output.getvalue().splitlines()
+    if dist.get_rank():
+        assert lines == []
+        return
+    first, off = lines
+    for part in (
+        r"^Trimtab \S+ in slime .*, megatron-core \d\S+, torch \d\S+: mode=plan slots_per_rank=2, 2 MoE layers of 8 ",
+        "never run on a GPU", "moe_grouped_gemm=True has never run", "offload_train=True has never run",
+    ):  # fmt: skip
+        assert re.search(part, first), first
+    assert "mode=off" in off
+
+
+def test_tokens_without_a_record_get_miles_experts_or_are_unread() -> None:
+    """Unread tokens get experts that even out the ranks, which a loss over all routes does not allow."""
+    pytest.importorskip("megatron.core")
+    plugin = MilesPlugin(arguments())
+    ids = np.array([[[5, 2], [7, 1]], [[3, 4], [-1, -1]], [[-1, -1], [-1, -1]]], np.int32)
+    config = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, "moe_router_enable_expert_bias": False}
+    routes = plugin.routes(
+        ids, SimpleNamespace(config=SimpleNamespace(**config, moe_router_load_balancing_type="none"))
+    )
+    assert np.asarray(routes.ids)[1].tolist() == [[3, 4], [0, 1]]
+    assert np.asarray(routes.unread).tolist() == [False, False, True]
+    config["moe_z_loss_coeff"] = 0.1
+    routes = plugin.routes(
+        ids, SimpleNamespace(config=SimpleNamespace(**config, moe_router_load_balancing_type="none"))
+    )
+    assert routes.unread is None
+    assert np.asarray(routes.ids)[2].tolist() == [[0, 1], [0, 1]]

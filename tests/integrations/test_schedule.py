@@ -1,0 +1,288 @@
+"""`ScheduleAdapter` on Megatron's own schedules: a module that gets its schedule by name, as frameworks have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.live_runs import quotas_of_few
+from helpers.random_plans import random_group_plans
+from helpers.rank_pool import RankPool, on_ranks, shared_pool
+from helpers.rank_tests import of_all_ranks, runs_on_ranks
+from integrations.test_megatron_modes import MICRO_BATCHES, Pair, Results, State, pair_of, parts_of
+from trimtab.array_type import Array
+from trimtab.errors import InputError
+from trimtab.integrations.options import PluginOptions
+from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
+from trimtab.runtime.live import balancer
+
+PLAN = PluginOptions()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = shared_pool(2, "megatron")
+    yield pool
+    pool.forget()
+
+
+class Framework(ModuleType):
+    """A module of a framework that runs a pass of a model by the name of Megatron's schedule."""
+
+    def __init__(self) -> None:
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        super().__init__("framework.model")
+        self.get_forward_backward_func = get_forward_backward_func
+
+    def run(self, **arguments: Any) -> Any:
+        return self.get_forward_backward_func()(**arguments)
+
+
+class Recorded:
+    """`ids_of` of one model: ids by the tokens of a micro-batch, and nothing for other models and broken micro-batches.
+
+    Attributes:
+        asked: the micro-batches for which it was asked.
+    """
+
+    def __init__(self, model: Any, tokens_MBS: torch.Tensor, routing: Sequence[Array]) -> None:
+        self.asked: list[Any] = []
+        self.missing: set[int] = set()
+        self.broken: Exception | None = None
+        self._model, self._tokens, self._routing = model, tokens_MBS, routing
+
+    def __call__(self, batch: Any, chunks: Sequence[Any]) -> Any:
+        self.asked.append(batch)
+        if self.broken is not None:
+            raise self.broken
+        number = batch if isinstance(batch, int) else self._number(batch)
+        return None if chunks[0] not in self._model.chunks or number in self.missing else self._routing[number]
+
+    def _number(self, tokens: torch.Tensor) -> int:
+        return next(index for index, each in enumerate(self._tokens) if torch.equal(each, tokens))
+
+
+@contextmanager
+def installed(pair: Pair, options: PluginOptions = PLAN, **more: Any) -> Iterator[tuple[Framework, Any, Recorded]]:
+    """The second model in an adapter, with replicas drawn at random."""
+    from trimtab.runtime import step_planner
+
+    framework, ids_of = Framework(), Recorded(pair.other, pair.tokens_MBS, pair.routing)
+    adapter = ScheduleAdapter(framework, ids_of)
+    rng = np.random.default_rng(0)
+
+    def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> Any:
+        return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
+
+    adapter.install()
+    adapter.balance(pair.other.chunks, options, **more)
+    try:
+        with mock.patch.object(step_planner, "plan_schedule", plans):
+            yield framework, adapter, ids_of
+    finally:
+        adapter.uninstall()
+
+
+@runs_on_ranks()
+def test_passes_are_planned_if_all_their_ids_are_known(state: State) -> None:
+    pair = pair_of(state)
+    before, plain_name = parts_of(pair), Framework().get_forward_backward_func
+    with installed(pair) as (framework, adapter, ids_of):
+        (session,) = adapter.sessions
+        assert adapter.balance(pair.other.models, PLAN) is session
+        assert pair.error(pair.step(pair.other, framework.run)) < 1e-12
+        assert session.report.replicas > 0
+        assert session.take_metrics()["moe/unplanned_micro_steps"] == 0
+        assert len(ids_of.asked) == MICRO_BATCHES
+        # As of a reference: Megatron's own run, bit for bit.
+        session.report = None
+        for ids_of.missing in ({0}, {1}):
+            assert pair.is_same(pair.step(pair.other, framework.run))
+        assert pair.is_same(pair.step(pair.plain, framework.run))
+        assert session.report is None
+        ids_of.missing = set()
+        assert not all(of_all_ranks(pair.is_same(pair.step(pair.other, framework.run))))
+        with pytest.raises(InputError, match=r"installed in framework\.model already"):
+            adapter.install()
+    assert framework.get_forward_backward_func is plain_name
+    assert all(part is kept for part, kept in zip(parts_of(pair), before, strict=True))
+    assert pair.is_same(pair.step(pair.other, framework.run))
+
+
+@runs_on_ranks()
+def test_the_framework_s_replay_is_off_only_where_a_plan_is_executed(state: State) -> None:
+    """Passes of other models may run within a planned one, and after an error the framework replays again."""
+    pair = pair_of(state)
+    for mode in ("plan", "shadow"):
+        with installed(pair, PluginOptions(mode)) as (framework, adapter, ids_of):  # type: ignore[arg-type]
+            seen: list[bool] = []
+
+            def within(
+                *, forward_step_func: Any, seen: Any = seen, adapter: Any = adapter, framework: Any = framework,
+                **others: Any,
+            ) -> Any:  # fmt: skip
+                def forward_step(iterator: Any, model: Any) -> Any:
+                    seen.append(adapter.is_replaying)
+                    if len(seen) == 1:
+                        with torch.no_grad():
+                            pair.plain.run(inner, pair.tokens_MBS, forward_only=True)
+                        seen.append(adapter.is_replaying)
+                    return forward_step_func(iterator, model)
+
+                return framework.run(forward_step_func=forward_step, **others)
+
+            def inner(*, seen: Any = seen, adapter: Any = adapter, framework: Any = framework, **others: Any) -> Any:
+                own = others["forward_step_func"]
+
+                def forward_step(*args: Any) -> Any:
+                    seen.append(adapter.is_replaying)
+                    return own(*args)
+
+                return framework.run(**others | {"forward_step_func": forward_step})
+
+            found = pair.step(pair.other, within)
+            plans = mode == "plan"
+            assert seen == [plans, False, False, plans, plans]
+            assert not adapter.is_replaying
+            assert adapter.sessions[0].report.replicas > 0
+            assert pair.error(found) < 1e-12 if plans else pair.is_same(found)
+            ids_of.broken = ValueError("lost")
+            with pytest.raises(InputError):
+                pair.step(pair.other, framework.run)
+            assert not adapter.is_replaying
+
+
+@runs_on_ranks()
+def test_what_one_rank_can_t_read_is_raised_on_all_ranks(state: State) -> None:
+    pair = pair_of(state)
+    with installed(pair) as (framework, _adapter, ids_of):
+        if dist.get_rank():
+            ids_of.broken = ValueError("the routes are gone")
+        with pytest.raises(InputError, match="routing of micro-batch 0 can't be read: ValueError: the routes are gone"):
+            pair.step(pair.other, framework.run)
+        ids_of.broken = None
+
+        def ends_early(*, data_iterator: Any, **others: Any) -> Any:
+            return framework.run(data_iterator=iter(list(data_iterator)[: 2 - dist.get_rank()]), **others)
+
+        with pytest.raises(InputError, match="the data iterator ended after 1 of 2 micro-batches"):
+            pair.step(pair.other, ends_early)
+        assert pair.error(pair.step(pair.other, framework.run)) < 1e-12
+
+
+@runs_on_ranks()
+def test_models_without_a_session_are_named(state: State) -> None:
+    pair = pair_of(state)
+    framework = Framework()
+    adapter = ScheduleAdapter(framework, Recorded(pair.plain, pair.tokens_MBS, pair.routing))
+    adapter.install()
+    with pytest.raises(InputError, match="a model without a session; call balance"):
+        pair.step(pair.plain, framework.run)
+    adapter.uninstall()
+    with pytest.raises(InputError, match=r"framework\.model has no get_forward_backward"):
+        ScheduleAdapter(framework, lambda batch, chunks: None, "get_forward_backward").install()
+
+
+@runs_on_ranks()
+def test_micro_batches_have_numbers_where_the_iterator_is_the_framework_s_own(state: State) -> None:
+    pair = pair_of(state)
+    with installed(pair) as (framework, adapter, ids_of):
+
+        class Own:
+            """As slime's `DataIterator`, which has no `__next__`."""
+
+            def __init__(self, batches: Any) -> None:
+                self.batches = list(batches)
+
+        def own_iterators(*, data_iterator: Any, forward_step_func: Any, **others: Any) -> Any:
+            for given in (Own([]), [None]):
+                batches = iter(pair.tokens_MBS)
+                ids_of.asked.clear()
+                framework.run(
+                    data_iterator=given,
+                    forward_step_func=lambda _, model, batches=batches: forward_step_func(batches, model),
+                    **others,
+                )
+                assert ids_of.asked == [0, 1]
+
+        pair.step(pair.other, own_iterators)
+        assert adapter.sessions[0].report.replicas > 0
+
+
+@runs_on_ranks()
+def test_only_the_micro_batches_of_a_pass_are_taken(state: State) -> None:
+    """An iterator may go on, as that of pre-training."""
+    pair = pair_of(state)
+    rest: list[Any] = []
+
+    def endless(*, data_iterator: Any, **others: Any) -> Any:
+        longer = iter([*data_iterator, "next step"])
+        framework.run(data_iterator=longer, **others)
+        rest.extend(longer)
+
+    with installed(pair) as (framework, _adapter, _ids_of):
+        assert pair.error(pair.step(pair.other, endless)) < 1e-12
+        assert rest == ["next step"]
+
+
+@runs_on_ranks()
+def test_unread_tokens_and_live_mode(state: State) -> None:
+    pair = pair_of(state)
+    unread = np.arange(len(pair.routing[0])) == len(pair.routing[0]) - 1
+    with installed(pair) as (framework, adapter, ids_of):
+        adapter._ids_of = lambda batch, chunks: MicroBatchRoutes(
+            ids_of(batch, chunks) - 100 * unread[:, None, None], unread
+        )
+        pair.step(pair.other, framework.run)
+        assert adapter.sessions[0].take_metrics()["moe/mixed_instances"] == 0
+    with (
+        mock.patch.object(balancer, "choose_quotas", quotas_of_few),
+        installed(pair, PluginOptions("live"), policy="quota") as (framework, adapter, ids_of),
+    ):
+        assert pair.error(pair.step(pair.other, framework.run)) < 1e-12
+        assert adapter.sessions[0].take_metrics()["live/replicas"] > 0
+        ids_of.missing = {0}
+        assert pair.is_same(pair.step(pair.other, framework.run))
+
+
+def test_chunks_of_an_interleaved_pipeline() -> None:
+    on_ranks(_run_interleaved, (), ranks=4, patched="megatron")
+
+
+def _run_interleaved() -> None:
+    from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model, use_layout
+
+    layout = Layout(4, 2, pipeline=2, interleaved=True)
+    use_layout(layout)
+    pair = Pair.__new__(Pair)
+    pair.function = Framework().get_forward_backward_func()
+    pair.plain = Model(layout, MegatronCase(double=True))
+    pair.other = pair.plain.copy()
+    pair.tokens_MBS = torch.from_numpy(np.random.default_rng(dist.get_rank() % 2).integers(0, VOCABULARY, (4, LENGTH)))
+    pair.routing = pair.plain.record(pair.function, pair.tokens_MBS)
+    pair.expected = pair.step(pair.plain, pair.function)
+    with installed(pair) as (framework, adapter, ids_of):
+        assert len(pair.other.chunks) == 2
+        assert _error_of_chunks(pair, pair.step(pair.other, framework.run)) < 1e-11
+        assert len(ids_of.asked) == 4
+        assert adapter.sessions[0].report.replicas > 0
+        with torch.no_grad():
+            pair.other.run(framework.run, pair.tokens_MBS, forward_only=True)
+        assert len(ids_of.asked) == 8
+        ids_of.missing = {3}
+        assert pair.is_same(pair.step(pair.other, framework.run))
+
+
+def _error_of_chunks(pair: Pair, found: Results) -> float:
+    """As `Pair.error`; stages but the last have no loss."""
+    loss: Callable[[Results], float] = lambda results: results[0] or 1.0  # noqa: E731
+    return pair.error((loss(found), found[1]), (loss(pair.expected), pair.expected[1]))
