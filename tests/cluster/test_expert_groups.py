@@ -12,8 +12,7 @@ from trimtab import ClusterSpec, InputError, ModelSpec, Placement, RoutingTrace,
 from trimtab.array_type import Array
 from trimtab.cluster import StepCosts
 from trimtab.cluster.model_config import read_sizes
-from trimtab.cluster.operations import OperationCosts
-from trimtab.cluster.shared_transfers import transfers_to
+from trimtab.cluster.operations import OperationCosts, transfers_to
 from trimtab.planner import SequenceCounts, StepPlan, plan_sequences
 from trimtab.planner.plan.rank_work import rank_work
 from trimtab.planner.replicas.replica_table import ReplicaTable

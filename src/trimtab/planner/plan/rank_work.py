@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.cluster.operations import OperationCosts
-from trimtab.cluster.shared_transfers import LEAST_USED, MOST_USED
+from trimtab.cluster.operations import LEAST_USED, MOST_USED, OperationCosts
 from trimtab.kernels import kernel
 from trimtab.planner.replicas.replica_table import ReplicaTable
 
@@ -215,7 +214,7 @@ def _transfers(rows, without, copies, tokens, top_k):  # type: ignore[no-untyped
     How many of T tokens use experts of a place follows from counts of rows if a token's experts do not depend on each
     other: T (1 - product of 1 - p), with p the part of the tokens that use an expert there. As the k experts of a token
     differ, it is rather more: with more than k experts there rather T (1 - (1 - x)^k), with x the part of the rows.
-    Where the router limits a token to groups of experts, see `shared_transfers`.
+    Where the router limits a token to groups of experts, see `transfers_to`.
 
     Args:
         without: the product.
@@ -240,7 +239,7 @@ def _chosen_groups(rows_PG, costs):  # type: ignore[no-untyped-def]
     """Of a source's tokens by group: its rows, at least 1; the odds that a token chooses it; the part of a token's
     rows beyond one a group that are in it then. And the sum of the products of odds of `groups_per_token` groups.
 
-    As in `shared_transfers`.
+    As in `transfers_to`.
     """
     groups = rows_PG.shape[1]
     total_G, odds_G, others_G, rows = np.zeros(groups), np.empty(groups), np.empty(groups), 0.0
