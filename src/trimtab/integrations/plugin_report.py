@@ -72,7 +72,7 @@ def step_figures(session: MegatronSession) -> dict[str, float]:
         "moe/mixed_instances": report.mixed_instances,
         **{f"moe/{name}": value for name, value in counted.items()},
         "memory/pool_bytes": report.pool_bytes,
-        **{name: metrics[source] for name, source in _PLANNED.items() if source in metrics},
+        **{name: float(metrics[source]) for name, source in _PLANNED.items() if source in metrics},
     }
 
 
