@@ -21,6 +21,7 @@ from trimtab.rank_variables import rank_variable, torchrun_ranks
 if TYPE_CHECKING:
     from trimtab.doctor.finding import Finding
 
+FRAMEWORKS = ("verl", "slime", "miles")
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 log = logging.getLogger("trimtab")
@@ -37,6 +38,7 @@ def add(commands: Any) -> None:
             "trimtab doctor",
             "trimtab doctor --model path/to/qwen3-moe --ranks 8",
             "trimtab doctor --megatron path/to/pretrain.sh",
+            "trimtab doctor --verl path/to/run.sh",
             "trimtab doctor --gpu --json out/gpu.json",
             "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab doctor --model path/to/qwen3-moe",
         ],
@@ -49,6 +51,10 @@ def add(commands: Any) -> None:
         help="options of a Megatron run, to check as well: JSON or YAML of its arguments or TransformerConfig, a log "
         "with its arguments, or a script of its flags (default: none)",
     )
+    for name in FRAMEWORKS:
+        kind = "config (YAML), or the script that sets it" if name == "verl" else "arguments, such as its script"
+        text = f"the same for a {name} run with Trimtab's plugin: its {kind} (default: none)"
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
     parser.add_argument(
         "--gpu",
         action="store_true",
@@ -64,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     """Returns the exit status."""
     if options.gpu:
         return run_on_gpus(options)
-    from trimtab.doctor import check_megatron, examine
+    from trimtab.doctor import FILE_CHECKS, examine
     from trimtab.doctor.finding import Finding
 
     ranks = torchrun_ranks() or options.ranks or 2
@@ -78,10 +84,11 @@ def run(options: argparse.Namespace) -> int:
         num_layers = model.moe_layers + model.dense_layers if model.moe_layer_indices else None
     elif overrides:
         raise InputError(f"--set {next(iter(overrides))}: needs --model")
-    of_megatron = [] if options.megatron is None else check_megatron(options.megatron)
+    files = {name: getattr(options, name) for name in FILE_CHECKS}
+    of_files = [finding for name, path in files.items() if path is not None for finding in FILE_CHECKS[name](path)]
     local_ranks = rank_variable("LOCAL_WORLD_SIZE", ranks)
     findings = examine(ranks=ranks, local_ranks=local_ranks, slots=options.slots, model=model, num_layers=num_layers)
-    findings += of_megatron
+    findings += of_files
     if unclear:
         findings.append(Finding("model sizes", "warning", unclear))
     if os.environ.get("RANK", "0") != "0":
@@ -103,7 +110,7 @@ def run_on_gpus(options: argparse.Namespace) -> int:
     """`--gpu`. Returns the exit status."""
     if torchrun_ranks():
         raise InputError("--gpu starts its own ranks, to stop them where they hang; run it without torchrun")
-    for name in ("model", "megatron"):
+    for name in ("model", "megatron", *FRAMEWORKS):
         if getattr(options, name) is not None:
             raise InputError(f"--{name}: --gpu does not check it; run trimtab doctor without --gpu as well")
     need_extra("torch")

@@ -26,8 +26,16 @@ def check_megatron(path: Path) -> list[Finding]:
     Raises:
         InputError: if the file can't be read, or has no options.
     """
-    values, unknown = read_options(path)
-    values.setdefault("transformer_impl", "transformer_engine")
+    return check_options(*read_options(path))
+
+
+def check_options(values: dict[str, Any], unknown: list[str]) -> list[Finding]:
+    """Check options by their names in Megatron's configurations.
+
+    Args:
+        unknown: names of those whose value is a variable.
+    """
+    values = {"transformer_impl": "transformer_engine"} | values
     findings = [_package()]
     refused = refusals(values)
     findings += [Finding(f"megatron {name}", "problem", text) for name, text in refused.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,7 @@ def read_options(path: Path) -> tuple[dict[str, Any], list[str]]:
     Raises:
         InputError: if the file can't be read, or has no options.
     """
-    text = read_small_text(path)
-    values: dict[str, Any] = {}
-    for name, value in _pairs(path, text):
-        field = FIELDS.get(name, name)
-        # Parts of a nested configuration may have the same option; one that is switched on counts.
-        if value not in (None, False, "") or field not in values:
-            values[field] = value
+    values = flat_options(_pairs(path, read_small_text(path)))
     if not values:
         raise InputError(
             f"{path}: no options found; it should be JSON or YAML of Megatron's arguments, its log, or a script"
@@ -51,14 +45,32 @@ def read_options(path: Path) -> tuple[dict[str, Any], list[str]]:
     return {name: value for name, value in values.items() if name not in unknown}, unknown
 
 
-def _pairs(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+def flat_options(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Options by their name in Megatron's configurations. If several parts of a nested configuration have one, a value
+    that is switched on counts.
+    """
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        field = FIELDS.get(name, name)
+        if value not in (None, False, "") or field not in values:
+            values[field] = value
+    return values
+
+
+def read_tree(path: Path) -> Any:
+    """The content of a YAML or JSON file. Raises InputError if it can't be read."""
+    text = read_small_text(path)
     if path.suffix in (".yaml", ".yml"):
-        return _leaves(_yaml(path, text))
-    if path.suffix == ".json" or text.lstrip().startswith("{"):
-        try:
-            return _leaves(json.loads(text))
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}: not JSON ({error})") from error
+        return _yaml(path, text)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON ({error})") from error
+
+
+def _pairs(path: Path, text: str) -> Iterable[tuple[str, Any]]:
+    if path.suffix in (".yaml", ".yml", ".json") or text.lstrip().startswith("{"):
+        return _leaves(read_tree(path))
     if len(LOG_LINE.findall(text)) > 2:
         return ((match[1], _literal(match[2])) for match in LOG_LINE.finditer(text))
     return _flags(text)

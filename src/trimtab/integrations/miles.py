@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.integrations.megatron.option_tables import OFF, Option
+from trimtab.integrations.framework_options import MILES
 from trimtab.integrations.replay_plugin import ReplayPlugin
 from trimtab.integrations.schedule import MicroBatchRoutes
 
@@ -49,12 +49,7 @@ class MilesPlugin(ReplayPlugin):
         "miles.utils.replay_base:Replay.backward_index",
         "miles.utils.replay_base:Replay.top_indices_list",
     )
-    refused = (
-        Option("lora_rank", (None, 0), "adapters add Parameters to experts", "train without LoRA"),
-        Option("lora_adapter_path", (None,), "adapters add Parameters to experts", "train without LoRA"),
-        Option("multi_lora", OFF, "adapters add Parameters to experts", "train without LoRA"),
-        Option("indep_dp", OFF, "a part of the data ranks may end and start again", "leave it out"),
-    )
+    refused = MILES
 
     @property
     def _manager(self) -> Any:

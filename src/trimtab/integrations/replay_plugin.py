@@ -15,22 +15,17 @@ from torch import nn
 
 from trimtab.errors import InputError
 from trimtab.integrations.framework_names import check_names
-from trimtab.integrations.megatron.option_tables import OFF, Option, options_of, refusals
+from trimtab.integrations.framework_options import VARIABLE, refused, wrong_mode
+from trimtab.integrations.megatron.option_tables import Option, options_of, refusals
 from trimtab.integrations.options import MODES, PluginOptions
 from trimtab.integrations.plugin_report import first_line, say_on_first_rank, step_figures
 from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
 
-VARIABLE = "TRIMTAB_BALANCE"
 ComputeTopk = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 _UNPLANNED = ("fallthrough", "record")
 _PLANNED = ("replay_forward", "replay_backward")
 _NO_IDS = np.empty((0, 0, 0), np.int16)
-_REFUSED = (
-    Option(
-        "enable_mtp_training", OFF, "MTP layers route tokens that were not recorded", "train without MTP layers"
-    ),
-)  # fmt: skip
 
 
 class ReplayPlugin(ABC):
@@ -56,7 +51,7 @@ class ReplayPlugin(ABC):
     package: ClassVar[str]
     fits: ClassVar[str]
     names: ClassVar[tuple[str, ...]]
-    refused: ClassVar[tuple[Option, ...]] = ()
+    refused: ClassVar[tuple[Option, ...]]
     model: ClassVar[str]
     actor: ClassVar[str]
     topk: ClassVar[tuple[str, str]]
@@ -214,31 +209,18 @@ class ReplayPlugin(ABC):
 
     def _refuse(self) -> None:
         """Raise InputError with the first option that is refused, and the number of others."""
-        given = vars(self.args)
-        problems = self._refused_modes() + [
-            f"{option.name}={given[option.name]} is not supported: {option.reason}; {option.remedy}"
-            for option in (*_REFUSED, *self.refused)
-            if given.get(option.name) not in option.supported
-        ]
+        problems = self._refused_modes() + refused(self.refused, vars(self.args))
         problems += refusals(options_of(self.args)).values()
         if problems:
             more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
             raise InputError(f"{self.package} can't be balanced: {problems[0]}{more}")
 
     def _refused_modes(self) -> list[str]:
-        mode, replays = self.options.mode, getattr(self.args, "use_routing_replay", False)
-        if mode == "rehome":
-            return [
-                f"mode=rehome moves experts, and {self.package} copies weights of ref, teacher and old_actor into the "
-                "same Parameters by position, so these models would compute with other experts; use mode=plan"
-            ]
-        if mode == "live" and replays:
-            return ["mode=live balances what routers choose; with recorded routing use mode=plan"]
-        if mode == "live" and not self._asks_router_replay:
-            return ["mode=live needs routers with router_replay, which this Megatron does not have; use mode=plan"]
-        if mode != "live" and not replays:
-            return [f"mode={mode} needs recorded routing; add --use-rollout-routing-replay, or use mode=live"]
-        return []
+        mode = self.options.mode
+        problem = wrong_mode(self.package, mode, getattr(self.args, "use_routing_replay", False))
+        if not problem and mode == "live" and not self._asks_router_replay:
+            problem = "mode=live needs routers with router_replay, which this Megatron does not have; use mode=plan"
+        return [problem] if problem else []
 
 
 def _asks_router_replay() -> bool:

@@ -17,8 +17,8 @@ from torch import nn
 
 from trimtab.errors import InputError
 from trimtab.integrations.framework_names import check_names
+from trimtab.integrations.framework_options import VERL, refused
 from trimtab.integrations.megatron.balancing import MegatronSession
-from trimtab.integrations.megatron.option_tables import OFF, Option
 from trimtab.integrations.options import MODES, PluginOptions
 from trimtab.integrations.plugin_report import first_line, say_on_first_rank, step_figures
 from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
@@ -56,14 +56,6 @@ NAMES = (
 """What this module replaces and calls of verl, with the parameters that it gives; see `check_names`."""
 VENDOR, VENDOR_VARIABLE = "trimtab", "VERL_ENGINE_VENDOR"
 OPTIONS = "override_mcore_model_config.trimtab"
-_REFUSED = (
-    Option("dynamic_context_parallel", OFF, "its schedule cuts micro-batches in another way", "leave it out"),
-    Option("use_fused_kernels", OFF, "not tested with replicas", "leave it out"),
-    Option("use_megatron_fsdp", OFF, "home experts have to be whole Parameters on their rank", "leave it out"),
-    Option("qat.enable", OFF, "replicas are not quantized", "leave it out"),
-    Option("lora.rank", (None, 0), "replicas are made without adapters", "train whole weights"),
-    Option("mtp.enable", OFF, "MTP layers route tokens that were not recorded", "leave it out"),
-)
 
 
 def choose_engine() -> None:
@@ -102,12 +94,9 @@ def check_supported(model_config: Any, engine_config: Any, options: PluginOption
         "lora.rank": model_config.lora.get("rank", 0),
         "mtp.enable": model_config.mtp.enable,
     }
-    for option in _REFUSED:
-        value = given[option.name] if option.name in given else getattr(engine_config, option.name)
-        if value not in option.supported:
-            raise InputError(
-                f"verl can't be balanced: {option.name}={value} is not supported: {option.reason}; {option.remedy}"
-            )
+    given |= {option.name: getattr(engine_config, option.name) for option in VERL if option.name not in given}
+    for problem in refused(VERL, given):
+        raise InputError(f"verl can't be balanced: {problem}")
 
 
 check_names(NAMES, fits=FITS)
