@@ -191,7 +191,9 @@ def needs_of(
             into["hop", flow.rank] += flow.rows
     if tokens:
         alone = needs_of(plan, counts_RE, costs, m, layer, hops=hops, even=False)
-        filled_RR = shared_rows_of(plan, counts_RE, costs, m, layer, [need.experts + need.moved for need in alone], tokens)
+        filled_RR = shared_rows_of(
+            plan, counts_RE, costs, m, layer, [need.experts + need.moved for need in alone], tokens
+        )
         for source, rank in np.ndindex(filled_RR.shape):
             if not costs.forwards:
                 rows_sent[source, rank][-1] += int(filled_RR[source, rank])
