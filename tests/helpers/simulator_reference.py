@@ -135,11 +135,20 @@ class Simulation:
         self.is_shown = False
         self.lengths = lengths
         rows_MLRE = reference.estimated(workload)
+        self.tokens, self.squares, self.near = (Counter[tuple[int, int]]() for _ in range(3))
+        for m, r, length in zip(plan.micro_step.tolist(), plan.rank.tolist(), lengths.tolist(), strict=True):
+            self.tokens[m, r] += length
+            self.squares[m, r] += length**2
+            self.near[m, r] += near_pairs(length, costs)
+        self.moves_shared = traits.moves_shared_rows and not traits.ideal and costs.shared_token_s > 0
         self.needs = {
-            (m, layer): needs_of(plan, rows_MLRE[m, layer], costs, m, layer, hops=traits.hops, even=traits.ideal)
+            (m, layer): needs_of(
+                plan, rows_MLRE[m, layer], costs, m, layer, hops=traits.hops, even=traits.ideal,
+                tokens=[self.tokens[m, r] for r in range(plan.num_ranks)] if self.moves_shared else (),
+            )
             for m in range(plan.num_micro_steps)
             for layer in range(plan.num_layers)
-        }
+        }  # fmt: skip
         has_links = cluster.node_bytes_per_s and cluster.network_bytes_per_s
         self.copies: dict[tuple[int, int], list[Copy]] = defaultdict(list)
         for m, layer in self.needs:
@@ -153,11 +162,6 @@ class Simulation:
             layer: sorted({copy for m in range(plan.num_micro_steps) for copy in self.copies[m, layer] if is_kept})
             for layer in range(plan.num_layers)
         }
-        self.tokens, self.squares, self.near = (Counter[tuple[int, int]]() for _ in range(3))
-        for m, r, length in zip(plan.micro_step.tolist(), plan.rank.tolist(), lengths.tolist(), strict=True):
-            self.tokens[m, r] += length
-            self.squares[m, r] += length**2
-            self.near[m, r] += near_pairs(length, costs)
 
     # Time passes.
 
@@ -367,7 +371,8 @@ class Simulation:
         costs, inside, outside = self.costs, [], []
         for r in range(self.plan.num_ranks):
             tokens, squares, near = self.tokens[m, r], self.squares[m, r], self.near[m, r]
-            layer_s = costs.layer_s + tokens * costs.token_s + squares * costs.square_s + near * costs.reach_s
+            token_s = costs.token_s - self.moves_shared * costs.shared_token_s
+            layer_s = costs.layer_s + tokens * token_s + squares * costs.square_s + near * costs.reach_s
             outer_s = costs.outer_s + tokens * costs.outer_token_s + squares * costs.outer_square_s
             inside.append(factor * layer_s)
             outside.append(factor * (outer_s + near * costs.outer_reach_s))

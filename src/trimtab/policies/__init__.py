@@ -29,6 +29,7 @@ _CLASSES = {
     "foremoe": ("rivals.foremoe", "ForeMoe"),
     "routepack": ("rivals.routepack", "RoutePack"),
     "openinstruct": ("rivals.openinstruct", "OpenInstruct"),
+    "waterfill": ("rivals.waterfill", "Waterfill"),
     "trimtab": ("trimtab", "Trimtab"),
     "balanced": ("balanced", "Balanced"),
 }

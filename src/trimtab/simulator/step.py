@@ -22,6 +22,7 @@ from trimtab.simulator.clocks import Clocks
 from trimtab.simulator.memory import ZERO1
 from trimtab.simulator.recorded_operations import Operations
 from trimtab.simulator.replica_transfers import Copies, Transfers
+from trimtab.simulator.shared_work import with_shared_rows
 from trimtab.simulator.timeline import (
     AT_LAYER,
     AT_MICRO_STEP,
@@ -125,6 +126,11 @@ def simulate_step(
         if trace is not None and costs.top_k > 1:
             work = _with_counted_transfers(work, plan, trace, costs, traits.hops)
     attention_MR, outer_MR = dense_seconds(plan.schedule, lengths, costs)
+    if traits.moves_shared_rows and costs.shared_token_s and not traits.ideal:
+        tokens_MR = np.zeros(attention_MR.shape, np.int64)
+        np.add.at(tokens_MR, (plan.micro_step, plan.rank), lengths)
+        attention_MR -= costs.shared_token_s * tokens_MR
+        work = with_shared_rows(work, plan, counts_MLRE, tokens_MR, costs, hops=traits.hops)
     paths_P = _paths(plan, cluster, traits)
     all_layers = model_layers or plan.num_layers
     planning = traits.hidden_planning(plan, workload, lengths, cluster, all_layers)

@@ -17,6 +17,7 @@ SOURCES = (
     "policies/policy.py",
     "policies/static.py",
     "policies/balanced.py",
+    "policies/shared_rows.py",
     "policies/hidden_planning.py",
     "policies/planning_time.py",
     "policies/planning_times.json",
