@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl test-slime mutants reliability lint bench clean
+.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl test-slime test-miles mutants reliability lint bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -40,9 +40,13 @@ test-trl: .venv/.ready  ## run the tests of the TRL trainer (about a minute)
 test-verl: .venv-verl/.ready  ## run the tests of verl 0.9.1, observed and balanced, in an environment of its own (about 3 minutes)
 	PYTHONPATH=src .venv-verl/bin/python -m pytest --forks 2 -k verl tests/observe/test_released_frameworks.py tests/integrations/test_verl.py
 
-# SLIME is a folder with slime's source: git archive 624b824a8 slime | tar x; MILES, if given, one with that of miles.
-test-slime: .venv/.ready  ## run slime's own functions with the plugin, from its source (SLIME=folder)
-	SLIME=$(SLIME) MILES=$(MILES) $(BIN)/python -m pytest -s tests/integrations/test_slime_source.py tests/integrations/test_framework_names.py
+# SLIME is a folder with slime's source: git archive 624b824a8 slime | tar x.
+test-slime: .venv/.ready  ## run slime's own functions with the plugin (SLIME=folder with its source)
+	SLIME=$(SLIME) $(BIN)/python -m pytest -s tests/integrations/test_slime_source.py tests/integrations/test_framework_names.py
+
+# MILES is a folder with miles' source at 31f1ca961, MEGATRON one with its fork of Megatron at 2e64d788b.
+test-miles: .venv/.ready  ## run the plugin in miles' Megatron, with its replay manager (MILES=folder MEGATRON=folder)
+	MILES=$(MILES) PYTHONPATH=$(MEGATRON) $(BIN)/python -m pytest tests/integrations/test_replay_plugins.py tests/integrations/test_framework_names.py -k miles
 
 SEED ?= 1
 

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -32,13 +34,10 @@ from trimtab.array_type import Array
 class Queue:
     """slime's RoutingReplay and miles' Replay."""
 
-    all_routing_replays: list[Queue] = []  # noqa: RUF012
-
     def __init__(self) -> None:
         self.forward_index = 0
         self.backward_index = 0
         self.top_indices_list: list[torch.Tensor] = []
-        Queue.all_routing_replays.append(self)
 
     def record(self, ids: torch.Tensor) -> None:
         self.top_indices_list.append(ids.to("cpu", copy=True))
@@ -73,6 +72,10 @@ class StandIn:
         self.model.get_forward_backward_func = get_forward_backward_func
         self.actor.destroy_process_groups = lambda: None
 
+    def queue(self) -> Any:
+        """Of a router."""
+        return Queue()
+
     def modules(self) -> dict[str, ModuleType]:
         names = (
             self.package,
@@ -94,8 +97,10 @@ class StandIn:
 
     def forward_backward(self, **arguments: Any) -> Any:
         """A pass as the framework makes it: a list of chunks, and iterators of its own."""
-        arguments["data_iterator"] = [OwnIterator(arguments["data_iterator"])]
-        arguments["model"] = [arguments["model"]]
+        several = isinstance(arguments["model"], list)
+        data, model = arguments["data_iterator"], arguments["model"]
+        arguments["data_iterator"] = [OwnIterator(each) for each in (data if several else [data])]
+        arguments["model"] = model if several else [model]
         own = arguments["forward_step_func"]
         arguments["forward_step_func"] = lambda iterator, model: own(iterator.batches, model)
         return self.model.get_forward_backward_func()(**arguments)
@@ -195,30 +200,9 @@ class Miles(StandIn):
 
     def __init__(self) -> None:
         super().__init__()
-        self.replay = _module("miles.utils.replay_base")
-        self.replay.Replay = Queue
-
-        class BaseReplayManager:
-            def __init__(self) -> None:
-                self.stage, self.enabled, self.current = "fallthrough", True, None
-
-            def get_current(self) -> Any:
-                return self.current
-
-            def register_to_module(self, module: Any, attr_name: str, stream_idx: int | None = None) -> None:
-                pass
-
-            def get_topk_fn(self, old_topk_fn: Callable[..., Any], return_probs: bool) -> Callable[..., Any]:
-                assert return_probs
-
-                def new_topk_fn(scores: Any, topk: int, *args: Any, **kwargs: Any) -> Any:
-                    plain = lambda: old_topk_fn(scores, topk, *args, **kwargs)  # noqa: E731
-                    return choice(self.stage, self.current, scores, plain) if self.enabled else plain()
-
-                return new_topk_fn
-
-        self.replay.BaseReplayManager = BaseReplayManager
-        self.replay.routing_replay_manager = BaseReplayManager()
+        folder = os.environ.get("MILES")
+        self.replay = _replay_base_of(folder) if folder else _replay_base()
+        self.replay.routing_replay_manager.enabled = True
 
         def train_one_step(
             args: Any, rollout_id: int, step_id: int, data_iterator: Any, model: Any, optimizer: Any,
@@ -239,6 +223,49 @@ class Miles(StandIn):
 
     def enter(self, queue: Queue) -> None:
         self.replay.routing_replay_manager.current = queue
+
+    def queue(self) -> Any:
+        return self.replay.Replay()
+
+
+def _replay_base_of(folder: str) -> Any:
+    """miles' own module, which needs torch only."""
+    path = Path(folder) / "miles" / "utils" / "replay_base.py"
+    spec = spec_from_file_location("miles.utils.replay_base", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _replay_base() -> Any:
+    """The stand-in of miles.utils.replay_base."""
+    module = _module("miles.utils.replay_base")
+    module.Replay = Queue
+
+    class BaseReplayManager:
+        def __init__(self) -> None:
+            self.stage, self.enabled, self.current = "fallthrough", False, None
+
+        def get_current(self) -> Any:
+            return self.current
+
+        def register_to_module(self, module: Any, attr_name: str, stream_idx: int | None = None) -> None:
+            pass
+
+        def get_topk_fn(self, old_topk_fn: Callable[..., Any], return_probs: bool) -> Callable[..., Any]:
+            assert return_probs
+
+            def new_topk_fn(scores: Any, topk: int, *args: Any, **kwargs: Any) -> Any:
+                plain = partial(old_topk_fn, scores, topk, *args, **kwargs)
+                return choice(self.stage, self.current, scores, plain) if self.enabled else plain()
+
+            return new_topk_fn
+
+    module.BaseReplayManager = BaseReplayManager
+    module.routing_replay_manager = BaseReplayManager()
+    return module
 
 
 def choice(stage: str, queue: Any, scores: torch.Tensor, plain: Callable[[], Any]) -> Any:
@@ -268,7 +295,7 @@ def stand_in(package: str) -> Iterator[StandIn]:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         plain_init(self, *args, **kwargs)
-        self.routing_replay = Queue()
+        self.routing_replay = found.queue()
         self.register_forward_pre_hook(lambda module, _: found.enter(module.routing_replay))
 
     with ExitStack() as stack:
@@ -278,11 +305,12 @@ def stand_in(package: str) -> Iterator[StandIn]:
             stack.callback(sys.modules.pop, name)
         stack.enter_context(mock.patch.dict(os.environ, ENABLE_ROUTING_REPLAY="1", ROUTING_REPLAY_STAGE="fallthrough"))
         stack.enter_context(mock.patch.object(router.TopKRouter, "__init__", init))
-        patched = _patched_topk(moe_utils, found)
-        stack.enter_context(mock.patch.object(moe_utils, "topk_routing_with_score_function", patched))
-        called = patched if package == "slime" else lambda *args, router_replay, **kwargs: patched(*args, **kwargs)
-        stack.enter_context(mock.patch.object(router, "topk_routing_with_score_function", called))
-        stack.enter_context(mock.patch.object(Queue, "all_routing_replays", []))
+        # miles' fork of Megatron has the lines itself.
+        if "router_replay" in inspect.signature(moe_utils.topk_routing_with_score_function).parameters:
+            patched = _patched_topk(moe_utils, found)
+            stack.enter_context(mock.patch.object(moe_utils, "topk_routing_with_score_function", patched))
+            called = patched if package == "slime" else lambda *args, router_replay, **kwargs: patched(*args, **kwargs)
+            stack.enter_context(mock.patch.object(router, "topk_routing_with_score_function", called))
         yield found
 
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.examples import examples
 from helpers.random_plans import random_group_plans
-from helpers.rank_pool import RankPool, shared_pool
+from helpers.rank_pool import RankPool, on_ranks, shared_pool
 from helpers.rank_tests import runs_on_ranks
 from helpers.replay_stand_ins import (
     StandIn,
@@ -34,7 +35,7 @@ from trimtab.integrations.miles import MilesPlugin
 from trimtab.integrations.replay_plugin import ReplayPlugin
 
 State = dict[str, Any]
-STEPS, MICRO_BATCHES = 2, 2
+STEPS = 2
 PACKAGES = ("slime", "miles")
 
 
@@ -48,18 +49,21 @@ def pool() -> Iterator[RankPool]:
 class Models:
     """Two equal models with the queues of a framework, all layers recomputed; tokens and routes of a rollout."""
 
-    def __init__(self, framework: StandIn) -> None:
+    def __init__(self, framework: StandIn, layout: Any = None) -> None:
+        from megatron.core import parallel_state
+
         from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model, use_layout
 
-        use_layout(Layout(2, 2))
+        layout = layout or Layout(2, 2)
+        use_layout(layout)
         self.framework = framework
-        self.plain = Model(Layout(2, 2), MegatronCase(double=True, recompute="uniform"))
+        self.plain = Model(layout, MegatronCase(double=True, recompute="uniform"))
         self.other = self.plain.copy()
-        rng = np.random.default_rng(dist.get_rank())
-        shape = (STEPS, MICRO_BATCHES, LENGTH)
-        self.tokens = list(torch.from_numpy(rng.integers(0, VOCABULARY, shape)))
-        unknown = framework.package == "miles"
-        self.routes = [some_routes(rng, (LENGTH, 2), unknown=unknown) for _ in range(STEPS * MICRO_BATCHES)]
+        rng = np.random.default_rng(parallel_state.get_data_parallel_rank())
+        micro_batches = 2 * layout.pipeline
+        self.tokens = list(torch.from_numpy(rng.integers(0, VOCABULARY, (STEPS, micro_batches, LENGTH))))
+        shape, unknown = (LENGTH, len(queues_of(self.plain))), framework.package == "miles"
+        self.routes = [some_routes(rng, shape, unknown=unknown) for _ in range(STEPS * micro_batches)]
 
     @contextmanager
     def installed(self, text: str = "", **more: Any) -> Iterator[ReplayPlugin]:
@@ -81,9 +85,9 @@ class Models:
 
 
 @contextmanager
-def models_of(package: str) -> Iterator[Models]:
+def models_of(package: str, layout: Any = None) -> Iterator[Models]:
     with stand_in(package) as framework:
-        yield Models(framework)
+        yield Models(framework, layout)
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
@@ -105,7 +109,7 @@ def test_a_rollout_is_that_of_the_framework_s_own_replay(state: State, package: 
     with models_of(package) as models:
         framework, routes = models.framework, models.routes
         expected = [run_rollout(framework, models.plain, models.tokens, each)[0] for each in (routes, None)]
-        everything = STEPS * MICRO_BATCHES
+        everything = len(routes)
         assert all(each["consumed"] == [(everything,) * 3] * 2 for each in expected)
         with models.installed() as plugin:
             for recorded, wanted in zip((routes, None), expected, strict=True):
@@ -118,6 +122,24 @@ def test_a_rollout_is_that_of_the_framework_s_own_replay(state: State, package: 
                 assert all(step["memory/pool_bytes"] > 0 for step in logged)
             (session,) = plugin.adapter.sessions
             assert not session.have_moved
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("package", examples(short=("slime",), long=PACKAGES))
+def test_chunks_of_an_interleaved_pipeline(package: str) -> None:
+    on_ranks(_run_interleaved, (package,), ranks=4, patched="megatron")
+
+
+def _run_interleaved(package: str) -> None:
+    """Each stage has the queues of its own layers."""
+    from helpers.megatron_runs import Layout
+
+    with models_of(package, Layout(4, 2, pipeline=2, interleaved=True)) as models:
+        expected = run_rollout(models.framework, models.plain, models.tokens, models.routes)[0]
+        with models.installed():
+            found, logged = run_rollout(models.framework, models.other, models.tokens, models.routes)
+        assert max(differences(found, expected).values()) < 1e-11
+        assert all(step["moe/replicas"] > 0 for step in logged)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -247,6 +269,7 @@ def test_refuses_by_name_before_the_first_step(state: State, package: str) -> No
         ("", "mode=plan needs recorded routing; add --use-rollout-routing-replay", {"use_routing_replay": False}),
         ("mode=shadow", "mode=shadow needs recorded routing", {"use_routing_replay": False}),
         ("slots=1", "TRIMTAB_BALANCE has no option 'slots'", {}),
+        ("", "the model has no experts", {"num_experts": None}),
         *[("", f"{name}=.* is not supported", {name: value}) for name, value in options[package].items()],
         ("", "enable_mtp_training=True is not supported", {"enable_mtp_training": True}),
         ("", "mtp_num_layers=1 is not supported", {"mtp_num_layers": 1}),

@@ -20,7 +20,7 @@ from trimtab.integrations.framework_names import check_names
 from trimtab.integrations.megatron.balancing import MegatronSession
 from trimtab.integrations.megatron.option_tables import OFF, Option
 from trimtab.integrations.options import MODES, PluginOptions
-from trimtab.integrations.plugin_report import first_line, say_on_first_rank, step_figures
+from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
 from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
 from trimtab.launch.launcher import LAUNCH_ORDER
 
@@ -158,7 +158,7 @@ class TrimtabMegatronEngine(_VerlEngine):
     def _build_optimizer(self) -> Any:
         """verl calls it when the model is loaded and on the device, and not in reference engines."""
         optimizer = super()._build_optimizer()
-        say_on_first_rank(first_line("verl", self._options, self.tf_config, [f"moves={self._moves}"]))
+        print_on_first_rank(first_line("verl", self._options, self.tf_config, [f"moves={self._moves}"]))
         if self._options.mode == "off":
             return optimizer
         if self.adapter is None:
