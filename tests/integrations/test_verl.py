@@ -36,8 +36,8 @@ if find_spec("verl") is not None:
         loss,
         make_engine,
         plans_of,
-        prepare,
     )
+    from helpers.verl_fakes import prepare
 
 on_verl_ranks = partial(runs_on_ranks, patched="verl")
 FLOAT32, BFLOAT16 = 1e-5, 3e-2

@@ -232,8 +232,6 @@ class TrimtabMegatronEngine(_VerlEngine):
                 layers.append(router.target_topk_idx)
                 is_read_N = router.target_replay_mask
                 router.clear_indices()
-        if not layers:
-            return torch.zeros(0, 0, 1, dtype=torch.int64), None
         return torch.stack(layers, dim=1).cpu(), None if is_read_N is None else is_read_N.bool().view(-1).cpu()
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
