@@ -1,5 +1,8 @@
-"""What needs a GPU or files in verl's Megatron engine, replaced: CUDA, Transformer Engine (attention of packed sequences
-is a loop, experts are `SequentialMLP`, norms are LayerNorms), weights in files, `HFModelConfig`, checkpoints."""
+"""What needs a GPU or files in verl's Megatron engine, replaced.
+
+CUDA; Transformer Engine (attention is a loop over packed sequences, experts are `SequentialMLP`, norms are LayerNorms);
+weights from and to files; `HFModelConfig`; checkpoints.
+"""
 
 from __future__ import annotations
 
