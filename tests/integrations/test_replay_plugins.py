@@ -269,6 +269,7 @@ def test_refuses_by_name_before_the_first_step(state: State, package: str) -> No
         ("", "mode=plan needs recorded routing; add --use-rollout-routing-replay", {"use_routing_replay": False}),
         ("mode=shadow", "mode=shadow needs recorded routing", {"use_routing_replay": False}),
         ("slots=1", "TRIMTAB_BALANCE has no option 'slots'", {}),
+        ("", "the model has no experts", {"num_experts": None}),
         *[("", f"{name}=.* is not supported", {name: value}) for name, value in options[package].items()],
         ("", "enable_mtp_training=True is not supported", {"enable_mtp_training": True}),
         ("", "mtp_num_layers=1 is not supported", {"mtp_num_layers": 1}),

@@ -36,11 +36,11 @@ if find_spec("verl") is not None:
         loss,
         make_engine,
         plans_of,
-        prepare,
     )
+    from helpers.verl_fakes import prepare
 
 on_verl_ranks = partial(runs_on_ranks, patched="verl")
-FLOAT32, BFLOAT16 = 1e-5, 2e-2
+FLOAT32, BFLOAT16 = 1e-5, 3e-2
 
 
 def compared(ranks: int = 2, **case: Any) -> list[Comparison]:

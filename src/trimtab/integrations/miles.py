@@ -34,7 +34,7 @@ class MilesPlugin(ReplayPlugin):
     fits = "miles 31f1ca961 (0.1.0)"
     model = "miles.backends.megatron_utils.model"
     actor = "miles.backends.megatron_utils.actor"
-    topk = ("miles.utils.replay_base:BaseReplayManager", "get_topk_fn")
+    topk = "miles.utils.replay_base:BaseReplayManager.get_topk_fn"
     names = (
         "miles.backends.megatron_utils.model:get_forward_backward_func",
         "miles.backends.megatron_utils.model:train_one_step(args, model, num_microbatches)",

@@ -44,8 +44,8 @@ def first_line(framework: str, options: PluginOptions, config: Any, notes: Seque
     )
 
 
-def say_on_first_rank(line: str) -> None:
-    """Print a line on rank 0. Frameworks show no messages below WARNING of other loggers than their own."""
+def print_on_first_rank(line: str) -> None:
+    """Print a line on rank 0; frameworks show only warnings of other loggers than their own."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(line, flush=True)
 

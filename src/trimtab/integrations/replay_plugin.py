@@ -6,6 +6,7 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import reduce
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from trimtab.integrations.framework_names import check_names
 from trimtab.integrations.framework_options import VARIABLE, refused, wrong_mode
 from trimtab.integrations.megatron.option_tables import Option, options_of, refusals
 from trimtab.integrations.options import MODES, PluginOptions
-from trimtab.integrations.plugin_report import first_line, say_on_first_rank, step_figures
+from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
 from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
 
 ComputeTopk = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -45,7 +46,7 @@ class ReplayPlugin(ABC):
         names: names of the framework that the plugin replaces or reads, see `check_names`.
         refused: arguments of the framework that are refused, beside those of Megatron.
         model, actor: modules with the schedule's name and `train_one_step`, and with `destroy_process_groups`.
-        topk: owner and name of the function that returns a router's top-k.
+        topk: the function that returns a router's top-k, as in `names`.
     """
 
     package: ClassVar[str]
@@ -54,7 +55,7 @@ class ReplayPlugin(ABC):
     refused: ClassVar[tuple[Option, ...]]
     model: ClassVar[str]
     actor: ClassVar[str]
-    topk: ClassVar[tuple[str, str]]
+    topk: ClassVar[str]
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -82,14 +83,16 @@ class ReplayPlugin(ABC):
         """
 
     def install(self) -> None:
-        """Check, replace names, and say so on rank 0. Called in every training process, before its model is built.
+        """Check options and names, replace names, and print the first line. Not a collective.
+
+        The framework calls it in every training process, before the model is built.
 
         Raises:
             InputError: if the framework does not have the names, or an option is refused.
         """
         line = first_line(self.package, self.options, self.args, self.notes())
         if self.options.mode == "off":
-            say_on_first_rank(line)
+            print_on_first_rank(line)
             return
         self._asks_router_replay = _asks_router_replay()
         self._refuse()
@@ -98,13 +101,11 @@ class ReplayPlugin(ABC):
         self.adapter = ScheduleAdapter(model, self._ids_of)
         self.adapter.install()
         self._replace(model, "train_one_step", self._with_figures)
-        self._replace(actor, "destroy_process_groups", self._after_suspension)
-        module, name = self.topk
-        owner: Any = import_module(module.partition(":")[0])
-        for part in module.partition(":")[2].split("."):
-            owner = getattr(owner, part) if part else owner
-        self._replace(owner, name, self.replaced_topk)
-        say_on_first_rank(line)
+        self._replace(actor, "destroy_process_groups", self._suspending)
+        module, _, path = self.topk.partition(":")
+        *classes, name = path.split(".")
+        self._replace(reduce(getattr, classes, import_module(module)), name, self.replaced_topk)
+        print_on_first_rank(line)
 
     def uninstall(self) -> None:
         """Give all names and models back as they were. Call it between steps, on all ranks."""
@@ -191,7 +192,7 @@ class ReplayPlugin(ABC):
 
         return train_one_step
 
-    def _after_suspension(self, plain: Callable[[], None]) -> Callable[[], None]:
+    def _suspending(self, plain: Callable[[], None]) -> Callable[[], None]:
         """Replaces `destroy_process_groups`, which a sleeping trainer calls before the device is handed over."""
 
         def destroy_process_groups() -> None:
@@ -209,7 +210,9 @@ class ReplayPlugin(ABC):
 
     def _refuse(self) -> None:
         """Raise InputError with the first option that is refused, and the number of others."""
-        problems = self._refused_modes() + refused(self.refused, vars(self.args))
+        given = vars(self.args)
+        problems = [] if given.get("num_experts") else ["the model has no experts: num_experts is not set"]
+        problems += self._refused_modes() + refused(self.refused, given)
         problems += refusals(options_of(self.args)).values()
         if problems:
             more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""

@@ -129,7 +129,9 @@ class ScheduleAdapter:
                     return plain(**named)
             session = self.session_of(model)
             if session is None:
-                raise problem or InputError("ids_of gave routing for a model without a session; call balance() first")
+                raise problem or InputError(
+                    "ids_of returned routing of a model without a session; call balance() first"
+                )
             run = self._balanced(session, plain, routes or [], problem)
             with self._replaying(session.session is not None and session.session.settings.executes_plans):
                 return run(**named)
@@ -169,7 +171,7 @@ class ScheduleAdapter:
 
     @contextmanager
     def _replaying(self, is_replaying: bool) -> Iterator[None]:
-        """A schedule may run within another one, of another model."""
+        """Sets `is_replaying` for a schedule, which may run within that of another model."""
         before, self.is_replaying = self.is_replaying, is_replaying
         try:
             yield

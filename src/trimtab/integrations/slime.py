@@ -32,7 +32,7 @@ class SlimePlugin(ReplayPlugin):
     fits = "slime 624b824a8 (0.3.1)"
     model = "slime.backends.megatron_utils.model"
     actor = "slime.backends.megatron_utils.actor"
-    topk = ("slime.utils.routing_replay", "get_routing_replay_compute_topk")
+    topk = "slime.utils.routing_replay:get_routing_replay_compute_topk"
     names = (
         "slime.backends.megatron_utils.model:get_forward_backward_func",
         "slime.backends.megatron_utils.model:train_one_step(args, model, num_microbatches)",
@@ -52,7 +52,7 @@ class SlimePlugin(ReplayPlugin):
         return os.environ.get("ROUTING_REPLAY_STAGE", "fallthrough")
 
     def current(self) -> Any:
-        return import_module(self.topk[0]).ROUTING_REPLAY
+        return import_module("slime.utils.routing_replay").ROUTING_REPLAY
 
     def routes(self, ids: np.ndarray, layer: Any) -> MicroBatchRoutes:
         return MicroBatchRoutes(ids)

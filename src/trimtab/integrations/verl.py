@@ -20,7 +20,7 @@ from trimtab.integrations.framework_names import check_names
 from trimtab.integrations.framework_options import VERL, refused
 from trimtab.integrations.megatron.balancing import MegatronSession
 from trimtab.integrations.options import MODES, PluginOptions
-from trimtab.integrations.plugin_report import first_line, say_on_first_rank, step_figures
+from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
 from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
 from trimtab.launch.launcher import LAUNCH_ORDER
 
@@ -147,7 +147,7 @@ class TrimtabMegatronEngine(_VerlEngine):
     def _build_optimizer(self) -> Any:
         """verl calls it when the model is loaded and on the device, and not in reference engines."""
         optimizer = super()._build_optimizer()
-        say_on_first_rank(first_line("verl", self._options, self.tf_config, [f"moves={self._moves}"]))
+        print_on_first_rank(first_line("verl", self._options, self.tf_config, [f"moves={self._moves}"]))
         if self._options.mode == "off":
             return optimizer
         if self.adapter is None:
@@ -221,8 +221,6 @@ class TrimtabMegatronEngine(_VerlEngine):
                 layers.append(router.target_topk_idx)
                 is_read_N = router.target_replay_mask
                 router.clear_indices()
-        if not layers:
-            return torch.zeros(0, 0, 1, dtype=torch.int64), None
         return torch.stack(layers, dim=1).cpu(), None if is_read_N is None else is_read_N.bool().view(-1).cpu()
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
