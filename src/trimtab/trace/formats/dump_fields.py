@@ -120,6 +120,23 @@ def whole_number(value: Any, default: int = 0) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 else default
 
 
+_REQUIRED: Any = object()
+
+
+def whole_field(value: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> Any:
+    """A whole number of 31 bits, or the default.
+
+    Raises:
+        InputError: if it is anything else, or missing without a default.
+    """
+    number = value.get(key, default)
+    if number is _REQUIRED:
+        raise InputError(f"no {key}")
+    if number is not default and (type(number) is not int or not 0 <= number < 1 << 31):
+        raise InputError(f"{key} should be a whole number of 0 or more")
+    return number
+
+
 def _depth(value: Any) -> int:
     """How deep lists are nested, by their first items; at most 5."""
     depth = 0

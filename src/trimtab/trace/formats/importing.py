@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Protocol
 
 from trimtab.errors import InputError
-from trimtab.trace.formats import arrays, megatron, nemo_rl, sglang, sglang_recorder, slime, verl, vllm
+from trimtab.trace.formats import (
+    arrays,
+    megatron,
+    nemo_rl,
+    sglang,
+    sglang_recorder,
+    slime,
+    token_imbalance,
+    verl,
+    vllm,
+)
 from trimtab.trace.formats.normalise import Summary, normalise
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.message_text import printable, reason
@@ -40,7 +50,13 @@ FORMATS: dict[str, Format] = {
     "slime": slime,
     "nemo-rl": nemo_rl,
     "megatron": megatron,
+    "token-imbalance": token_imbalance,
     "arrays": arrays,
+}
+# Formats whose files state facts of the model.
+_METADATA: dict[str, Callable[[Path], ImportOptions]] = {
+    "token-imbalance": token_imbalance.read_metadata,
+    "arrays": arrays.read_metadata,
 }
 
 
@@ -104,9 +120,9 @@ def import_files(
     Raises:
         InputError: one line that names the file and the place in it.
     """
-    if form == "arrays":
+    if form in _METADATA:
         with _naming(files[0]):
-            options = options.with_default(arrays.read_metadata(files[0]))
+            options = options.with_default(_METADATA[form](files[0]))
     name = f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
     return normalise(_records(files, FORMATS[form], options, begin), options, summary, name)
 

@@ -25,6 +25,7 @@ from trimtab.errors import InputError
 from trimtab.kernels import kernel
 from trimtab.trace.containers.json_values import json_head, json_lines, json_values, one_value
 from trimtab.trace.containers.npy import array_of_lists
+from trimtab.trace.formats.dump_fields import whole_field
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record, require_records
 from trimtab.trace.message_text import at_place, kind_of
 
@@ -208,10 +209,10 @@ def _row(value: Any, where: str, ids: Array | None) -> _Row | None:
     indices = value.get("top_indices")
     if not isinstance(indices, list):
         raise InputError("no top_indices")
-    top_k = _whole(value, "topk", None)
+    top_k = whole_field(value, "topk", None)
     if ids is None:
         ids = array_of_lists(indices, 2) if indices else np.empty((0, top_k or 0), np.int16)
-    num_tokens = _whole(value, "num_tokens", len(ids))
+    num_tokens = whole_field(value, "num_tokens", len(ids))
     if ids.shape != (num_tokens, ids.shape[1] if top_k is None else top_k):
         raise InputError(f"num_tokens is {num_tokens} and topk {top_k}; top_indices is {list(ids.shape)}")
     if not ids.shape[1]:
@@ -219,23 +220,10 @@ def _row(value: Any, where: str, ids: Array | None) -> _Row | None:
     domain = value.get("domain")
     return _Row(
         where=where,
-        step=_whole(value, "step", 0) or 0,
-        layer=_whole(value, "layer"),
+        step=whole_field(value, "step", 0) or 0,
+        layer=whole_field(value, "layer"),
         ids=ids,
-        sequence=_whole(value, "sequence", None),
-        prompt_length=_whole(value, "prompt_length", 0) or 0,
+        sequence=whole_field(value, "sequence", None),
+        prompt_length=whole_field(value, "prompt_length", 0) or 0,
         domain=domain if isinstance(domain, str) else "",
     )
-
-
-_REQUIRED: Any = object()
-
-
-def _whole(value: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> Any:
-    """A whole number of 31 bits."""
-    number = value.get(key, default)
-    if number is _REQUIRED:
-        raise InputError(f"no {key}")
-    if number is not default and (type(number) is not int or not 0 <= number < 1 << 31):
-        raise InputError(f"{key} should be a whole number of 0 or more")
-    return number

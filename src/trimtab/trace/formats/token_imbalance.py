@@ -1,0 +1,127 @@
+"""Trace v1 of Megatron-LM's token-imbalance benchmark: a folder with the routing of one layer and micro-batch.
+
+    manifest.json             "schema_version": 1, "num_experts", "topk", "logical_num_tokens", "world_size", "step_id",
+                              "logical_layer_id", "workload_id", "workload_checksum", ...
+    tensors/expert_ids.pt     [T, K] int64
+    tensors/source_rank.pt    [T] int32, the rank that holds a token before dispatch
+    tensors/token_ids.pt      the same as expert_ids
+    tensors/gates.pt          [T, K] float32
+
+From `benchmarks/moe/token_imbalance/trace.py` of its pull request 7488. The manifest is the file to import; it states
+the SHA-256 of all four tensors, which are checked, and their shapes and dtypes. Gates are not imported.
+
+The tokens of a source rank, in their order, are one sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.array_type import Array
+from trimtab.errors import InputError
+from trimtab.trace.containers import torch_files
+from trimtab.trace.containers.json_values import json_head, json_values
+from trimtab.trace.formats.dump_fields import damaged_values, integers, text, whole_field
+from trimtab.trace.formats.records import ImportOptions, Record
+from trimtab.trace.message_text import at_place, kind_of, short
+
+TENSORS = ("expert_ids", "source_rank", "token_ids", "gates")
+VERSION = 1
+
+
+def recognise(path: Path) -> bool:
+    head = json_head(path)
+    return b'"workload_checksum"' in head and b'"logical_num_tokens"' in head
+
+
+def read_metadata(path: Path) -> ImportOptions:
+    """The number of experts that a manifest states.
+
+    Raises:
+        InputError: if it is no manifest.
+    """
+    return ImportOptions(num_experts=whole_field(_manifest(path), "num_experts"))
+
+
+def read(path: Path, options: ImportOptions) -> Iterator[Record]:
+    """The records of a manifest and the tensors beside it, one per source rank with tokens.
+
+    Raises:
+        InputError: if the manifest is of another version, a tensor is missing or not the one that it describes, or
+            numbers of experts or tokens, top-k or source ranks don't fit.
+    """
+    manifest = _manifest(path)
+    tensors = manifest.get("tensors")
+    if not isinstance(tensors, Mapping):
+        raise InputError("no tensors")
+    described = {name: _description(tensors, name) for name in TENSORS}
+    for name, facts in described.items():
+        with at_place(_file_of(name)):
+            _check_digest(path.parent / _file_of(name), facts)
+    experts, world_size = whole_field(manifest, "num_experts"), whole_field(manifest, "world_size")
+    if options.num_experts not in (None, experts):
+        raise InputError(f"it has {experts} experts; it should have {options.num_experts}")
+    shape = whole_field(manifest, "logical_num_tokens"), whole_field(manifest, "topk")
+    ids_TK = _tensor(path.parent, "expert_ids", described, shape)
+    source_T = _tensor(path.parent, "source_rank", described, shape[:1])
+    if not len(ids_TK):
+        raise InputError("it has no tokens")
+    if source_T.min() < 0 or source_T.max() >= world_size:
+        raise InputError(f"source ranks are {source_T.min()} to {source_T.max()}; there are {world_size} ranks")
+    for rank in np.unique(source_T).tolist():
+        yield Record(
+            ids=ids_TK[source_T == rank, None],
+            where=f"source rank {rank}",
+            step=whole_field(manifest, "step_id"),
+            domain=text(manifest.get("workload_id")),
+            layers=(whole_field(manifest, "logical_layer_id"),),
+        )
+
+
+def _manifest(path: Path) -> Mapping[str, Any]:
+    values = [value for _, value in json_values(path)]
+    if len(values) != 1 or not isinstance(values[0], Mapping):
+        raise InputError("a manifest should be one JSON object")
+    version = values[0].get("schema_version")
+    if type(version) is not int or version != VERSION:
+        raise InputError(f"schema_version is {short(version)}; only version {VERSION} is known")
+    return values[0]
+
+
+def _description(tensors: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """What the manifest states about a tensor. Its file has a fixed name, so none outside of the folder is read."""
+    facts = tensors.get(name)
+    if not isinstance(facts, Mapping):
+        raise InputError(f"tensors: {name} is {kind_of(facts)}; expected an object")
+    if facts.get("file") != _file_of(name):
+        raise InputError(f"tensors: the file of {name} should be {_file_of(name)}")
+    return facts
+
+
+def _file_of(name: str) -> str:
+    return f"tensors/{name}.pt"
+
+
+def _check_digest(path: Path, facts: Mapping[str, Any]) -> None:
+    if not path.is_file():
+        raise InputError("no such file beside the manifest")
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != facts.get("sha256"):
+            raise InputError("damaged or exchanged: its SHA-256 is not that of the manifest")
+
+
+def _tensor(folder: Path, name: str, described: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
+    """A tensor of whole numbers, with the shape that the manifest's counts imply and the one that it states."""
+    with at_place(_file_of(name)), damaged_values():
+        array = integers(torch_files.load(folder / _file_of(name)), name, len(shape))
+        stated = described[name].get("shape"), described[name].get("dtype")
+        if stated != (list(array.shape), array.dtype.name):
+            raise InputError(f"it is {array.dtype.name} {list(array.shape)}, unlike in the manifest")
+        if array.shape != shape:
+            raise InputError(f"its shape is {list(array.shape)}; with the manifest's counts it should be {list(shape)}")
+        return array
