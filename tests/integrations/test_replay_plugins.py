@@ -255,6 +255,32 @@ def test_entries_that_are_read_late_and_queues_that_do_not_fit(state: State) -> 
             framework.train_step(model, models.tokens[0])
 
 
+@runs_on_ranks()
+def test_padding_that_is_recorded_as_zeros_runs(state: State) -> None:
+    """A token can't use an expert twice, so such a row is unknown, and its router chooses."""
+    del state
+    with models_of("slime") as models:
+        for ids in models.routes:
+            ids[-1] = 0
+        expected, _ = run_rollout(models.framework, models.plain, models.tokens, models.routes)
+        with models.installed():
+            found, logged = run_rollout(models.framework, models.other, models.tokens, models.routes)
+        # Nothing reads the last token of a micro-batch.
+        errors = differences(found, expected)
+        assert max(errors.values()) < 1e-12, max(errors, key=errors.__getitem__)
+        assert all(step["moe/mixed_instances"] > 0 for step in logged)
+
+
+@runs_on_ranks()
+def test_a_router_that_does_not_ask_for_the_plan_s_experts_ends_the_run_with_a_line(state: State) -> None:
+    """As if another patch of the framework had replaced the plugin's."""
+    del state
+    not_wrapped = mock.patch.object(ReplayPlugin, "choose", lambda self, replayed, own: replayed)
+    says = pytest.raises(RuntimeError, match="its router did not ask router_replay for the plan's experts")
+    with models_of("slime") as models, models.installed(), not_wrapped, says:
+        run_rollout(models.framework, models.other, models.tokens, models.routes)
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 @runs_on_ranks()
 def test_refuses_by_name_before_the_first_step(state: State, package: str) -> None:
