@@ -11,7 +11,7 @@ from trimtab.policies.static import Scheduled
 
 @dataclass(frozen=True)
 class Waterfill(Scheduled):
-    """DeepEP Waterfill of SGLang (pull request 19290, `layers/moe/deepep_waterfill.py`). Homes and replicas: `static`'s.
+    """DeepEP Waterfill of SGLang (pull request 19290, `layers/moe/deepep_waterfill.py`). Homes are those of `static`.
 
     Published: every rank holds the shared expert, and every token has one more row for it. In every layer all ranks
     add up the routed rows of each rank; a rank's load is these and its own tokens. The rank of a token's shared row is
@@ -22,7 +22,7 @@ class Waterfill(Scheduled):
 
     Our choices favour it where the two differ: ranks are filled to the lowest possible level of seconds
     (`fill_shared_rows`), for any number of tokens. Only ranks that a token goes to are candidates, as others need a
-    transfer. Counts don't tell how many tokens the rows of a source on a rank belong to, so the most possible are taken.
+    transfer. Counts don't tell how many tokens a source's rows on a rank belong to, so the most possible are taken.
     Moved rows cost no transfer if the dispatcher sends tokens. Adding up counts is not charged; no time is published.
 
     Not specified: training, since SGLang serves. Backward takes as long as that of experts. A shared row takes as long
