@@ -25,7 +25,8 @@ skew_LE = rng.gumbel(size=(2, 8)) * 2
 ids = [np.argsort(-rng.gumbel(size=(40, 2, 8)) - skew_LE, axis=-1)[:, :, :2] for _ in range(24)]
 trace = RoutingTrace.from_sequences(ids, num_experts=8)
 trace.steps[12:] = 1
-model = ModelSpec("small", num_experts=8, top_k=2, hidden_size=64, expert_width=32, moe_layers=2, vocab_size=100)
+widths = {"hidden_size": 64, "expert_width": 32, "shared_width": 32}
+model = ModelSpec("small", num_experts=8, top_k=2, moe_layers=2, vocab_size=100, **widths)
 sizes = {"model": model, "ranks": 4, "ranks_per_node": 2, "micro_steps": 2, "groups": 2}
 for equal_terms, slots in ((False, 2), (True, 1)):
     names = tuple(trimtab.policies.POLICIES)
