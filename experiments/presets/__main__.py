@@ -20,13 +20,14 @@ from trimtab.cli.options import add_options, given
 from trimtab.cli.output import write_figures
 from trimtab.cli.parser import Parser
 
+README = Path(__file__).parents[2] / "README.md"
 EXAMPLES = ("--json docs/benchmarks/presets.json --page docs/presets.md",)
 
 
 def add_to(parser: Parser) -> None:
     """Add the options."""
     add_options(parser, "--seed", of=measure_presets, nargs="+", dest="seeds")
-    add_options(parser, "--page", type=Path, help="put the tables into FILE, a copy of docs/presets.md")
+    add_options(parser, "--page", type=Path, help="put the tables into FILE, docs/presets.md, and README.md")
 
 
 def tables(figures: dict[str, Any]) -> dict[str, tuple[list[str], list[list[str]]]]:
@@ -36,6 +37,24 @@ def tables(figures: dict[str, Any]) -> dict[str, tuple[list[str], list[list[str]
         "assumptions": _assumptions(figures["headlines"], figures["permuted"]),
         "fluctuation": _fluctuations(figures["fluctuations"]),
     }
+
+
+def least_gains(figures: dict[str, Any]) -> str:
+    """The part of the README about routing that is less favourable than that of the example."""
+    seconds = [each["step_time_s"] for each in (*figures["fluctuations"], *_as_steps(figures["permuted"]))]
+    gains = [
+        f"{min(each[than] / each['trimtab'] for each in seconds):.2f}x over `{than}`" for than in ("static", "eplb")
+    ]
+    common = [each["common"] for each in figures["fluctuations"]]
+    return (
+        f"If {min(common):.0%} to {max(common):.0%} of the variance of rank loads is common to all micro-steps, or expert "
+        f"ids are in one of {len(figures['permuted'])} random orders, it is at least {' and '.join(gains)} (tokens; "
+        "[presets](docs/presets.md#what-no-publication-gives))."
+    )
+
+
+def _as_steps(permuted: list[dict[str, float]]) -> list[dict[str, dict[str, float]]]:
+    return [{"step_time_s": seconds} for seconds in permuted]
 
 
 def _skew(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -105,6 +124,7 @@ def run(options: argparse.Namespace) -> None:
         console.print(table)
     if options.page:
         replace_tables({name: markdown_table(*table) for name, table in tables(figures).items()}, options.page)
+        replace_tables({"least": least_gains(figures)}, README)
 
 
 if __name__ == "__main__":
