@@ -47,8 +47,8 @@ def least_gains(figures: dict[str, Any]) -> str:
     ]
     common = [each["common"] for each in figures["fluctuations"]]
     return (
-        f"If {min(common):.0%} to {max(common):.0%} of the variance of rank loads is common to all micro-steps, or expert "
-        f"ids are in one of {len(figures['permuted'])} random orders, it is at least {' and '.join(gains)} (tokens; "
+        f"If {min(common):.0%} to {max(common):.0%} of the variance of rank loads is common to all micro-steps, or "
+        f"expert ids are in one of {len(figures['permuted'])} orders, it is at least {' and '.join(gains)} (tokens; "
         "[presets](docs/presets.md#what-no-publication-gives))."
     )
 
