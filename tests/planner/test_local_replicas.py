@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from helpers.examples import examples
 from helpers.linear_program import LinearProgram
+from helpers.plain_exchanges import PlainExchanges
 from helpers.planner_reference import loads
 from helpers.planner_steps import Replicas, check_replicas, listed, random_homes, shares_of
 from trimtab import ClusterSpec
 from trimtab.array_type import Array
 from trimtab.planner import PlanSettings
-from trimtab.planner.replicas.exchanges import exchange_replicas
+from trimtab.planner.replicas.exchanges import MOST_GIVERS, exchange_replicas
 from trimtab.planner.replicas.kernel_values import Homes, InstanceRows, Limits, Placing, Prices, Shares
 from trimtab.planner.replicas.local_replicas import fill_free_slots, place_local_replicas
 from trimtab.planner.replicas.replica_cost import cost_of_replicas
@@ -40,17 +43,21 @@ class Case:
         return InstanceRows(self.counts_NE.sum(axis=0), self.fixed_R, Homes.of(self.home_E, len(self.fixed_R)))
 
     @property
+    def sources(self) -> tuple[Array, Array]:
+        return self.counts_NE, self.counts_NE.sum(axis=1)
+
+    @property
     def node_R(self) -> Array:
         return np.arange(len(self.fixed_R)) // self.limits.ranks_per_node
 
     def local(self) -> Replicas:
         """Of `place_local_replicas`."""
-        return listed(*place_local_replicas(self.instance, self.counts_NE, self.limits, self.target))
+        return listed(*place_local_replicas(self.instance, self.sources, self.limits, self.target))
 
     def filled(self) -> Replicas:
         """Of `place_replicas`, and local ones in free slots."""
         found, count = place_replicas(self.instance, self.limits, self.target)
-        return listed(*fill_free_slots(self.instance, self.counts_NE, self.limits, self.target, found, np.int64(count)))
+        return listed(*fill_free_slots(self.instance, self.sources, self.limits, self.target, found, np.int64(count)))
 
     def loads(self, replicas: Replicas) -> Array:
         return loads(self.counts_NE.sum(axis=0), self.home_E, replicas, self.fixed_R)
@@ -64,7 +71,7 @@ class Case:
     def cost(self, replicas: Replicas) -> int:
         """Of the kernel."""
         cost, highest = cost_of_replicas(
-            self.instance, self.counts_NE, self.limits, shares_of(replicas), np.int64(len(replicas))
+            self.instance, self.sources, self.limits, shares_of(replicas), np.int64(len(replicas))
         )
         assert highest == self.loads(replicas).max()
         return int(cost)
@@ -211,6 +218,39 @@ def test_exchanges_keep_slots_and_shares_and_relieve_overloaded_ranks(given_case
     assert placing.loads_R.max() <= max(case.loads(replicas).max(), case.target)
 
 
+@pytest.mark.longer
+@pytest.mark.parametrize("seed", range(examples(short=60, long=1500)))
+def test_exchanges_are_those_of_a_plain_search(seed: int) -> None:
+    """Rounds from replicas in any order and from loads that shifts have changed, many of them equal; with more givers
+    than a round has."""
+    rng, many = np.random.default_rng(seed), seed % 5 == 0
+    case = random_case(
+        rng, nodes=int(rng.integers(20, 40) if many else rng.integers(2, 12)), per_node=int(rng.integers(2, 5)),
+        slots=int(rng.integers(1, 4)), experts_per_rank=int(rng.integers(1, 4)),
+        tokens=int(rng.choice([40, 300, 4000])), smallest=int(rng.choice([1, 8, 32])),
+        unknown=bool(rng.random() < 0.3), skew=2.0,
+    )  # fmt: skip
+    grain = 1 + int(case.counts_NE.max()) // int(rng.choice([4, 20, 10**6]))
+    case = replace(case, counts_NE=case.counts_NE // grain * grain, fixed_R=case.fixed_R // grain * grain)
+    mean = int(case.counts_NE.sum() + case.fixed_R.sum()) // len(case.fixed_R)
+    case = replace(case, target=mean // 2 if many else mean)
+    replicas = case.local()
+    kept = [replicas[p] for p in rng.permutation(len(replicas))[: len(replicas) * 9 // 10]]
+    plain, placing = placing_of(case, kept), placing_of(case, kept)
+    homes, count, num_plain = Homes.of(case.home_E, len(case.fixed_R)), len(kept), len(kept)
+    gave_up_R, plain_gave_up_R = np.zeros((2, len(case.fixed_R)), bool)
+    twin = PlainExchanges(plain, case.home_E, case.limits, case.target)
+    for _ in range(4):
+        num_plain, expected = twin.round(num_plain, int(MOST_GIVERS), plain_gave_up_R)
+        count, exchanges = exchange_replicas(placing, np.int64(count), homes, case.limits, case.target, gave_up_R)
+        assert (count, exchanges) == (num_plain, expected)
+        assert listed(placing.found, count) == listed(plain.found, count)
+        assert_consistent(case, placing, listed(placing.found, count))
+        assert gave_up_R.tolist() == plain_gave_up_R.tolist()
+        for state in (placing, plain):
+            shift_shares(state, np.int64(count), case.home_E, case.limits, case.target, np.int64(1))
+
+
 def test_shifts_and_exchanges_even_out_loads() -> None:
     """Skewed experts with a slot a rank: the largest load falls by most of what it is above the mean."""
     above = []
@@ -275,7 +315,7 @@ def test_a_node_s_own_tokens_stay_where_loads_allow(case: Case) -> None:
     """Without a target for loads, every copy computes its node's tokens, but for what has to stay at home."""
     assume(case.counts_NE.sum() > 0)
     limits = case.limits._replace(prices=case.limits.prices._replace(computed_row=0, near_replica=0, far_replica=0))
-    found, count = place_local_replicas(case.instance, case.counts_NE, limits, np.int64(1) << 40)
+    found, count = place_local_replicas(case.instance, case.sources, limits, np.int64(1) << 40)
     left_E = case.counts_NE.sum(axis=0) - limits.smallest_share
     for expert, rank, tokens in listed(found, count):
         assert tokens == min(case.counts_NE[case.node_R[rank], expert], left_E[expert])

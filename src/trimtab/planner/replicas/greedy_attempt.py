@@ -217,12 +217,12 @@ def _pick_rank(takers, most, first, last, order):  # type: ignore[no-untyped-def
 @kernel
 def _take_out(values_N, number, value):  # type: ignore[no-untyped-def]
     """Remove a value from the first `number`, which ascend; returns how many are left."""
-    kept = np.int64(0)
-    for i in range(number):
-        if values_N[i] != value:
-            values_N[kept] = values_N[i]
-            kept += 1
-    return kept
+    i = np.searchsorted(values_N[:number], value)
+    if i == number or values_N[i] != value:
+        return number
+    for j in range(i + 1, number):
+        values_N[j - 1] = values_N[j]
+    return number - 1
 
 
 @kernel

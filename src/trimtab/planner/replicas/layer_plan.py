@@ -42,7 +42,7 @@ def _plan_layer(counts_MLRE, fixed_MR, layer, homes, limits):  # type: ignore[no
     num_micro_steps, _, num_ranks, num_experts = counts_MLRE.shape
     counts_E = np.empty(num_experts, np.int64)
     num_nodes = num_ranks // limits.ranks_per_node if limits.prices.far_row > 0 else 1
-    counts_NE = np.empty((num_nodes, num_experts), np.int64)
+    counts_NE, rows_N = np.empty((num_nodes, num_experts), np.int64), np.empty(num_nodes, np.int64)
     first_E = np.empty(num_experts + 1, np.int64)
     starts = np.zeros(num_micro_steps + 1, np.int64)
     most = num_micro_steps * num_ranks * limits.slots
@@ -62,13 +62,15 @@ def _plan_layer(counts_MLRE, fixed_MR, layer, homes, limits):  # type: ignore[no
                 node_E[e] += counts_RE[e]
         counts_E[:] = 0
         for n in range(num_nodes):
+            node_rows = np.int64(0)
             for e in range(num_experts):
                 counts_E[e] += counts_NE[n, e]
-        for e in range(num_experts):
-            rows += counts_E[e]
+                node_rows += counts_NE[n, e]
+            rows_N[n] = node_rows
+            rows += node_rows
         threshold_load = rows * limits.threshold_parts // (num_ranks * PARTS_PER_WHOLE)
         instance = InstanceRows(counts_E, fixed_MR[m], homes)
-        found, count = _choose_replicas(instance, counts_NE, limits, threshold_load)
+        found, count = _choose_replicas(instance, (counts_NE, rows_N), limits, threshold_load)
         most_rows = limits.most_rows
         if limits.is_exact:
             most_rows = min(most_rows, -(-rows // num_ranks))
@@ -103,24 +105,24 @@ def _plan_layer(counts_MLRE, fixed_MR, layer, homes, limits):  # type: ignore[no
 
 
 @kernel
-def _choose_replicas(instance, counts_NE, limits, threshold_load):  # type: ignore[no-untyped-def]
+def _choose_replicas(instance, sources, limits, threshold_load):  # type: ignore[no-untyped-def]
     """Replicas that also keep rows in their node, replicas that only balance, or none: whichever cost least."""
     found, count = Shares(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)), np.int64(0)
-    best, highest = cost_of_replicas(instance, counts_NE, limits, found, count)
+    best, highest = cost_of_replicas(instance, sources, limits, found, count)
     if limits.slots > 0 and limits.reach > limits.ranks_per_node and limits.prices.far_row > 0:
-        local, num_local = place_local_replicas(instance, counts_NE, limits, threshold_load)
-        cost, reached = cost_of_replicas(instance, counts_NE, limits, local, num_local)
+        local, num_local = place_local_replicas(instance, sources, limits, threshold_load)
+        cost, reached = cost_of_replicas(instance, sources, limits, local, num_local)
         if cost < best:
             found, count, best, highest = local, num_local, cost, reached
     slack = threshold_load // SLACK if count > 0 else 0
     if limits.slots > 0 and highest > threshold_load + slack:
         balancing, num_balancing = place_replicas(instance, limits, threshold_load)
-        cost, _ = cost_of_replicas(instance, counts_NE, limits, balancing, num_balancing)
+        cost, _ = cost_of_replicas(instance, sources, limits, balancing, num_balancing)
         if cost < best:
             found, count, best = balancing, num_balancing, cost
         if limits.reach > limits.ranks_per_node and limits.prices.far_row > 0:
-            both, num_both = fill_free_slots(instance, counts_NE, limits, threshold_load, balancing, num_balancing)
-            cost, _ = cost_of_replicas(instance, counts_NE, limits, both, num_both)
+            both, num_both = fill_free_slots(instance, sources, limits, threshold_load, balancing, num_balancing)
+            cost, _ = cost_of_replicas(instance, sources, limits, both, num_both)
             if cost < best:
                 found, count = both, num_both
     return found, count

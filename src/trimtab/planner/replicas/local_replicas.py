@@ -20,15 +20,16 @@ from trimtab.planner.replicas.share_shifts import shift_shares
 SWEEPS, SWEEPS_AFTER_EXCHANGE = np.int64(8), np.int64(4)
 # Rounds of exchanges, in each of which every overloaded rank gives away part of one expert.
 ROUNDS = 8
+NEVER = np.int64(1) << 62
 
 
 @kernel
-def place_local_replicas(instance, counts_NE, limits, target):  # type: ignore[no-untyped-def]
+def place_local_replicas(instance, sources, limits, target):  # type: ignore[no-untyped-def]
     """Replicas that keep rows in their node, with loads up to the target where that is possible.
 
     Args:
         instance: an `InstanceRows`.
-        counts_NE: `[N, E]` int64 tokens by source node and expert.
+        sources: `[N, E]` int64 tokens by source node and expert, and `[N]` int64 their sums over experts.
         limits: `Limits`.
         target: load that no rank should exceed, rows.
 
@@ -38,13 +39,13 @@ def place_local_replicas(instance, counts_NE, limits, target):  # type: ignore[n
     homes = instance.homes
     most = len(instance.fixed_R) * limits.slots
     best = Shares(np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64))
-    placing, count = _start(instance, counts_NE, limits, best, np.int64(0))
+    placing, count = _start(instance, sources[0], limits, best, np.int64(0))
     count = _copy_to_nodes(placing, count, homes.home_E, limits)
     shift_shares(placing, count, homes.home_E, limits, target, SWEEPS)
     gave_up_R = np.zeros(len(instance.fixed_R), np.bool_)
     cost, best_count = np.int64(1) << 62, np.int64(0)
     for _ in range(ROUNDS + 1):
-        found, _ = cost_of_replicas(instance, counts_NE, limits, placing.found, count)
+        found, _ = cost_of_replicas(instance, sources, limits, placing.found, count)
         if found < cost:
             cost, best_count = found, count
             _copy_shares(placing.found, best, count)
@@ -56,17 +57,17 @@ def place_local_replicas(instance, counts_NE, limits, target):  # type: ignore[n
 
 
 @kernel
-def fill_free_slots(instance, counts_NE, limits, target, shares, count):  # type: ignore[no-untyped-def]
+def fill_free_slots(instance, sources, limits, target, shares, count):  # type: ignore[no-untyped-def]
     """The given replicas, and local ones in the slots that they leave free.
 
     Args:
-        instance, counts_NE, limits, target: as in `place_local_replicas`.
+        instance, sources, limits, target: as in `place_local_replicas`.
         shares: `Shares`, of which the first `count` count.
 
     Returns:
         As `place_local_replicas`.
     """
-    placing, count = _start(instance, counts_NE, limits, shares, count)
+    placing, count = _start(instance, sources[0], limits, shares, count)
     count = _copy_to_nodes(placing, count, instance.homes.home_E, limits)
     shift_shares(placing, count, instance.homes.home_E, limits, target, SWEEPS)
     return placing.found, count
@@ -128,22 +129,24 @@ def _copy_to_nodes(placing, count, home_E, limits):  # type: ignore[no-untyped-d
             room += free_slots_R[r]
         first = first_N[n]
         end = first
+        # Fewest tokens for which an expert gets a copy; more once the node is full.
+        fewest = least if room > 0 else NEVER
         for e in range(num_experts):
-            if counts_NE[n, e] < least or room == 0 or has_copy_NE[n, e]:
+            if counts_NE[n, e] < fewest or has_copy_NE[n, e]:
                 continue
             tokens = min(counts_NE[n, e], at_home_E[e] - limits.smallest_share)
-            if tokens < least:
+            if tokens < fewest:
                 continue
             if end < first + room:
                 end += 1
-            elif tokens <= tokens_P[end - 1]:
-                continue
             # Sorted by tokens; the last one drops out if the node is full.
             p = end - 1
             while p > first and tokens_P[p - 1] < tokens:
                 experts_P[p], tokens_P[p] = experts_P[p - 1], tokens_P[p - 1]
                 p -= 1
             experts_P[p], tokens_P[p] = e, tokens
+            if end == first + room:
+                fewest = tokens_P[end - 1] + 1
         for p in range(first, end):
             at_home_E[experts_P[p]] -= tokens_P[p]
             loads_R[home_E[experts_P[p]]] -= tokens_P[p]

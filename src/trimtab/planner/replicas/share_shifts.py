@@ -25,12 +25,18 @@ def shift_shares(placing, count, home_E, limits, target, sweeps):  # type: ignor
     """
     counts_NE, loads_R, at_home_E, _, (experts_P, ranks_P, tokens_P) = placing
     ranks_per_node, smallest = np.int64(limits.ranks_per_node), limits.smallest_share
+    # Looked up rather than divided.
+    node_R = np.empty(len(loads_R), np.int64)
+    for node in range(len(loads_R) // ranks_per_node):
+        for r in range(node * ranks_per_node, (node + 1) * ranks_per_node):
+            node_R[r] = node
     for _ in range(sweeps):
         highest = np.int64(0)
         for r in range(len(loads_R)):
             highest = max(highest, loads_R[r])
         if highest <= target:
             return
+        is_changed = False
         for p in range(count):
             expert, rank = experts_P[p], ranks_P[p]
             home = np.int64(home_E[expert])
@@ -39,7 +45,9 @@ def shift_shares(placing, count, home_E, limits, target, sweeps):  # type: ignor
             tokens = at_home_E[expert] if gap > 0 else tokens_P[p]
             most = tokens - smallest
             half = abs(gap) // 2
-            node, home_node = rank // ranks_per_node, home // ranks_per_node
+            if half == 0 or most <= 0:
+                continue
+            node, home_node = node_R[rank], node_R[home]
             if node == home_node:
                 moved = min(half, most)
             else:
@@ -57,3 +65,6 @@ def shift_shares(placing, count, home_E, limits, target, sweeps):  # type: ignor
             tokens_P[p] += moved
             loads_R[home] -= moved
             loads_R[rank] += moved
+            is_changed = True
+        if not is_changed:
+            return
