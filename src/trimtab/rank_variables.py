@@ -6,6 +6,9 @@ import os
 
 from trimtab.errors import InputError
 
+# Lets several ranks use one GPU, from NCCL 2.30 on; older versions raise.
+SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+
 
 def rank_variable(name: str, default: int | None = None) -> int:
     """The value of an environment variable such as `WORLD_SIZE`.
@@ -41,3 +44,8 @@ def torchrun_ranks() -> int | None:
         raise InputError(f"the environment variable RANK is {rank}; it should be below WORLD_SIZE, {ranks}")
     rank_variable("LOCAL_RANK")
     return ranks
+
+
+def can_share_gpus() -> bool:
+    """Whether several ranks may use one GPU: for checks on a machine with few GPUs, since their compute takes turns."""
+    return os.environ.get(SHARE_GPUS) == "1"

@@ -29,7 +29,7 @@ from trimtab.cores import usable_cores
 from trimtab.errors import InputError, RankFailedError
 from trimtab.launch.suspension import Suspensions, continue_with_launcher, is_suspended
 from trimtab.messages import show_messages
-from trimtab.rank_variables import rank_variable, torchrun_ranks
+from trimtab.rank_variables import can_share_gpus, rank_variable, torchrun_ranks
 from trimtab.shared_files import remove_shared_files
 
 log = logging.getLogger("trimtab")
@@ -74,7 +74,8 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
 
     Under torchrun (or `run_on_nodes`) this process is one of the ranks and `ranks` is ignored; if the worker raises,
     the process writes the reason to torchrun's error file and ends at once. Otherwise `ranks` processes are started
-    here; if one fails or is killed, the others are stopped. Ranks that share a GPU use gloo only.
+    here; if one fails or is killed, the others are stopped. Ranks that share a GPU use gloo only, unless NCCL allows it
+    (`can_share_gpus`).
 
     Raises:
         InputError: as a rank raised it, or if torchrun's variables are not as it sets them.
@@ -279,7 +280,8 @@ def _join_group(rank: int, ranks: int, local_rank: int, store: Store | None) -> 
     local_ranks = rank_variable("LOCAL_WORLD_SIZE", ranks)
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
-        backend = "cpu:gloo,cuda:nccl" if local_ranks <= torch.cuda.device_count() else "gloo"
+        has_own = local_ranks <= torch.cuda.device_count() or can_share_gpus()
+        backend = "cpu:gloo,cuda:nccl" if has_own else "gloo"
     else:
         backend = "gloo"
         torch.set_num_threads(max(1, usable_cores() // local_ranks))

@@ -7,7 +7,8 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -97,19 +98,36 @@ def _new_group(ranks: Sequence[int], use: str, number: int, *, backend: str, tim
     sorts the ranks.
     """
     digest = hashlib.sha1(repr(list(ranks)).encode(), usedforsecurity=False).hexdigest()
-    group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        list(ranks).index(dist.get_rank()),
-        list(ranks),
-        distributed_c10d.Backend(backend),
-        distributed_c10d._get_default_store(),
-        f"trimtab/{use}/{digest}/{number}",  # type: ignore[arg-type]
-        timeout=timeout,
-        backend_options=_options(use, backend, timeout),
-        group_desc=f"trimtab {use}",
-    )
+    with _unbound():
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(dist.get_rank()),
+            list(ranks),
+            distributed_c10d.Backend(backend),
+            distributed_c10d._get_default_store(),
+            f"trimtab/{use}/{digest}/{number}",  # type: ignore[arg-type]
+            timeout=timeout,
+            backend_options=_options(use, backend, timeout),
+            group_desc=f"trimtab {use}",
+        )
     distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """The default group without the device of `init_process_group(device_id=)`.
+
+    With it torch splits new communicators from that of all ranks, and waits for ranks that have no part in the session.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def _options(use: str, backend: str, timeout: timedelta) -> object:

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from trimtab.rank_variables import can_share_gpus
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.flat_memory import carve, packed_bytes
 from trimtab.runtime.state.home_experts import HomeExperts
@@ -185,7 +186,7 @@ def _prepare(topology: Topology, device: torch.device) -> None:
     dist.all_gather_object(places, mine, group=topology.node_control)
     if {place.host for place in places} != {mine.host}:
         raise RuntimeError(f"ranks of its node are on machines {', '.join(sorted({p.host for p in places}))}")
-    if len({place.uuid for place in places}) < len(places) and os.environ.get(OVERLAPPING) != "1":
+    if len({place.uuid for place in places}) < len(places) and not can_share_gpus():
         raise RuntimeError("ranks of its node share a GPU")
     # What a process does not see can only be tried.
     visible = Symmetric.visible()
