@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -16,11 +16,13 @@ class Finding:
         name: the part that was checked.
         status: `ok`; `warning`, a run works but something is missing or slow; `problem`, a run would fail.
         text: one line: the facts found, and the remedy unless the status is `ok`.
+        figures: what was measured, for JSON.
     """
 
     name: str
     status: Status
     text: str
+    figures: dict[str, Any] | None = field(default=None, compare=False)
 
 
 def first_line(error: Exception) -> str:
