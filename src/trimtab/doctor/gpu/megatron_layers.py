@@ -199,5 +199,5 @@ def _config(case: LayerCase, has_engine: bool) -> TransformerConfig:
         use_cpu_initialization=not on_cuda, perform_initialization=True, bf16=on_cuda,
         params_dtype=torch.bfloat16 if on_cuda else torch.float32, moe_router_dtype="fp32" if on_cuda else None,
         add_bias_linear=False, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=on_cuda,
+        bias_activation_fusion=has_engine,
     )  # fmt: skip
