@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from trimtab.calibration.calibrate import preset_like
 from trimtab.calibration.calibration_result import MEASURABLE, CalibrationResult, Figure, fitted_cost, fitted_rate
 from trimtab.calibration.calibration_table import calibration_table
 from trimtab.calibration.fits import Fit
 from trimtab.cli.main import main
 from trimtab.cluster import ClusterSpec, load_cluster, write_cluster
+from trimtab.cluster.presets import preset_like
 
 CONFIG = {
     "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,

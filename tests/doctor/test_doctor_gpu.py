@@ -51,7 +51,8 @@ def test_the_verdict_names_the_first_finding_and_is_the_exit_status(
     assert verdict(results) == (line, status)
     asked = []
 
-    def examine(ranks: int | None) -> GpuExamination:
+    def examine(ranks: int | None, *, full: bool) -> GpuExamination:
+        assert not full
         asked.append(ranks)
         return GpuExamination(2, False, results)
 

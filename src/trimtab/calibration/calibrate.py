@@ -34,7 +34,7 @@ from trimtab.calibration.measurement_context import MeasurementContext
 from trimtab.calibration.memory_rates import measure_memory
 from trimtab.calibration.rank_figures import measure_on_ranks
 from trimtab.cluster import load_cluster
-from trimtab.cluster.presets import preset_names
+from trimtab.cluster.presets import preset_like
 
 SEED = 0
 
@@ -108,14 +108,6 @@ def _measure(settings: CalibrationSettings) -> dict[str, Any]:
         "ranks": ranks,
         "ranks_per_node": per_node,
     }
-
-
-def preset_like(gpu: str) -> str:
-    """The preset of nodes with a GPU of this name, or `h100x8` if there is none."""
-    names = {name: name.removesuffix("x8").removesuffix("-nvl72") for name in preset_names("cluster")}
-    fitting = [name for name, model in names.items() if model in gpu.lower()]
-    # "H200" contains "H20", and "GB200" contains "B200".
-    return max(fitting, key=lambda name: len(names[name]), default="h100x8")
 
 
 def _measured(value: float | None) -> Figure | None:

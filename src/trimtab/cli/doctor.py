@@ -40,6 +40,7 @@ def add(commands: Any) -> None:
             "trimtab doctor --megatron path/to/pretrain.sh",
             "trimtab doctor --verl path/to/run.sh",
             "trimtab doctor --gpu --json out/gpu.json",
+            "trimtab doctor --gpu --full --json out/gpu.json",
             "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab doctor --model path/to/qwen3-moe",
         ],
     )
@@ -60,6 +61,11 @@ def add(commands: Any) -> None:
         action="store_true",
         help="check the GPUs of this machine instead: memory and links, equal results, hangs, waits, times",
     )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="with --gpu, also time Megatron-core's MoE layers beside planned ones, in at most 10 minutes more",
+    )
     add_options(parser, "--ranks", unset="2; with --gpu all GPUs, or 2 without any")
     add_options(parser, "--slots", default=2)
     add_options(parser, "--json")
@@ -70,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
     """Returns the exit status."""
     if options.gpu:
         return run_on_gpus(options)
+    if options.full:
+        raise InputError("--full is for GPUs; add --gpu")
     from trimtab.doctor import FILE_CHECKS, examine
     from trimtab.doctor.finding import Finding
 
@@ -115,8 +123,11 @@ def run_on_gpus(options: argparse.Namespace) -> int:
             raise InputError(f"--{name}: --gpu does not check it; run trimtab doctor without --gpu as well")
     need_extra("torch")
     from trimtab.doctor.gpu import examine_gpus, verdict
+    from trimtab.doctor.machine import versions
 
-    examined = examine_gpus(options.ranks)
+    if options.full:
+        need_extra("megatron", extra="megatron")
+    examined = examine_gpus(options.ranks, full=options.full)
     line, status = verdict(examined.results)
     where = f"{examined.ranks} GPUs" if examined.gpus else f"no GPU was tested: {examined.ranks} ranks on the CPU"
     table = _table(None, "stage", "check")
@@ -124,7 +135,10 @@ def run_on_gpus(options: argparse.Namespace) -> int:
         for finding in result.findings:
             table.add_row(result.name, finding.name, *_cells(finding))
     stages = [asdict(result) for result in examined.results]
-    figures = {"schema": "trimtab-doctor-gpu-1", "ranks": examined.ranks, "gpus": examined.gpus, "verdict": line}
+    figures = {
+        "schema": "trimtab-doctor-gpu-1", "versions": versions(), "ranks": examined.ranks, "gpus": examined.gpus,
+        "verdict": line,
+    }  # fmt: skip
     console = write_figures(options, figures | {"status": status, "stages": stages})
     console.print(f"trimtab doctor --gpu, {where}", style="bold", soft_wrap=True)
     console.print(table)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from trimtab.cores import usable_cores
@@ -112,3 +114,17 @@ def check_shared_memory() -> Finding:
         text = f"{SHARED_MEMORY} has {bytes_text(free)} free for mirrors; enlarge it (--shm-size), or set mirror_bytes"
         return Finding(name, "warning", text)
     return Finding(name, "ok", f"{SHARED_MEMORY} works, {bytes_text(free)} free")
+
+
+def versions() -> dict[str, str]:
+    """The GPU, and the versions of what runs on it; what is missing is left out."""
+    import torch
+
+    found = {"torch": str(torch.__version__)}
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    for package in ("megatron-core", "transformer-engine", "deep-ep"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

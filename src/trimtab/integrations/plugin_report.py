@@ -37,7 +37,7 @@ def first_line(framework: str, options: PluginOptions, config: Any, notes: Seque
     packages = ", ".join(f"{name} {_version(name)}" for name in (framework, "megatron-core", "torch"))
     experts = getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None)
     ranks = getattr(config, "expert_model_parallel_size", 1)
-    remarks = ["Trimtab has never run on a GPU", *never_run(options_of(config)).values(), *notes]
+    remarks = ["this plugin has never run on a GPU", *never_run(options_of(config)).values(), *notes]
     return (
         f"Trimtab {_version('trimtab')} in {packages}: mode={options.mode} slots_per_rank={options.slots_per_rank}, "
         f"{sum(moe_pattern(config))} MoE layers of {experts} experts on {ranks} ranks; {'; '.join(remarks)}"

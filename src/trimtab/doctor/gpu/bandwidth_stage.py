@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from trimtab.calibration.calibrate import preset_like
 from trimtab.calibration.exchange_rates import measure_exchange
 from trimtab.calibration.link_rates import measure_links
 from trimtab.calibration.measurement_context import MeasurementContext
 from trimtab.cluster import QWEN3_30B, ClusterSpec, ModelSpec, load_cluster
+from trimtab.cluster.presets import preset_like
 from trimtab.doctor.finding import Finding
 from trimtab.report.number_text import rate
 

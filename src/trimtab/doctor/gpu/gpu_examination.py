@@ -40,6 +40,16 @@ STAGES = (
 )
 # All stages together; a stage gets what is left.
 BUDGET_S = 290.0
+
+
+def _check_megatron() -> list[Finding]:
+    from trimtab.doctor.gpu.megatron_stage import check_megatron
+
+    return check_megatron()
+
+
+# What `--full` adds, with its own time.
+MEGATRON = Stage("megatron", _check_megatron, 600)
 CPU_RANKS = 2
 
 log = logging.getLogger("trimtab")
@@ -60,11 +70,12 @@ class GpuExamination:
     results: tuple[StageResult, ...]
 
 
-def examine_gpus(ranks: int | None, stages: Sequence[Stage] = STAGES) -> GpuExamination:
+def examine_gpus(ranks: int | None, stages: Sequence[Stage] = STAGES, *, full: bool = False) -> GpuExamination:
     """Run all stages on local ranks, each on a GPU of its own, or on the CPU if there is no GPU.
 
     Args:
         ranks: all GPUs by default, or 2 on a CPU.
+        full: also time Megatron-core's layers beside planned ones, in 10 minutes more.
 
     Raises:
         InputError: if there are fewer GPUs than ranks and NCCL does not let them share, or one rank on a CPU.
@@ -82,9 +93,9 @@ def examine_gpus(ranks: int | None, stages: Sequence[Stage] = STAGES) -> GpuExam
     start = time.monotonic()
     results = []
     try:
-        for stage in track(stages, "doctor --gpu", transient=True):
+        for stage in track([*stages, *([MEGATRON] if full else [])], "doctor --gpu", transient=True):
             left_s = BUDGET_S - (time.monotonic() - start)
-            results.append(_run(stage, ranks, folder, left_s))
+            results.append(_run(stage, ranks, folder, MEGATRON.timeout_s if stage is MEGATRON else left_s))
             log.info("%s: %s after %.1f s", stage.name, results[-1].status, results[-1].seconds)
     finally:
         # It stays if it holds the dump of a stage.

@@ -22,15 +22,17 @@ from trimtab.calibration.random_experts import this_device
 from trimtab.cluster import ModelSpec, load_model
 from trimtab.doctor.finding import Finding
 from trimtab.doctor.gpu.megatron_layers import LayerCase, MegatronLayers, start_megatron
+from trimtab.doctor.gpu.product_times import time_products
 from trimtab.report.number_text import seconds
 
 # Experts of a rank, tokens and imbalance are those of a node of 8 GPUs.
 MODELS, RANKS_OF_MODEL = ("qwen3-30b-a3b", "qwen3-235b-a22b"), 8
 GPU_TOKENS, CPU_TOKENS = (4096, 8192), (256,)
-RATIOS = (1.0, 1.25, 1.5, 2.0)
+GPU_RATIOS, CPU_RATIOS = (1.0, 1.25, 1.5, 2.0), (1.0, 1.5)
 CPU_MODEL = ModelSpec("doctor", 32, 4, hidden_size=64, expert_width=32)
 SLOTS = 2
-ROUNDS = 7
+REPLICAS = (2, 4)
+GPU_ROUNDS, CPU_ROUNDS = 7, 2
 # Norm of the difference of a gradient over its norm. Rows of an expert are added in another order.
 MOST_DIFFERENT = {"cuda": 2e-2, "cpu": 1e-5}
 
@@ -38,24 +40,35 @@ MOST_DIFFERENT = {"cuda": 2e-2, "cpu": 1e-5}
 def check_megatron() -> list[Finding]:
     """Compare all cases on this rank's GPU. Collective."""
     start_megatron()
-    return [compare_case(case) for case in cases(dist.get_world_size(), this_device().type == "cuda")]
+    on_cuda = this_device().type == "cuda"
+    rounds = GPU_ROUNDS if on_cuda else CPU_ROUNDS
+    found = cases(dist.get_world_size(), on_cuda)
+    even = [case for case in found if case.max_over_mean == 1]
+    return [
+        *(compare_case(case, rounds) for case in found),
+        *(time_products(case, replicas, rounds) for case in even for replicas in REPLICAS),
+    ]
 
 
 def cases(ranks: int, on_cuda: bool) -> list[LayerCase]:
     """The cases: with one rank there is no imbalance, only what a planned layer costs."""
     models = [load_model(name) for name in MODELS] if on_cuda else [CPU_MODEL]
+    ratios = (GPU_RATIOS if on_cuda else CPU_RATIOS) if ranks > 1 else (1.0,)
     return [
-        LayerCase(
-            replace(model, num_experts=max(model.num_experts // RANKS_OF_MODEL, model.top_k) * ranks), tokens, ratio
-        )
+        LayerCase(of_ranks(model, ranks), tokens, ratio)
         for model in models
         for tokens in (GPU_TOKENS if on_cuda else CPU_TOKENS)
-        for ratio in (RATIOS if ranks > 1 else RATIOS[:1])
+        for ratio in ratios
     ]
 
 
-def compare_case(case: LayerCase) -> Finding:
-    """Check that gradients are equal, and time both."""
+def of_ranks(model: ModelSpec, ranks: int) -> ModelSpec:
+    """A model with as many experts on each of these ranks as on each GPU of a node."""
+    return replace(model, num_experts=max(model.num_experts // RANKS_OF_MODEL, model.top_k) * ranks)
+
+
+def compare_case(case: LayerCase, rounds: int) -> Finding:
+    """Check that gradients are equal, and time both in some rounds. Collective."""
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), this_device()
     mine = case.routing(ranks, seed=0)[rank]
     ids = [torch.from_numpy(np.ascontiguousarray(each.transpose(1, 0, 2), np.int64)).to(device) for each in mine]
@@ -66,7 +79,7 @@ def compare_case(case: LayerCase) -> Finding:
         "planned": partial(planned.planned_step, session, mine),
     }
     difference = _difference(plain, planned, steps)
-    times = alternate({name: partial(_time, step, (plain, planned)) for name, step in steps.items()}, ROUNDS)
+    times = alternate({name: partial(_time, step, (plain, planned)) for name, step in steps.items()}, rounds)
     figures = _figures(case, times, difference, plain.engine)
     report = session.report
     assert report is not None

@@ -17,7 +17,6 @@ from trimtab.kernels import kernel
 from trimtab.planner.replicas.greedy_attempt import Attempt, greedy_attempt
 from trimtab.planner.replicas.kernel_values import PlacementStrategy, Shares
 from trimtab.planner.replicas.leveling import level_shares
-from trimtab.planner.replicas.replica_bound import fewest_replicas_bound
 
 SEARCH_STEPS = 6
 # Most other orders tried; fewer for large instances, whose attempts take longer.
@@ -129,3 +128,36 @@ def _cost(home_E, ranks_per_node, shares, count):  # type: ignore[no-untyped-def
     for p in range(count):
         cost += home_E[experts_P[p]] // ranks_per_node != ranks_P[p] // ranks_per_node
     return cost
+
+
+@kernel
+def fewest_replicas_bound(instance, loads_R, threshold_load):  # type: ignore[no-untyped-def]
+    """For every rank, the number of its largest experts that together have its excess.
+
+    Args:
+        instance: an `InstanceRows`.
+        loads_R: `[R]` int64 rows of every rank without replicas.
+        threshold_load: load that no rank should exceed, rows.
+    """
+    counts_E, starts_R, experts_by_home = instance.counts_E, instance.homes.starts_R, instance.homes.experts_by_home
+    needed = 0
+    for r in range(len(loads_R)):
+        excess = loads_R[r] - threshold_load
+        smaller_than = np.int64(1) << 62
+        while excess > 0:
+            largest = np.int64(0)
+            equal = 0
+            for i in range(starts_R[r], starts_R[r + 1]):
+                tokens = counts_E[experts_by_home[i]]
+                if tokens < smaller_than and tokens > largest:
+                    largest = tokens
+                    equal = 1
+                elif tokens == largest:
+                    equal += 1
+            if largest == 0:
+                break
+            taken = min(equal, -(-excess // largest))
+            needed += taken
+            excess -= taken * largest
+            smaller_than = largest
+    return needed

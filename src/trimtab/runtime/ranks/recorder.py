@@ -1,7 +1,7 @@
 """`Recorder`: a recording of a rank's activities over time.
 
 A rank has one activity at a time, so that the start of each activity is also the end of the one before. On CUDA these
-times are events on the compute stream; that part has not run on a GPU yet.
+times are events on the compute stream.
 """
 
 from __future__ import annotations
