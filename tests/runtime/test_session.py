@@ -19,6 +19,7 @@ from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.planner import Schedule, Workload, plan_schedule
 from trimtab.runtime import Session
+from trimtab.runtime.ranks.process_groups import destroy_groups
 from trimtab.trace import RoutingTrace
 
 SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=8, width=6)
@@ -138,3 +139,16 @@ def test_the_planner_gets_the_lengths_of_all_ranks_in_the_order_of_the_schedule(
         plan_own(session, trace, schedule)
     # The first rank plans.
     assert [lengths.tolist() for lengths in seen] == [trace.sequence_lengths.tolist()] * (session.rank == 0)
+
+
+@runs_on_ranks()
+def test_groups_are_not_split_from_a_communicator_that_others_would_have_to_join() -> None:
+    world = torch.distributed.group.WORLD
+    assert world is not None
+    destroy_groups([])
+    with pytest.MonkeyPatch.context() as patch:
+        # As `init_process_group(device_id=)` leaves it; torch then asks for a communicator to split.
+        patch.setattr(world, "bound_device_id", torch.device("cuda:0"))
+        patch.setattr(torch.distributed.distributed_c10d, "_get_split_source", lambda _group: pytest.fail("split"))
+        Session(num_experts=8).close()
+        assert world.bound_device_id == torch.device("cuda:0")

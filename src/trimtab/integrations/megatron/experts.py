@@ -92,8 +92,8 @@ class SequentialExperts:
 class GroupedExperts:
     """`TEGroupedMLP`: two grouped products of Transformer Engine, with one Parameter for each expert.
 
-    Tested with a replacement of Transformer Engine's `GroupedLinear` on a CPU, and with Transformer Engine 2.20.2 on one
-    H200.
+    Tested with a replacement of Transformer Engine's `GroupedLinear` on a CPU; ran with Transformer Engine 2.20.2 on a
+    GPU.
     """
 
     @staticmethod
