@@ -16,11 +16,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
@@ -76,8 +77,10 @@ class Strategy:
     """MegatronTrainStrategy, of a model of `megatron_runs`.
 
     Attributes:
-        mode: ROLL's mode of router replay.
+        changed: options of the model's config that are as if they had been set.
     """
+
+    changed: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, model: Any, worker_config: Any) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -221,7 +224,8 @@ class VirtualModels:
     """ROLL's list of a model's chunks."""
 
     def __init__(self, model: Any) -> None:
-        self.models, self.config = model.chunks, model.config
+        self.models, self.config = model.chunks, copy(model.config)
+        vars(self.config).update(Strategy.changed)
 
     def get_models(self) -> list[Any]:
         return list(self.models)
@@ -306,6 +310,8 @@ def roll() -> Iterator[dict[str, Any]]:
             for count in range(1, len(packages)):
                 package = ".".join(packages[:count])
                 modules.setdefault(package, ModuleType(package))
+        # Its workers extend those of this stand-in.
+        stack.callback(sys.modules.pop, "trimtab.integrations.roll", None)
         for name in ("roll.third_party", "roll.third_party.megatron"):
             modules[name] = ModuleType(name)
         for name, module in modules.items():
