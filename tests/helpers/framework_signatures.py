@@ -41,6 +41,21 @@ miles.utils.replay_base:Replay.backward_index
 miles.utils.replay_base:Replay.top_indices_list
 """,
     ),
+    "roll": (
+        "alibaba/ROLL 8eb27cc2",
+        """
+roll.distributed.scheduler.decorator:register(dispatch_mode, execute_mode, clear_cache, trace, prefetch, to_remote)
+roll.distributed.scheduler.decorator:Dispatch.ONE_TO_ALL
+roll.distributed.strategy.megatron_strategy:MegatronInferStrategy.forward_backward_func
+roll.distributed.strategy.megatron_strategy:MegatronTrainStrategy.train_step(self, batch, loss_func)
+roll.third_party.megatron.router_replay_utils:set_router_replay_data(layers_topk_idx, attention_mask, tf_config, \
+vp_rank)
+roll.pipeline.rlvr.actor_worker:ActorWorker
+roll.pipeline.agentic.agentic_actor_worker:ActorWorker
+roll.pipeline.dpo.actor_worker:ActorWorker
+roll.pipeline.base_worker:ActorWorker.initialize(self, pipeline_config)
+""",
+    ),
 }  # fmt: skip
 """By framework: repository and commit, and a name a line."""
 

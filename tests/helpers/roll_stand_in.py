@@ -112,9 +112,7 @@ class Strategy:
             if helper.is_replay_backward_action(config, stage):
                 set_actions(Action.REPLAY_FORWARD)
             if helper.is_replay_forward_action(config, stage):
-                replay.set_router_replay_data(
-                    data.batch["routed_experts"], data.batch["attention_mask"], config, stage
-                )
+                replay.set_router_replay_data(data.batch["routed_experts"], data.batch["attention_mask"], config, stage)
         output = model(
             input_ids=data.batch["input_ids"], attention_mask=data.batch["attention_mask"], position_ids=None,
             labels=data.batch["labels"],
@@ -298,7 +296,9 @@ def roll() -> Iterator[dict[str, Any]]:
         "roll.distributed.scheduler.decorator": {
             "register": register, "Dispatch": SimpleNamespace(ONE_TO_ALL="one to all"),
         },
-        "roll.distributed.strategy.megatron_strategy": {"MegatronTrainStrategy": Strategy},
+        "roll.distributed.strategy.megatron_strategy": {
+            "MegatronInferStrategy": Strategy, "MegatronTrainStrategy": Strategy,
+        },
     }  # fmt: skip
     folder = os.environ.get("ROLL", "")
     modules: dict[str, Any] = {}

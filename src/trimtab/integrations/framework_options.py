@@ -31,15 +31,15 @@ MILES = (
     Option("multi_lora", OFF, _ADAPTERS, _WHOLE),
     Option("indep_dp", OFF, "a part of the data ranks may end and start again", "leave it out"),
 )
-ROLL = (
-    Option("lora_target", (None,), _ADAPTERS, _WHOLE),
-)
+ROLL = (Option("lora_target", (None,), _ADAPTERS, _WHOLE),)
 ROLL_REPLAY = (
     Option("use_sequence_packing", OFF, "ROLL replays routes by padded row", "leave it out, or use mode=live"),
     Option("use_dynamic_batching_in_train", OFF, _UNCUT, "leave it out, or use mode=live"),
     Option("use_dynamic_batching_in_infer", OFF, _UNCUT, "leave it out, or use mode=live"),
     Option(
-        "context_parallel_size", (None, 1), "ROLL replays the routes of all tokens on every rank",
+        "context_parallel_size",
+        (None, 1),
+        "ROLL replays the routes of all tokens on every rank",
         "set it to 1, or use mode=live",
     ),
 )

@@ -25,7 +25,7 @@ WORKERS = {
 }
 """Classes of this module, and the modules of the `ActorWorker` that they extend."""
 _REPLAY = "roll.third_party.megatron.router_replay_utils"
-_STRATEGY = "roll.distributed.strategy.megatron_strategy:MegatronTrainStrategy"
+_STRATEGY = "roll.distributed.strategy.megatron_strategy"
 
 
 class RollPlugin(DryReplayPlugin):
@@ -42,10 +42,9 @@ class RollPlugin(DryReplayPlugin):
     names = (
         "roll.distributed.scheduler.decorator:register(dispatch_mode)",
         "roll.distributed.scheduler.decorator:Dispatch.ONE_TO_ALL",
-        f"{_STRATEGY}.forward_backward_func",
-        f"{_STRATEGY}.train_step(batch, loss_func)",
+        f"{_STRATEGY}:MegatronInferStrategy.forward_backward_func",
+        f"{_STRATEGY}:MegatronTrainStrategy.train_step(batch, loss_func)",
         f"{_REPLAY}:set_router_replay_data(layers_topk_idx, attention_mask, tf_config, vp_rank)",
-        *MEGATRON_NAMES,
     )
 
     def __init__(self, worker_config: Any) -> None:
@@ -62,7 +61,7 @@ class RollPlugin(DryReplayPlugin):
                 f"roll can't be balanced: strategy_name is {config.strategy_args.strategy_name}, which has no expert "
                 "parallelism of Megatron; use megatron_train, or mode=off"
             )
-        check_names(self.names, fits=self.fits)
+        check_names((*self.names, *MEGATRON_NAMES), fits=self.fits)
         given = vars(config) | config.strategy_args.strategy_config | {"lora_target": config.model_args.lora_target}
         self.refuse_options(given, replays=config.router_replay.mode != "disable")
 
