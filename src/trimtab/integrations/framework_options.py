@@ -39,6 +39,17 @@ VERL = (
     Option("mtp.enable", OFF, _UNRECORDED, "leave it out"),
 )
 
+NEMO_RL = (
+    Option("megatron_cfg.peft.enabled", OFF, _ADAPTERS, _WHOLE),
+    Option("megatron_cfg.fp8_cfg.enabled", OFF, "replicas are made without scales", "train in bfloat16"),
+    Option("draft.enabled", OFF, "the draft model's hooks are not tested with replicas", "leave it out"),
+    Option("quant_cfg", (None,), "its worker is another class, and replicas are not quantized", "leave it out"),
+    Option(
+        "generation.backend", (None, "vllm", "sglang", "trtllm", "dynamo"),
+        "it generates with the trainer's own layers, which is not tested", "use vllm",
+    ),
+)  # fmt: skip
+
 
 def refused(options: Sequence[Option], given: Mapping[str, Any]) -> list[str]:
     """Why given options can't be balanced, one line each."""
@@ -49,8 +60,8 @@ def refused(options: Sequence[Option], given: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def wrong_mode(package: str, mode: str, replays: bool) -> str:
-    """Why a mode can't be used with or without recorded routing in slime and miles; empty if it can."""
+def wrong_mode(package: str, mode: str, replays: bool, flag: str = "--use-rollout-routing-replay") -> str:
+    """Why a mode can't be used with or without recorded routing, which `flag` switches on; empty if it can."""
     if mode == "rehome":
         return (
             f"mode=rehome moves experts, and {package} copies weights of ref, teacher and old_actor into the same "
@@ -59,5 +70,5 @@ def wrong_mode(package: str, mode: str, replays: bool) -> str:
     if mode == "live" and replays:
         return "mode=live balances what routers choose; with recorded routing use mode=plan"
     if mode not in ("live", "off") and not replays:
-        return f"mode={mode} needs recorded routing; add --use-rollout-routing-replay, or use mode=live"
+        return f"mode={mode} needs recorded routing; add {flag}, or use mode=live"
     return ""
