@@ -14,7 +14,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,10 @@ from unittest import mock
 from unittest.mock import MagicMock
 
 import torch
-from torch.nn import functional
 
 WORKERS = "nemo_rl.models.policy.workers.megatron_policy_worker"
 _TRAIN, _REPLAY, _DATA = (f"nemo_rl.models.megatron.{name}" for name in ("train", "router_replay", "data"))
+_SLICES = "nemo_rl.distributed.model_utils"
 
 
 @dataclass
@@ -53,13 +53,14 @@ def build_router_replay_tensors(model: Any, routed_experts: torch.Tensor) -> lis
     from megatron.core import parallel_state
 
     routers = _routers(model)
-    assert routed_experts.shape[2] == len(routers)
+    numbers = [number + 1 for number, is_moe in enumerate(routers[0].config.moe_layer_freq) if is_moe]
+    assert routed_experts.shape[2] == len(numbers)
     ids_NLK = routed_experts.transpose(0, 1).flatten(0, 1)
     if routers[0].config.sequence_parallel:
         ids_NLK = ids_NLK.chunk(parallel_state.get_tensor_model_parallel_world_size())[
             parallel_state.get_tensor_model_parallel_rank()
         ]
-    return [ids_NLK[:, layer].long() for layer in range(len(routers))]
+    return [ids_NLK[:, numbers.index(router.layer_number)].long() for router in routers]
 
 
 def shard_routed_experts_for_cp(
@@ -162,7 +163,8 @@ class _Train(ModuleType):
                 decoder_seq_length=seq_length, forward_only=forward_only,
             )  # fmt: skip
         finally:
-            _clear(model)
+            if use_router_replay:
+                _clear(model)
 
 
 class _Anything(ModuleType):
@@ -183,7 +185,7 @@ class _Source(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._folder = Path(folder)
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name in (_TRAIN, _REPLAY, _DATA):
+        if name in (_TRAIN, _REPLAY, _DATA, _SLICES):
             return importlib.util.spec_from_file_location(name, self._folder / f"{name.replace('.', '/')}.py")
         if name.startswith(("nemo_rl", "megatron.bridge")):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
@@ -225,6 +227,23 @@ class PolicyWorkerImpl:
         losses = self._pass(data, train=True, replay=self.cfg["router_replay"]["enabled"])
         return {"global_loss": sum(losses), "moe_metrics": {"load_balancing_loss": 0.0}}
 
+    def begin_train_step(self) -> None:
+        """As for streamed chunks of a step, whose gradients are reduced once."""
+        self.of_test.zero()
+        config = self.of_test.config
+        self.hooks = config.no_sync_func, config.finalize_model_grads_func
+        config.no_sync_func, config.finalize_model_grads_func = nullcontext, None
+
+    def train_microbatch(self, data: Sequence[Any]) -> None:
+        with self.model.no_sync():
+            self._pass(data, train=True, replay=True)
+
+    def finish_train_step(self) -> dict[str, Any]:
+        config = self.of_test.config
+        config.no_sync_func, config.finalize_model_grads_func = self.hooks
+        config.finalize_model_grads_func([self.model], None)
+        return {}
+
     def get_logprobs(self, *, data: Sequence[Any], require_router_replay: bool = True) -> list[float]:
         with torch.no_grad():
             replay = self.cfg["router_replay"]["enabled"] and require_router_replay
@@ -250,15 +269,17 @@ class PolicyWorkerImpl:
 def loss_of(train: Any) -> Any:
     """A loss post-processor: cross-entropy of the tokens that a sequence has next; `losses` of the micro-batches."""
 
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
     class Loss(train.LossPostProcessor):  # type: ignore[misc]
         def __init__(self) -> None:
             self.losses: list[float] = []
 
         def __call__(self, data_dict: dict[str, Any], **_: Any) -> Callable[[torch.Tensor], Any]:
             def loss(logits: torch.Tensor) -> Any:
-                entropy = functional.cross_entropy(logits.flatten(0, 1), data_dict["next"].flatten(), reduction="none")
+                entropy = vocab_parallel_cross_entropy(logits.float(), data_dict["next"])
                 # What is not predicted is not read.
-                found = (entropy * data_dict["is_predicted"].flatten()).sum() / 16
+                found = (entropy * data_dict["is_predicted"]).sum() / 16
                 self.losses.append(float(found.detach()))
                 return found, {"loss": self.losses[-1]}
 
@@ -268,47 +289,45 @@ def loss_of(train: Any) -> Any:
 
 
 def micro_batch(tokens_BS: torch.Tensor, lengths_B: torch.Tensor, routes: torch.Tensor, *, packed: bool) -> Any:
-    """A micro-batch as `process_microbatch` makes it, with the causal mask of each sequence. Packed sequences are padded
-    to multiples of 8.
+    """A micro-batch as `process_microbatch` makes it, of this rank's slices in context parallelism. Attention is to
+    earlier tokens of the sequence, by a mask. Packed sequences are padded to multiples of 8.
 
     Args:
         routes: `[B, S, L, K]`; those of padding are not used.
     """
+    from megatron.core import parallel_state
+
     data: Any = sys.modules[_DATA]
     rows, width = tokens_BS.shape
     position = torch.arange(width).expand(rows, width)
-    predicted = position < lengths_B[:, None] - 1
-    following = tokens_BS.roll(-1, 1)
+    is_padding = position >= lengths_B[:, None]
+    # Of each token: its number, the next one, whether that is predicted, its position and sequence; 0 of padding.
+    values = [
+        tokens_BS, tokens_BS.roll(-1, 1), position < lengths_B[:, None] - 1, position,
+        torch.arange(1, rows + 1)[:, None].expand(rows, width),
+    ]  # fmt: skip
     cu = None
     if packed:
-        padded = (lengths_B + 7) // 8 * 8
-        cu = torch.cat([torch.zeros(1, dtype=torch.int32), padded.cumsum(0).int()])
+        cu = torch.cat([torch.zeros(1), ((lengths_B + 7) // 8 * 8).cumsum(0)]).int()
+        ranks = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
 
-        def pack(values: torch.Tensor, packed_routes: Any = None) -> torch.Tensor:
-            found: torch.Tensor = data._shard_routed_experts_for_cp(
-                values[:, :, None, None].long(), None, lengths_B, cu, cu, 0, 1
-            )[0][:, :, 0, 0]
+        def slices(value: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = data._shard_routed_experts_for_cp(value, None, lengths_B, cu, cu, *ranks)[1]
             return found
 
-        packed_routes = data._shard_routed_experts_for_cp(routes, None, lengths_B, cu, cu, 0, 1)[0]
-        inner = position.masked_fill(position >= lengths_B[:, None], 0)
-        sequence = torch.repeat_interleave(torch.arange(rows), padded)
-        tokens, following, predicted, position = (pack(each) for each in (tokens_BS, following, predicted, inner))
-        total = len(sequence)
-        later = torch.triu(torch.ones(total, total, dtype=torch.bool), 1)
-        mask = (later | (sequence[:, None] != sequence))[None, None]
-        routes = packed_routes
+        routes = slices(routes)
+        values = [slices(each[:, :, None, None].long())[:, :, 0, 0] for each in values]
     else:
-        tokens = tokens_BS
-        routes = torch.where(
-            (position >= lengths_B[:, None])[:, :, None, None], torch.arange(routes.shape[-1], dtype=routes.dtype), routes
-        )
-        mask = torch.triu(torch.ones(width, width, dtype=torch.bool), 1)[None, None]
-    values = {"input_ids": tokens_BS, "input_lengths": lengths_B, "next": following, "is_predicted": predicted}
+        routes = torch.where(is_padding[:, :, None, None], torch.arange(routes.shape[-1], dtype=routes.dtype), routes)
+    tokens, following, predicted, position, sequence = values
+    is_hidden = (position[:, None, :] > position[:, :, None]) | (sequence[:, None, :] != sequence[:, :, None])
+    # Each token attends to itself.
+    is_hidden &= ~torch.eye(tokens.shape[1], dtype=torch.bool)
+    fields = {"input_ids": tokens_BS, "input_lengths": lengths_B, "next": following, "is_predicted": predicted}
     return data.ProcessedMicrobatch(
-        data_dict=values, input_ids=tokens, input_ids_cp_sharded=tokens, attention_mask=mask, position_ids=position,
-        packed_seq_params=SimpleNamespace() if packed else None, cu_seqlens_padded=cu, routed_experts=routes,
-        routed_experts_cp_sharded=routes,
+        data_dict=_Data(fields), input_ids=tokens, input_ids_cp_sharded=tokens, attention_mask=is_hidden[:, None],
+        position_ids=position, packed_seq_params=SimpleNamespace() if packed else None, cu_seqlens_padded=cu,
+        routed_experts=routes, routed_experts_cp_sharded=routes,
     )  # fmt: skip
 
 
@@ -364,21 +383,15 @@ _ROOTS = ("nemo_rl", "ray", "megatron.bridge", "trimtab.integrations.nemo_rl_wor
 
 
 def _use_source(stack: ExitStack) -> None:
-    """Attention on a CPU takes a mask in place of the boundaries of packed sequences."""
-    train, data = (importlib.import_module(name) for name in (_TRAIN, _DATA))
+    """Attention on a CPU takes a mask in place of the boundaries of packed sequences. There is no draft model."""
+    train = importlib.import_module(_TRAIN)
     plain = train.model_forward
     stack.enter_context(
-        mock.patch.object(train, "model_forward", lambda *args, packed_seq_params=None, **more: plain(*args, **more))
-    )
-    # Micro-batches have tensors for images.
-    plain_init = data.ProcessedMicrobatch.__init__
-
-    def init(self: Any, *, data_dict: Any, **others: Any) -> None:
-        plain_init(self, data_dict=_Data(data_dict), **others)
-
-    stack.enter_context(mock.patch.object(data.ProcessedMicrobatch, "__init__", init))
-    stack.enter_context(
-        mock.patch.object(train, "get_capture_context", lambda *_: (__import__("contextlib").nullcontext(), None))
+        mock.patch.multiple(
+            train,
+            model_forward=lambda *args, packed_seq_params=None, **more: plain(*args, **more),
+            get_capture_context=lambda *_: (nullcontext(), None),
+        )
     )
 
 
