@@ -170,7 +170,7 @@ class _Train(ModuleType):
 class _Anything(ModuleType):
     """A module that has any name."""
 
-    __path__: tuple[str, ...] = ()
+    __path__ = []  # noqa: RUF012
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

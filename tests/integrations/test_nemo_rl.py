@@ -20,6 +20,7 @@ from helpers.random_plans import random_group_plans
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
+from trimtab.integrations.nemo_rl import WORKER
 from trimtab.runtime.live import balancer
 
 State = dict[str, Any]
@@ -38,7 +39,7 @@ class Models:
     """Two equal models, and two steps of two micro-batches of two sequences with recorded routing."""
 
     def __init__(
-        self, *, packed: bool = False, unknown: bool = False, layout: dict[str, int] | None = None, **case: Any
+        self, *, packed: bool = False, unknown: bool = False, layout: dict[str, Any] | None = None, **case: Any
     ) -> None:
         from megatron.core import parallel_state
 
@@ -95,7 +96,9 @@ def random_plans() -> Iterator[None]:
 @contextmanager
 def balanced_worker(model: Any, text: str = "", config: Any = CONFIG) -> Iterator[Any]:
     with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text), random_plans():
-        worker = import_module("trimtab.integrations.nemo_rl_worker").BalancedPolicyWorkerImpl(config, model=model)
+        # As NeMo-RL's RayWorkerBuilder finds the class.
+        module, _, name = WORKER.rpartition(".")
+        worker = getattr(import_module(module), name).actor(config, model=model)
         try:
             yield worker
         finally:
@@ -213,9 +216,9 @@ def test_live_mode_needs_no_recorded_routing(state: State) -> None:
     with nemo_rl_modules():
         models = Models(router_replay=False)
         expected = models.results(plain_worker(models.plain, config))
-        with mock.patch.object(balancer, "choose_quotas", quotas_of_few):
-            with balanced_worker(models.other, "mode=live", config) as worker:
-                found = models.results(worker)
+        few = mock.patch.object(balancer, "choose_quotas", quotas_of_few)
+        with few, balanced_worker(models.other, "mode=live", config) as worker:
+            found = models.results(worker)
         assert max(differences(found, expected).values()) < 1e-5
         assert all(metrics["max_vio_before"] > 0 for metrics in found["metrics"])
 
@@ -266,7 +269,11 @@ def test_a_missing_name_is_named_when_the_worker_is_made(state: State) -> None:
     del state
     with nemo_rl_modules():
         module = import_module("nemo_rl.models.megatron.router_replay")
-        with mock.patch.object(module, "build_router_replay_tensors", lambda model: []):
+
+        def build_router_replay_tensors(model: Any) -> None:
+            pass
+
+        with mock.patch.object(module, "build_router_replay_tensors", build_router_replay_tensors):
             fits = "build_router_replay_tensors has no parameter routed_experts; this version of Trimtab fits NeMo-RL"
             with pytest.raises(InputError, match=fits):
                 import_module("trimtab.integrations.nemo_rl_worker").NemoRlPlugin()

@@ -24,7 +24,8 @@ from trimtab.launch.launcher import LAUNCH_ORDER
 
 FITS = "NeMo-RL 0.7.0 and 7ea279abf"
 WORKER = "trimtab.integrations.nemo_rl_worker.BalancedPolicyWorker"
-PLAIN_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+WORKERS = "nemo_rl.models.policy.workers.megatron_policy_worker"
+PLAIN_WORKER = f"{WORKERS}.MegatronPolicyWorker"
 _POLICY = "nemo_rl.models.policy.lm_policy"
 _REGISTRY = "nemo_rl.distributed.ray_actor_environment_registry"
 NAMES = (
@@ -32,6 +33,21 @@ NAMES = (
     f"{_REGISTRY}:ACTOR_ENVIRONMENT_REGISTRY",
 )
 """What this module replaces and reads, in the process of the script; see `check_names`."""
+_DATA = "nemo_rl.models.megatron.data"
+WORKER_NAMES = (
+    "nemo_rl.models.megatron.train:get_forward_backward_func",
+    "nemo_rl.models.megatron.train:forward_with_post_processing_fn(use_router_replay)",
+    "nemo_rl.models.megatron.router_replay:build_router_replay_tensors(model, routed_experts)",
+    f"{_DATA}:_shard_routed_experts_for_cp(routed_experts, token_identity, seq_lengths, cu_seqlens, cu_seqlens_padded, "
+    "cp_rank, cp_size)",
+    f"{_DATA}:ProcessedMicrobatch.routed_experts_cp_sharded",
+    f"{_DATA}:ProcessedMicrobatch.packed_seq_params",
+    f"{_DATA}:ProcessedMicrobatch.cu_seqlens_padded",
+    "nemo_rl.models.policy.utils:get_runtime_env_for_policy_worker(policy_worker_name)",
+    f"{WORKERS}:MegatronPolicyWorkerImpl.train()",
+    f"{WORKERS}:MegatronPolicyWorkerImpl.offload_before_refit()",
+)
+"""What the worker replaces and calls of NeMo-RL."""
 
 
 def replace_worker() -> None:

@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.integrations.nemo_rl import FITS
+from trimtab.integrations.nemo_rl import FITS, WORKER_NAMES, WORKERS
 from trimtab.integrations.worker_plugin import SlicedRoutes, WorkerPlugin
-
-_WORKERS = "nemo_rl.models.policy.workers.megatron_policy_worker"
-_IMPL = f"{_WORKERS}:MegatronPolicyWorkerImpl"
 
 
 class NemoRlPlugin(WorkerPlugin):
@@ -22,19 +19,7 @@ class NemoRlPlugin(WorkerPlugin):
     package = "nemo_rl"
     fits = FITS
     module = "nemo_rl.models.megatron.train"
-    names = (
-        "nemo_rl.models.megatron.train:get_forward_backward_func",
-        "nemo_rl.models.megatron.train:forward_with_post_processing_fn(use_router_replay)",
-        "nemo_rl.models.megatron.router_replay:build_router_replay_tensors(model, routed_experts)",
-        "nemo_rl.models.megatron.data:_shard_routed_experts_for_cp(routed_experts, token_identity, seq_lengths, "
-        "cu_seqlens, cu_seqlens_padded, cp_rank, cp_size)",
-        "nemo_rl.models.megatron.data:ProcessedMicrobatch.routed_experts_cp_sharded",
-        "nemo_rl.models.megatron.data:ProcessedMicrobatch.packed_seq_params",
-        "nemo_rl.models.megatron.data:ProcessedMicrobatch.cu_seqlens_padded",
-        "nemo_rl.models.policy.utils:get_runtime_env_for_policy_worker(policy_worker_name)",
-        f"{_IMPL}.train()",
-        f"{_IMPL}.offload_before_refit()",
-    )
+    names = WORKER_NAMES
 
     def replays(self, arguments: Mapping[str, Any]) -> bool:
         """The reference's pass has routes too, and does not replay them."""
@@ -70,7 +55,7 @@ def _is_read(micro_batch: Any) -> torch.Tensor:
 
 
 _ray: Any = import_module("ray")
-_Impl: Any = import_module(_WORKERS).MegatronPolicyWorkerImpl
+_Impl: Any = import_module(WORKERS).MegatronPolicyWorkerImpl
 _runtime_env: Any = import_module("nemo_rl.models.policy.utils").get_runtime_env_for_policy_worker
 
 

@@ -121,4 +121,5 @@ def read_options() -> PluginOptions:
 def megatron_refusals(*parts: Mapping[str, Any] | None) -> list[str]:
     """Why options of Megatron in parts of a framework's config are refused, one line each."""
     known = names()
-    return list(refusals({name: part[name] for part in parts for name in part or () if name in known}).values())
+    given = {name: value for part in parts for name, value in (part or {}).items() if name in known}
+    return list(refusals(given).values())
