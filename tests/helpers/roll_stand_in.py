@@ -2,8 +2,8 @@
 
 ROLL 8eb27cc2: inner_forward_step, forward_step and train_step of roll/distributed/strategy/megatron_strategy.py,
 set_router_replay_data of roll/third_party/megatron/router_replay_utils.py, the layout of batches that
-postprocess_generate of roll/utils/functionals.py makes (padded on the right, routes of the last token and of padding are
-0), initialize of roll/pipeline/base_worker.py, register of roll/distributed/scheduler/decorator.py, and what
+postprocess_generate of roll/utils/functionals.py makes (padded on the right, routes of the last token and of padding
+are 0), initialize of roll/pipeline/base_worker.py, register of roll/distributed/scheduler/decorator.py, and what
 roll/third_party/megatron/offload_states_patch.py does to Parameters, gradients and hooks of DDP.
 
 With ROLL=folder of its source the functions named first and the whole of router_replay_utils are ROLL's own.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from helpers.random_plans import random_group_plans
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
-from helpers.rank_tests import of_all_ranks, runs_on_ranks
+from helpers.rank_tests import runs_on_ranks
 from helpers.roll_stand_in import (
     FLAG,
     DataProto,
@@ -132,7 +132,7 @@ class Runs:
         values, self.other = worker_config(**config), self.copy()
         with (
             mock.patch.dict(os.environ, TRIMTAB_BALANCE=text),
-            mock.patch.object(Worker, "make_strategy", lambda: self.other.make_strategy(values)),
+            mock.patch.object(Worker, "make_strategy", side_effect=lambda: self.other.make_strategy(values)),
         ):
             worker = getattr(import_module("trimtab.integrations.roll"), name)(values)
             worker.initialize(None)

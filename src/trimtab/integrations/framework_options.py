@@ -53,6 +53,17 @@ VERL = (
     Option("mtp.enable", OFF, _UNRECORDED, "leave it out"),
 )
 
+NEMO_RL = (
+    Option("megatron_cfg.peft.enabled", OFF, _ADAPTERS, _WHOLE),
+    Option("megatron_cfg.fp8_cfg.enabled", OFF, "replicas are made without scales", "train in bfloat16"),
+    Option("draft.enabled", OFF, "the draft model's hooks are not tested with replicas", "leave it out"),
+    Option("quant_cfg", (None,), "its worker is another class, and replicas are not quantized", "leave it out"),
+    Option(
+        "generation.backend", (None, "vllm", "sglang", "trtllm", "dynamo"),
+        "it generates with the trainer's own layers, which is not tested", "use vllm",
+    ),
+)  # fmt: skip
+
 
 def refused(options: Sequence[Option], given: Mapping[str, Any]) -> list[str]:
     """Why given options can't be balanced, one line each."""
@@ -69,7 +80,10 @@ _COPIES = (
 )
 _BY_POSITION = {"roll": "exports and stores weights by position"}
 """Why experts can't move, by package; `_COPIES` in slime and miles."""
-_SWITCHES = {"roll": "set actor_train.router_replay.mode=R3"}
+_SWITCHES = {
+    "roll": "set actor_train.router_replay.mode=R3",
+    "nemo_rl": "set policy.router_replay.enabled=true",
+}
 """What gives a framework recorded routing, by package."""
 
 

@@ -82,10 +82,11 @@ class RollPlugin(DryReplayPlugin):
         is_read_BT = torch.zeros_like(is_token_BT)
         is_read_BT[:, :-1] = is_token_BT[:, 1:].flip(1).cumsum(1).flip(1) > 0
         routes_BTLK = tensors["routed_experts"].to(torch.int32)
+        routes_BTLK = routes_BTLK.masked_fill(~is_read_BT[..., None, None], -1)
+        model = innermost(chunk)
         import_module(_REPLAY).set_router_replay_data(
-            routes_BTLK.masked_fill(~is_read_BT[..., None, None], -1), tensors["attention_mask"], innermost(chunk).config,
-            getattr(innermost(chunk), "vp_stage", 0),
-        )  # fmt: skip
+            routes_BTLK, tensors["attention_mask"], model.config, getattr(model, "vp_stage", 0)
+        )
 
     def _add_figures(self, metrics: dict[str, Any]) -> None:
         """Add figures to what ROLL logs of a train step."""

@@ -1,4 +1,4 @@
-"""What Megatron's routers replay: the MoE layers of a model, and the ids that a framework gives to their RouterReplay."""
+"""What Megatron's routers replay: the MoE layers of a model, and ids that a framework gives to their RouterReplay."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,6 +53,8 @@ class ScheduleAdapter:
         ids_of: see `IdsOf`. What it raises for a model with a session is raised on all ranks that plan.
         name: the name; calling it gives a schedule.
         is_schedule: the name is that of a schedule itself, as of an attribute in which a framework keeps it.
+        replays: whether the framework replays recorded routing in a call of the schedule with these arguments. Others
+            are not planned, though their micro-batches may have routing.
 
     Attributes:
         is_replaying: whether a schedule runs now whose routers replay what a session gives them, and not what the
@@ -60,10 +62,17 @@ class ScheduleAdapter:
     """
 
     def __init__(
-        self, owner: Any, ids_of: IdsOf, name: str = "get_forward_backward_func", *, is_schedule: bool = False
+        self,
+        owner: Any,
+        ids_of: IdsOf,
+        name: str = "get_forward_backward_func",
+        *,
+        is_schedule: bool = False,
+        replays: Callable[[Mapping[str, Any]], bool] = lambda arguments: True,
     ) -> None:
         self.is_replaying = False
         self._owner, self._ids_of, self._name, self._is_schedule = owner, ids_of, name, is_schedule
+        self._replays = replays
         self._plain: Callable[..., Any] | None = None
         self._sessions: dict[tuple[int, ...], MegatronSession] = {}
 
@@ -123,13 +132,16 @@ class ScheduleAdapter:
         """Replaces a schedule."""
 
         def schedule(*, model: Any, num_microbatches: int, data_iterator: Any = None, **others: Any) -> Any:
-            batches, data_iterator = _listed(data_iterator, num_microbatches)
-            routes, problem = self._routes(batches, _as_list(model))
-            if routes is not None and len(batches) < num_microbatches:
-                problem = InputError(
-                    f"the data iterator ended after {len(batches)} of {num_microbatches} micro-batches"
-                )
             named = {"model": model, "num_microbatches": num_microbatches, "data_iterator": data_iterator, **others}
+            routes: list[MicroBatchRoutes] | None = None
+            problem: InputError | None = None
+            if self._replays(named):
+                batches, named["data_iterator"] = _listed(data_iterator, num_microbatches)
+                routes, problem = self._routes(batches, _as_list(model))
+                if routes is not None and len(batches) < num_microbatches:
+                    problem = InputError(
+                        f"the data iterator ended after {len(batches)} of {num_microbatches} micro-batches"
+                    )
             if routes is None and problem is None:
                 with self._replaying(False):
                     return plain(**named)
