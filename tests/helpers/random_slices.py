@@ -39,7 +39,7 @@ def as_header(planned: PlannedStep, *, slots: int, waits: bool) -> PlannedStep:
     # Every second expert of every layer on every node.
     nodes = plan.num_ranks // plan.ranks_per_node
     entries = np.argwhere(np.arange(nodes * plan.home.size).reshape(nodes, *plan.home.shape) % 2 == 0)
-    mirrors = (entries,) * len(planned.plans)
+    mirrors = (entries,) * (planned.schedule.num_ranks // plan.num_ranks)
     patience_s = NEVER_LATE_S if waits else PATIENCE_S * planned.plans[0].num_micro_steps
     rules = SliceRules(PlanSettings().limits(cluster), links, mirrors, 0.0, 1.0, 1, patience_s)
     return replace(planned, plans=tuple(plan.without_replicas() for plan in planned.plans), slices=rules)

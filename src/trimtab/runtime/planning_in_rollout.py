@@ -126,11 +126,12 @@ class PlanningInRollout:
         Args:
             tokens: of the step.
         """
-        planned = None
-        if self.planned is not None and self.homes is not None and self.tokens >= KNOWN_AHEAD * tokens:
-            if np.array_equal(self.homes.home, placement.home):
-                # The other groups' plans are not followed.
-                planned = replace(self.planned, plans=self.planned.plans[:1])
+        planned, is_same = self.planned, self.homes is not None and np.array_equal(self.homes.home, placement.home)
+        if planned is not None and is_same and self.tokens >= KNOWN_AHEAD * tokens:
+            # The other groups' plans are not followed.
+            planned = replace(planned, plans=planned.plans[:1])
+        else:
+            planned = None
         return PlannedAhead(planned, self.seconds, min(1.0, self.tokens / max(1, tokens)))
 
     def join(self, gathered: Sequence[RankSequences]) -> SequenceCounts:

@@ -30,6 +30,7 @@ from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.planning_in_rollout import PlannedAhead, PlanningInRollout, RankSequences
 from trimtab.runtime.rank_load import RankLoad
 from trimtab.runtime.ranks.leaders import Leaders
+from trimtab.runtime.ranks.lockstep import digest
 from trimtab.runtime.ranks.rank_calls import on_first_rank
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.requested_counts import RequestedCounts
@@ -152,7 +153,10 @@ class SessionPlanner:
                 tokens = sum(leaders.gather([int(lengths.sum())]))
                 # The first data rank has planned ahead.
                 ahead = leaders.gather([in_rollout.result(placement, tokens)])[0]
-            return ahead.credited(self._with_schedule(loads, schedule, placement, ahead, may_move, sliced=sliced))
+            planned = self._with_schedule(loads, schedule, placement, ahead, may_move, sliced=sliced)
+            if len(set(leaders.gather([digest(planned.placement.home)]))) > 1:
+                raise RuntimeError("the planners of the expert-parallel groups have chosen different homes")
+            return ahead.credited(planned)
 
         def plan_and_end() -> PlannedStep:
             try:
