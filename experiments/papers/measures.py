@@ -54,6 +54,16 @@ def share(name: str, part: str) -> Measure:
     return lambda case: case.outcomes[name].simulated.parts_s[part] / case.outcomes[name].simulated.step_time_s
 
 
+def buffer(name: str) -> Measure:
+    """Memory for replicas and their gradients, as a fraction of the parameters' memory, on the rank that needs most."""
+
+    def fraction(case: Case) -> float:
+        memory = case.outcomes[name].memory
+        return memory["replica pool"] / (memory["expert parameters"] + memory["dense parameters"])
+
+    return fraction
+
+
 def straggler(load_MLR: Array) -> float:
     """Excess of the busiest rank over the mean, summed over instances."""
     return float((load_MLR.max(axis=-1) - load_MLR.mean(axis=-1)).sum())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from experiments.papers.measures import (
     Measure,
     best_layer,
+    buffer,
     gain,
     lost_in_layers,
     max_over_mean,
@@ -37,6 +38,7 @@ class SetUp:
         mean_length, longest: mean and largest tokens of a sequence.
         slots: slots per rank.
         equal_terms: same homes, schedule and slots for all balancers; else each uses its authors' settings.
+        steeper: factor of the presets' `zipf`.
     """
 
     model: str
@@ -50,6 +52,7 @@ class SetUp:
     longest: int = 4096
     slots: int = 2
     equal_terms: bool = False
+    steeper: float = 1.0
 
     @property
     def sequences(self) -> int:
@@ -57,7 +60,10 @@ class SetUp:
 
     @property
     def title(self) -> str:
-        return f"{self.model}, EP {self.ranks}{', equal terms' if self.equal_terms else ''}"
+        more = (
+            f"{', equal terms' if self.equal_terms else ''}{f', {self.steeper:g} x skew' if self.steeper != 1 else ''}"
+        )
+        return f"{self.model}, EP {self.ranks}{more}"
 
 
 @dataclass(frozen=True)
@@ -131,8 +137,14 @@ class PlacementAlone(RoutePack):
 
 VARIANTS: dict[str, Policy] = {"relibra, reordering": ReorderingAlone(), "routepack, placement": PlacementAlone()}
 
-# 1,024 sequences in 32 micro-batches at EP 16; twice as many at EP 32, so that a rank has as many tokens.
-_RELIBRA = SetUp("qwen3-30b-a3b", 16, micro_steps=32, mean_length=2048)
+
+# 1,024 sequences in 32 micro-batches: 32 in each, at EP 64 as many as ranks. More skew than the presets' model has, so
+# that max/mean can be as high as published.
+def _relibra(model: str, ranks: int, steeper: float = 1.5) -> SetUp:
+    sequences = max(32, ranks)
+    return SetUp(model, ranks, micro_steps=32, tokens=sequences * 2048 // ranks, mean_length=2048, steeper=steeper)
+
+
 _FEPLB = SetUp("glm-4.5-air", 8, micro_steps=8)
 _FOREMOE = SetUp("qwen3-30b-a3b", 64, layers=4)
 _ULTRAEP = SetUp("deepseek-v3", 64, ranks_per_node=64, layers=4, micro_steps=8)
@@ -152,16 +164,17 @@ ROWS = (
             Figure("relibra's reordering, of the step", share("relibra", "migration"), "%", "1.4 to 2.1%"),
             imbalance("static", "above 2.0"),
             imbalance("relibra", "1.00 to 1.08"),
+            Figure("relibra's replica buffer, of a rank's parameters", buffer("relibra"), "%", "0.13 to 1.62%"),
             over("trimtab", "static"),
             of_ideal("trimtab"),
             of_ideal("trimtab", planning=False),
             over("trimtab", "relibra"),
             over("trimtab", "relibra", planning=False),
         ),
-        tuple(
-            replace(_RELIBRA, model=model, ranks=ranks)
-            for model in ("qwen3-30b-a3b", "glm-4.5-air", "qwen3-235b-a22b")
-            for ranks in (16, 32)
+        (
+            *(_relibra("qwen3-30b-a3b", ranks) for ranks in (8, 16, 32, 64)),
+            *(_relibra(model, ranks) for model in ("glm-4.5-air", "qwen3-235b-a22b") for ranks in (16, 32)),
+            *(_relibra("qwen3-30b-a3b", ranks, steeper=1) for ranks in (16, 32)),
         ),
     ),
     Row(

@@ -10,20 +10,46 @@ import atexit
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import numba
+import numpy as np
 from numba.core import event
+from numba.core.dispatcher import Dispatcher
 
 
 def kernel(function: Any) -> Any:
     """Decorator: compile at first use, without the GIL, cached on disk."""
     try:
-        return numba.njit(cache=True, nogil=True)(function)
+        compiled = numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:
         # No folder can be written to.
         _first_compile.is_cached = False
         return numba.njit(nogil=True)(function)
+    # Compiled code has that of the kernels that it calls, and values of globals, inside. Numba looks at the time of the
+    # function's own file only, so that a cached caller would go on with what they were.
+    file = compiled._cache._cache_file
+    file._source_stamp = (file._source_stamp, *map(_stamp_of, _globals_in(function.__code__, function.__globals__)))
+    return compiled
+
+
+def _globals_in(code: CodeType, values: dict[str, Any]) -> Iterator[Any]:
+    """The globals that a function uses, in order of their names; those of functions inside it after its own."""
+    for name in sorted(set(code.co_names) & values.keys()):
+        yield values[name]
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _globals_in(inner, values)
+
+
+def _stamp_of(value: Any) -> Any:
+    """What changes if a global does: the stamp of a kernel, or a plain value. Modules and types count as fixed."""
+    if isinstance(value, Dispatcher):
+        # Without a file there is no cache that could be old.
+        return getattr(getattr(getattr(value, "_cache", None), "_cache_file", None), "_source_stamp", None)
+    return repr(value) if isinstance(value, (bool, int, float, str, tuple, np.number)) else None
 
 
 class _FirstCompile(event.Listener):

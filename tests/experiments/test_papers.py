@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.harness import run_command
 from experiments.page_tables import replace_tables, tables_of_page
-from experiments.papers.measures import Case, lost_in_layers, of_balanced, rows, speedup, straggler_cut
+from experiments.papers.measures import Case, buffer, lost_in_layers, of_balanced, rows, speedup, straggler_cut
 from experiments.papers.page import blocks, read_figures
 from experiments.papers.published import ROWS, VARIANTS, Figure, Row, SetUp
 from experiments.papers.reproduce import run_papers
@@ -32,8 +32,9 @@ def _outcome(step_s: float, planning_s: float, loads: list[int]) -> Any:
         near_MLR=np.full(loads_MLR.shape, 0.25), far_MLR=np.full(loads_MLR.shape, 0.5),
     )  # fmt: skip
     parts_s = {"planning": planning_s, "migration": 0.0}
+    memory = {"replica pool": 3, "expert parameters": 8, "dense parameters": 4}
     simulated = SimpleNamespace(step_time_s=step_s, parts_s=parts_s, work=work)
-    return SimpleNamespace(simulated=simulated, balance=SimpleNamespace(mean=1.0))
+    return SimpleNamespace(simulated=simulated, balance=SimpleNamespace(mean=1.0), memory=memory)
 
 
 def _hand_made() -> Case:
@@ -51,6 +52,7 @@ def test_measures_of_hand_made_steps() -> None:
     assert speedup("trimtab", "static", planning=False)(case) == 2.0
     assert of_balanced("trimtab")(case) == 0.75
     assert of_balanced("trimtab", planning=False)(case) == 1.0
+    assert buffer("trimtab")(case) == 0.25
     # The busiest rank has 6 rows more than the mean, then 1.
     assert straggler_cut("trimtab", rows)(case) == pytest.approx(5 / 6)
     # The mean rank waits 6 of 9 seconds, and two exchanges take 1.5 seconds each.

@@ -60,7 +60,9 @@ class GroupedLinear(nn.Module):
         biases = [getattr(self, f"bias{number}") for number in range(self.num_gemms)]
         assert all(weight.shape == (self.out_features, self.in_features) for weight in weights)
         assert all(bias.numel() == self.use_bias * self.out_features for bias in biases)
-        options = self.fuse_wgrad_accumulation, self.is_first_microbatch, self.apply_bias
+        # Without gradients, as in the first pass of a checkpoint, it does not look at `main_grad`.
+        fuses = self.fuse_wgrad_accumulation and torch.is_grad_enabled()
+        options = fuses, self.is_first_microbatch, self.apply_bias
         out: torch.Tensor = _GroupedProduct.apply(inp, list(m_splits), *options, *weights, *biases)
         self.is_first_microbatch = False
         return out, biases if self.te_return_bias else None
@@ -91,25 +93,23 @@ class _GroupedProduct(torch.autograd.Function):
         grad_parts = grads[0].split(ctx.splits)
         grad_inp = torch.cat([grad @ weight for grad, weight in zip(grad_parts, weights, strict=True)])
         grad_weights: list[torch.Tensor | None] = [None] * len(weights)
-        if ctx.trained:
-            grad_weights = [grad.T @ rows for grad, rows in zip(grad_parts, inp.split(ctx.splits), strict=True)]
+        factors = list(zip(grad_parts, inp.split(ctx.splits), strict=True))
         if ctx.fused:
             grad_weights = [
-                _add_to_main_grad(*each, ctx.is_first)
-                for each in zip(ctx.originals, ctx.main_grads, grad_weights, strict=True)
+                _add_to_main_grad(weight, main_grad, *each, ctx.is_first)
+                for weight, main_grad, each in zip(ctx.originals, ctx.main_grads, factors, strict=True)
             ]
+        elif ctx.trained:
+            grad_weights = [grad.T @ rows for grad, rows in factors]
         grad_biases = [grad.sum(0) if ctx.use_bias else None for grad in grad_parts]
         return grad_inp, None, None, None, None, *grad_weights, *grad_biases
 
 
 def _add_to_main_grad(
-    weight: Any, main_grad: torch.Tensor, gradient: torch.Tensor | None, is_first: bool
+    weight: Any, main_grad: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor, is_first: bool
 ) -> torch.Tensor | None:
-    """What autograd gets of a gradient that was added to `main_grad`."""
-    assert gradient is not None
-    if is_first:
-        main_grad.zero_()
-    main_grad.add_(gradient)
+    """What autograd gets of a gradient that was added to `main_grad`, in whose dtype it is summed."""
+    main_grad.addmm_(grad.T.to(main_grad.dtype), rows.to(main_grad.dtype), beta=0 if is_first else 1)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

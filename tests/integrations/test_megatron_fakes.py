@@ -17,18 +17,19 @@ import torch
 pytest.importorskip("megatron.core")
 
 from helpers.fake_deep_ep import use_deep_ep
-from helpers.fake_te import use_extensions
+from helpers.fake_te import GroupedLinear, use_extensions
 from helpers.megatron_runs import Layout, MegatronCase, Model, compare_runs, use_layout
 from helpers.rank_pool import RankPool, shared_pool
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.on_cpu import use_cpu
+from trimtab.runtime.live.policies import LivePolicy
 
 State = dict[str, Any]
 LAYOUT = Layout(ranks=2, expert=2)
 CASES = {
     "grouped": MegatronCase(grouped=True, double=True, bias=True, recompute="moe_act"),
-    "grouped fused": MegatronCase(grouped=True, fused=True, double=True),
+    "grouped fused": MegatronCase(grouped=True, fused=True, double=True, pipelined_layers=True),
     "grouped fused frozen": MegatronCase(grouped=True, fused=True, double=True, frozen=True, recompute="moe"),
     "grouped fused overlap": MegatronCase(
         grouped=True, fused=True, overlap=True, distributed_optimizer=True, dispatcher="trimtab"
@@ -68,6 +69,38 @@ def test_balanced_run_equals_megatrons_own(state: State, name: str) -> None:
 
 
 @runs_on_ranks()
+def test_gradients_of_replicas_in_bfloat16_models_are_as_exact_as_those_of_homes(state: State) -> None:
+    # Those of weights are summed in float32. A rounding to bfloat16 is 4e-3.
+    assert max(compare_runs(LAYOUT, [MegatronCase(grouped=True, fused=True, bf16=True, steps=1)])) < 1e-5
+
+
+@pytest.mark.parametrize(("fused", "live"), [(True, None), (False, None), (True, "quota")])
+@runs_on_ranks()
+def test_products_of_planned_layers_have_home_experts_and_replicas(
+    state: State, fused: bool, live: LivePolicy | None
+) -> None:
+    """Live layers multiply home experts first, while replicas are on the way."""
+    sizes: list[int] = []
+    plain = GroupedLinear.forward
+
+    def counted(product: GroupedLinear, inp: torch.Tensor, m_splits: Any) -> Any:
+        sizes.append(product.num_gemms)
+        return plain(product, inp, m_splits)
+
+    homes = 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupedLinear, "forward", counted)
+        case = MegatronCase(grouped=True, fused=fused, steps=1, live=live, double=True)
+        assert max(compare_runs(LAYOUT, [case])) < 1e-12
+    if live:
+        assert min(sizes) < homes
+        assert max(sizes) == homes
+    else:
+        assert min(sizes) == homes
+        assert max(sizes) > homes
+
+
+@runs_on_ranks()
 def test_one_hybridep_buffer_serves_home_and_physical_experts(state: State) -> None:
     case = MegatronCase(flex="hybridep", grouped=True, fused=True, double=True, recompute="moe")
     assert max(compare_runs(LAYOUT, [case])) < 1e-12
@@ -88,8 +121,8 @@ def test_deepep_gets_planned_experts_with_weight_0(state: State) -> None:
     physical = physical_dispatcher(layer, 2, (0, 1), get_default_pg_collection())
     ids = torch.tensor([[11, 4], [5, 8], [10, 9]], dtype=torch.uint16)
     weights = torch.tensor([[0.0, 1.0], [0.3, 0.7], [0.0, 0.0]])
-    layer_call: Any = SimpleNamespace(layout=SimpleNamespace(physical_ids=ids))
-    MegatronRows.start(physical, torch.zeros(3, 1, 16), weights, layer_call)
+    layer_call: Any = SimpleNamespace(layout=SimpleNamespace(physical_ids=ids), is_live=False)
+    MegatronRows.start(physical, False, torch.zeros(3, 1, 16), weights, layer_call)
     manager: Any = physical._comm_manager  # type: ignore[union-attr]
     assert manager.token_indices.tolist() == ids.tolist()
     assert torch.allclose(manager.token_probs, weights)

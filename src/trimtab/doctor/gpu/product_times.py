@@ -50,7 +50,7 @@ def time_products(case: LayerCase, replicas: int, rounds: int) -> Finding:
         of_homes, of_replicas = rows.split([at_home, total - at_home])
         home_probs, replica_probs = probs.split([at_home, total - at_home])
         output = two.module(of_homes, torch.tensor(rows_of[:homes]), home_probs)[0]
-        more = experts.compute(of_replicas, rows_of[homes:], replica_probs, weights)
+        more = experts.compute(of_replicas, rows_of[homes:], replica_probs, [weight.unbind() for weight in weights])
         torch.cat([output, more]).backward(gradient)
         for weight in weights:
             assert weight.grad is not None

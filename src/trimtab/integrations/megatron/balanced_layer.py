@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 
 from trimtab.errors import InputError
-from trimtab.integrations.megatron.experts import Experts, experts_of
+from trimtab.integrations.megatron.experts import Experts, GroupedExperts, experts_of
 from trimtab.integrations.megatron.logical_order import ADVICE, logical_shards
 from trimtab.integrations.megatron.option_tables import moe_pattern
 from trimtab.integrations.megatron.physical_dispatch import (
@@ -58,7 +58,8 @@ class BalancedLayer:
         start = TrimtabRows.start
         if dispatcher == "megatron":
             physical = physical_dispatcher(moe_layer, session.slots_per_rank, session.topology.positions, groups)
-            start = partial(MegatronRows.start, physical)  # type: ignore[assignment]
+            joins = isinstance(experts, GroupedExperts)
+            start = partial(MegatronRows.start, physical, joins)  # type: ignore[assignment]
         self._dispatcher = PlannedDispatcher(moe_layer, self._layer, replay, start)
         self._compute_homes = moe_layer.experts.forward
         moe_layer.router.router_replay = replay
@@ -110,13 +111,20 @@ class BalancedLayer:
             )
 
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Replaces the forward of the experts' module: home experts, then replicas."""
+        """Replaces the forward of the experts' module: home experts and replicas."""
         if torch.is_grad_enabled():
             self.before_backward()
-        outputs, bias = self._compute_homes(rows, counts, probs)
         call = self._dispatcher.rows
         if call is None or not call.layer_call.replicas.count:
-            return outputs, bias
+            return self._compute_homes(rows, counts, probs)
+        if call.are_joined:
+            assert isinstance(self._experts, GroupedExperts)
+            rows, replicas = self._layer.use_replicas(rows, call.layer_call)
+            if not replicas.count:
+                return self._compute_homes(rows, counts, probs)
+            with replicas.saved_for_backward(), self._experts.joined(replicas):
+                return self._compute_homes(rows, counts, probs)
+        outputs, bias = self._compute_homes(rows, counts, probs)
         replica_rows, replicas = self._layer.use_replicas(call.replica_rows, call.layer_call)
         if replicas.count:
             with replicas.saved_for_backward():

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import nn
+
+from trimtab.runtime.layer.framework_layer import Replicas
 
 LINEARS = ("linear_fc1", "linear_fc2")
 
@@ -26,15 +29,15 @@ class Experts(Protocol):
         ...
 
     def compute(
-        self, rows: torch.Tensor, counts: Sequence[int], probs: torch.Tensor, tensors: Sequence[torch.Tensor]
+        self, rows: torch.Tensor, counts: Sequence[int], probs: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]]
     ) -> torch.Tensor:
-        """Outputs `[N, H]` of replicas.
+        """Outputs `[N, H]` of replicas alone.
 
         Args:
             rows: `[N, H]`, grouped by replica.
             counts: rows of each replica.
             probs: `[N]`, the router's weights.
-            tensors: for each tensor of an expert the replicas' `[count, ...]`, in the graph.
+            tensors: for each tensor of an expert those of the replicas, in the graph.
         """
         ...
 
@@ -76,14 +79,13 @@ class SequentialExperts:
         ]
 
     def compute(
-        self, rows: torch.Tensor, counts: Sequence[int], probs: torch.Tensor, tensors: Sequence[torch.Tensor]
+        self, rows: torch.Tensor, counts: Sequence[int], probs: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]]
     ) -> torch.Tensor:
         """See `Experts`."""
-        of_tensors = [tensor.unbind() for tensor in tensors]
         mlp = _without_parameters(self._module.local_experts[0])
         outputs = []
         for number, (part, weights) in enumerate(zip(rows.split(list(counts)), probs.split(list(counts)), strict=True)):
-            for (linear, name), values in zip(self._names, of_tensors, strict=True):
+            for (linear, name), values in zip(self._names, tensors, strict=True):
                 setattr(getattr(mlp, linear), name, values[number])
             outputs.append(mlp(part, weights)[0])
         return torch.cat(outputs)
@@ -127,7 +129,7 @@ class GroupedExperts:
         ]
 
     def compute(
-        self, rows: torch.Tensor, counts: Sequence[int], probs: torch.Tensor, tensors: Sequence[torch.Tensor]
+        self, rows: torch.Tensor, counts: Sequence[int], probs: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]]
     ) -> torch.Tensor:
         """See `Experts`."""
         module = _without_parameters(self._module)
@@ -139,10 +141,48 @@ class GroupedExperts:
                 # Without biases Transformer Engine keeps empty tensors in their place.
                 setattr(product, f"bias{number}", rows.new_empty(0))
         for (linear, name), tensor in zip(self._names, tensors, strict=True):
-            for number, values in enumerate(tensor.unbind()):
+            for number, values in enumerate(tensor):
                 setattr(getattr(module, linear), f"{name}{number}", values)
         output: torch.Tensor = module(rows, torch.tensor(counts), probs)[0]
         return output
+
+    @contextmanager
+    def joined(self, replicas: Replicas) -> Iterator[None]:
+        """A context in which the module computes replicas, too, after its own experts, in the same products.
+
+        Products that add gradients of weights to a `main_grad` do so for replicas, in memory that is sent home.
+        """
+        homes, count = self._module.num_local_experts, replicas.count
+        memory: Sequence[torch.Tensor | None] = [None] * len(self._names)
+        if torch.is_grad_enabled():
+            memory = replicas.gradient_memory([self._main_grad_dtype(*names) for names in self._names])
+        products = [vars(self._module)["_modules"][linear] for linear in LINEARS]
+        names = [f"{name}{number}" for name in ("weight", "bias") for number in range(homes, homes + count)]
+        try:
+            for product in products:
+                product.num_gemms = homes + count
+                # Without biases Transformer Engine keeps empty tensors in their place.
+                vars(product).update(dict.fromkeys(names[count:], replicas.tensors[0][0].new_empty(0)))
+            for (linear, name), tensors, main_grads in zip(self._names, replicas.tensors, memory, strict=True):
+                for number, tensor in enumerate(tensors):
+                    if main_grads is not None:
+                        tensor.main_grad = main_grads[number]  # type: ignore[attr-defined]
+                    vars(getattr(self._module, linear))[f"{name}{homes + number}"] = tensor
+            yield
+        finally:
+            for product in products:
+                product.num_gemms = homes
+                for name in names:
+                    vars(product).pop(name, None)
+
+    def _main_grad_dtype(self, linear: str, name: str) -> torch.dtype | None:
+        """The dtype in which a product adds gradients to a `main_grad`; None if autograd gets them."""
+        product = getattr(self._module, linear)
+        first = getattr(product, f"{name}0")
+        if name != "weight" or not first.requires_grad or not getattr(product, "fuse_wgrad_accumulation", False):
+            return None
+        dtype: torch.dtype = first.main_grad.dtype
+        return dtype
 
 
 def _without_parameters(module: nn.Module) -> Any:

@@ -27,11 +27,13 @@ class Rows(Protocol):
 
     Attributes:
         layer_call: the call.
-        replica_rows, replica_probs: of `dispatch_postprocess`, rows `[B, H]` and weights `[B]` of this rank's replicas,
-            if any rank has a replica in the call.
+        are_joined: whether `dispatch_postprocess` returns rows of home experts and replicas together.
+        replica_rows, replica_probs: else, rows `[B, H]` and weights `[B]` of this rank's replicas, if any rank has a
+            replica in the call.
     """
 
     layer_call: LayerCall
+    are_joined: bool
     replica_rows: torch.Tensor
     replica_probs: torch.Tensor
 
@@ -157,19 +159,29 @@ class MegatronRows:
 
     @classmethod
     def start(
-        cls, dispatcher: PhysicalDispatcher, hidden: torch.Tensor, weights: torch.Tensor, layer_call: LayerCall
+        cls,
+        dispatcher: PhysicalDispatcher,
+        joins: bool,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        layer_call: LayerCall,
     ) -> tuple[MegatronRows, torch.Tensor, torch.Tensor]:
-        """The rows of a call, and what Megatron's `dispatch_preprocess` returns."""
+        """The rows of a call, and what Megatron's `dispatch_preprocess` returns.
+
+        Args:
+            joins: whether replicas can be computed in one product with home experts. Live calls do not, since their
+                replicas are still on the way.
+        """
         dispatcher.layer_call = layer_call
         ids = layer_call.layout.physical_ids.to(torch.int64)
         shape = len(ids), dispatcher.num_experts
         routing_map = torch.zeros(shape, dtype=torch.bool, device=ids.device).scatter_(1, ids, value=True)
         probs = torch.zeros(shape, dtype=weights.dtype, device=ids.device).scatter(1, ids, weights)
         hidden, probs = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
-        return cls(dispatcher, layer_call), hidden, probs
+        return cls(dispatcher, layer_call, joins and not layer_call.is_live), hidden, probs
 
-    def __init__(self, dispatcher: PhysicalDispatcher, layer_call: LayerCall) -> None:
-        self.layer_call = layer_call
+    def __init__(self, dispatcher: PhysicalDispatcher, layer_call: LayerCall, are_joined: bool) -> None:
+        self.layer_call, self.are_joined = layer_call, are_joined
         self._dispatcher = dispatcher
         self.token_dispatch = dispatcher.token_dispatch
         self.combine_preprocess = dispatcher.combine_preprocess
@@ -180,10 +192,10 @@ class MegatronRows:
         self, hidden: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         hidden, counts, probs = self._dispatcher.dispatch_postprocess(hidden, probs)
-        homes = self.layer_call.layout.home_groups.counts
+        homes, replicas = self.layer_call.layout.home_groups.counts, self.layer_call.layout.replica_groups.counts
+        if self.are_joined or not self.layer_call.replicas.count:
+            return hidden, counts[: len(homes) + len(replicas)], probs
         counts = counts[: len(homes)]
-        if not self.layer_call.replicas.count:
-            return hidden, counts, probs
         # The backward of `split` writes the gradient of all rows once; that of slices fills it with zeros for each.
         parts = sum(homes), len(hidden) - sum(homes)
         hidden, self.replica_rows = hidden.split(parts)
@@ -305,7 +317,7 @@ class TrimtabRows:
         return cls(hidden.shape, layer_call), hidden.reshape(-1, hidden.shape[-1]), weights
 
     def __init__(self, shape: torch.Size, layer_call: LayerCall) -> None:
-        self.layer_call = layer_call
+        self.layer_call, self.are_joined = layer_call, False
         self._shape, self._dispatcher = shape, RowDispatcher()
         self._arrived: Dispatched | None = None
         self._replica_outputs: list[torch.Tensor] = []

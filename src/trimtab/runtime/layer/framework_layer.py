@@ -19,9 +19,9 @@ class FrameworkLayer(RoutedLayer):
     """One MoE layer whose experts stay the framework's. Created by `Session.add_framework_layer`.
 
     A call in a planned or a balanced live micro-step has these parts, in this order: `begin`; the framework's dispatch
-    to physical experts; its own home experts; `use_replicas`, and its product with these weights; its combine; `end`.
-    Gradients of replicas are added to the `main_grad` of the home's parameters, or to their gradient if they have none,
-    before autograd accumulates them and runs hooks on that.
+    to physical experts; its own home experts; `use_replicas`, and its product with these weights, or one product with
+    those of home experts, too; its combine; `end`. Gradients of replicas are added to the `main_grad` of the home's
+    parameters, or to their gradient if they have none, before autograd accumulates them and runs hooks on that.
     """
 
     def places(self) -> ExpertPlaces:
@@ -83,14 +83,14 @@ class FrameworkLayer(RoutedLayer):
         return hidden, call
 
     def use_replicas(self, rows: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, Replicas]:
-        """This rank's replicas, when home experts have been computed. Waits for their transfers.
+        """This rank's replicas. Waits for their transfers, so in live calls home experts should be computed before.
 
         Call it on every rank if `call.replicas.count` is not 0, and use the returned rows in the output.
 
         Args:
-            rows: `[B, H]`, those of this rank's replicas.
+            rows: `[B, H]`, those of this rank's replicas, perhaps with others.
         """
-        rows, *slots = UseReplicas.apply(rows, call)
+        rows, *slots = UseReplicas.apply(rows, call, True)
         return rows, Replicas(call, slots)
 
     def end(self, combined: torch.Tensor, call: LayerCall) -> torch.Tensor:
@@ -104,17 +104,25 @@ class Replicas:
     """This rank's replicas in one call.
 
     Attributes:
-        tensors: for each tensor of the experts a stack `[count, ...]`, in the graph.
+        count: number of replicas on this rank.
+        tensors: for each tensor of the experts `count` tensors `[...]`, in the graph.
     """
 
     def __init__(self, call: LayerCall, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = tensors
+        kinds = len(call.homes.are_trained)
+        self.count = len(tensors) // kinds
+        self.tensors = [tensors[t * self.count : (t + 1) * self.count] for t in range(kinds)]
         self._call = call
+        # All replicas of a tensor are in one memory.
+        self._places = {
+            each[0].untyped_storage().data_ptr(): (t, int(each[0].storage_offset()))
+            for t, each in enumerate(self.tensors)
+            if self.count and each[0].numel()
+        }
 
-    @property
-    def count(self) -> int:
-        """Number of replicas on this rank."""
-        return len(self.tensors[0])
+    def gradient_memory(self, dtypes: Sequence[torch.dtype | None]) -> list[torch.Tensor | None]:
+        """See `LayerCall.gradient_memory`."""
+        return self._call.gradient_memory(self.count, dtypes)
 
     def saved_for_backward(self) -> torch.autograd.graph.saved_tensors_hooks:
         """A context for the product with the replicas. What autograd saves of their memory, which later layers use,
@@ -122,11 +130,11 @@ class Replicas:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, saved: torch.Tensor) -> torch.Tensor | _Part:
-        for t, tensor in enumerate(self.tensors):
-            if tensor.numel() and saved.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-                offset = int(saved.storage_offset()) - int(tensor.storage_offset())
-                return _Part(t, saved.size(), saved.stride(), offset)
-        return saved
+        place = self._places.get(saved.untyped_storage().data_ptr())
+        if place is None:
+            return saved
+        tensor, start = place
+        return _Part(tensor, saved.size(), saved.stride(), int(saved.storage_offset()) - start)
 
     def _unpack(self, packed: torch.Tensor | _Part) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):

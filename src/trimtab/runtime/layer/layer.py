@@ -183,7 +183,7 @@ class ExpertLayer(RoutedLayer):
                 return self._apply([ExpertWeight(home) for home in homes], rows, groups)
 
         def at_replicas(rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-            rows, *slots = UseReplicas.apply(rows, call)
+            rows, *slots = UseReplicas.apply(rows, call, False)
             weights = [ExpertWeight(slot, partial(_fetch_again, call, t)) for t, slot in enumerate(slots)]
             return self._apply(weights, rows, groups)
 
@@ -269,7 +269,8 @@ class Leave(torch.autograd.Function):
 
 
 class UseReplicas(torch.autograd.Function):
-    """Adds replica weights to the graph, together with the rows that use them.
+    """Adds replica weights to the graph, together with the rows that use them: as stacks `[count, ...]`, or apart, as
+    `count` tensors after each other for each tensor of an expert.
 
     Autograd runs the backward when the gradients of all outputs are complete, and then the replicas' gradients are
     complete. The node exists on every rank, whether or not it holds a replica, also when a checkpoint runs the layer
@@ -277,19 +278,28 @@ class UseReplicas(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, call: LayerCall) -> Any:
-        ctx.call = call
+    def forward(ctx: Any, rows: torch.Tensor, call: LayerCall, are_apart: bool) -> Any:
+        ctx.call, ctx.are_apart = call, are_apart
+        ctx.set_materialize_grads(False)
         call.replica_node = weakref.ref(ctx)
-        slots = [slot.detach() for slot in call.replica_weights()]
-        frozen = [slot for slot, is_trained in zip(slots, call.homes.are_trained, strict=True) if not is_trained]
+        outputs: list[torch.Tensor] = []
+        frozen: list[torch.Tensor] = []
+        for slots, is_trained in zip(call.replica_weights(), call.homes.are_trained, strict=True):
+            each = slots.detach().unbind() if are_apart else [slots.detach()]
+            outputs += each
+            frozen += [] if is_trained else each
         ctx.mark_non_differentiable(*frozen)
-        return rows.view_as(rows), *slots
+        return rows.view_as(rows), *outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         grad_rows, *grad_slots = grads
         call: LayerCall = ctx.call
         if call.homes.trained:
-            call.return_gradients(grad_slots)
-        return grad_rows, None
+            if ctx.are_apart:
+                count = len(grad_slots) // len(call.homes.are_trained)
+                call.return_gradients([grad_slots[n : n + count] for n in range(0, len(grad_slots), count or 1)])
+            else:
+                call.return_gradients(grad_slots)
+        return grad_rows, None, None

@@ -30,7 +30,7 @@ from trimtab.runtime.rows.physical_experts import InstanceReplicas, PhysicalExpe
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.state.weight_watch import foreign_weights
 from trimtab.runtime.transfer.counters import Counters
-from trimtab.runtime.transfer.returns import accumulates
+from trimtab.runtime.transfer.returns import ReplicaGradients, accumulates
 from trimtab.runtime.transfer.streams import download, start_timer
 from trimtab.runtime.transfer.transfers import Transfers
 
@@ -259,6 +259,8 @@ class LayerCall:
         self._forward = calls.lockstep.count
         self._recorder = calls.counters.recorder
         self.replica_node: weakref.ref[Any] | None = None
+        # Where a product adds up gradients of replicas, for each tensor.
+        self._gradients: list[torch.Tensor | None] = []
         # Of home experts in the forward, until their replicas are used.
         self._homes_s: Seconds | None = None
         self._transfers = None if routes is None else routes.transfers
@@ -271,6 +273,11 @@ class LayerCall:
         """The layout, while the forward runs."""
         assert self._layout is not None
         return self._layout
+
+    @property
+    def is_live(self) -> bool:
+        """Whether replicas were chosen when the call began, and their transfers have just started."""
+        return self._live is not None
 
     @property
     def positions(self) -> torch.Tensor | None:
@@ -350,6 +357,9 @@ class LayerCall:
             self._check_excluded()
         if transfers is not None:
             self._prefetch(transfers)
+        for memory in self._gradients:
+            if memory is not None:
+                memory.zero_()
 
     def end_backward(self) -> None:
         """Call it when the layer's backward ends."""
@@ -387,9 +397,24 @@ class LayerCall:
         yield
         self._homes_s = None if stop is None else stop()
 
-    def return_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def gradient_memory(self, count: int, dtypes: Sequence[torch.dtype | None]) -> list[torch.Tensor | None]:
+        """Memory `[count, ...]` to which the product of this rank's replicas adds their gradients, for each tensor that
+        has a dtype. It is zeroed when the layer's backward begins, and sent in place of autograd's gradients.
+        """
+        assert self._transfers is not None
+        returns = self._transfers.returns
+        self._gradients = [
+            None if dtype is None else returns.memory(self.homes, t, dtype, count) for t, dtype in enumerate(dtypes)
+        ]
+        return self._gradients
+
+    def return_gradients(self, gradients: Sequence[ReplicaGradients]) -> None:
         """Start sending the gradients of `replica_weights` to home ranks."""
         assert self._transfers is not None
+        if self._gradients:
+            gradients = [
+                given if memory is None else memory for given, memory in zip(gradients, self._gradients, strict=True)
+            ]
         if not self._made_in_backward:
             self._calls.backward.track()
         self._log(RETURNS)

@@ -16,6 +16,9 @@ from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.message_rounds import Message, post
 
+ReplicaGradients = torch.Tensor | Sequence[torch.Tensor | None] | None
+"""Gradients of one tensor of this rank's replicas: `[count, ...]`, or one for each; None where nothing used it."""
+
 
 @dataclass(eq=False)
 class _Return:
@@ -52,12 +55,14 @@ class GradientReturns:
         self._counters = counters
         self._in_transfer: list[_Return] = []
         self._spare: list[list[torch.Tensor]] = []
+        self._outgoing: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory for arriving gradients on this rank."""
+        """Bytes of memory for gradients of replicas on this rank that arrive, or that products add up."""
         used = [buffers for pending in self._in_transfer for buffers in pending.buffers]
-        return sum(tensor.nbytes for buffers in used + self._spare for tensor in buffers)
+        arriving = sum(tensor.nbytes for buffers in used + self._spare for tensor in buffers)
+        return arriving + sum(tensor.nbytes for tensor in self._outgoing.values())
 
     def reserve(self, layer: HomeExperts, arriving: int) -> None:
         """Allocate buffers for up to `arriving` replicas of this rank's experts in an instance, between transfers."""
@@ -67,14 +72,14 @@ class GradientReturns:
     def start(
         self,
         layer: HomeExperts,
-        gradients: Sequence[torch.Tensor | None],
+        gradients: Sequence[ReplicaGradients],
         replicas: InstanceReplicas,
         tag: int,
     ) -> None:
         """Start sending an instance's replica gradients to their home ranks. Call it in a backward.
 
         Args:
-            gradients: gradients of this rank's replicas, `[count, ...]` for each tensor; None for a frozen one.
+            gradients: gradients of this rank's replicas for each tensor.
             tag: tag of the messages.
 
         Raises:
@@ -93,7 +98,7 @@ class GradientReturns:
         rank = self._topology.rank
         for replica in replicas.located(layer):
             ends = replica.rank, replica.home
-            own = [_present(gradients[t])[replica.slot] for t in trained] if replica.rank == rank else []
+            own = [self._own(layer, t, gradients[t], replica.slot) for t in trained] if replica.rank == rank else []
             if replica.home == rank:
                 buffers = self._buffers(layer, trained)
                 pending.rows.append(replica.row)
@@ -112,6 +117,18 @@ class GradientReturns:
                 messages += [Message(*ends, None)] * len(trained)
         pending.works = [posted.work for posted in post(messages, rank, self._topology.gradients, tag=tag)]
         self._in_transfer.append(pending)
+
+    def memory(self, layer: HomeExperts, t: int, dtype: torch.dtype, slots: int) -> torch.Tensor:
+        """Memory `[slots, ...]` for gradients of a tensor of this rank's replicas, which a product adds up itself.
+
+        All layers share it, since a layer whose experts are the framework's waits for its returns before its backward
+        ends.
+        """
+        key = layer.expert_shapes[t], dtype
+        held = self._outgoing.get(key)
+        if held is None or len(held) < slots:
+            held = self._outgoing[key] = torch.empty(slots, *key[0], dtype=dtype, device=layer.device)
+        return held[:slots]
 
     def finish(self) -> None:
         """Wait for all gradients in transfer, and add them."""
@@ -179,6 +196,13 @@ class GradientReturns:
                 return self._spare.pop(index)
         return [torch.empty(shape, dtype=dtype, device=layer.device) for shape, dtype in like]
 
+    def _own(self, layer: HomeExperts, t: int, gradients: ReplicaGradients, slot: int) -> torch.Tensor:
+        """The gradient of one replica; zeros if nothing used its tensor."""
+        gradient = None if gradients is None else gradients[slot]
+        if gradient is None:
+            return torch.zeros(layer.expert_shapes[t], dtype=layer.gradient_dtype, device=layer.device)
+        return gradient
+
     def _wait(self, pending: _Return) -> None:
         if pending.works:
             self._counters.wait([work.wait for work in pending.works], pending.layer.device)
@@ -208,11 +232,6 @@ class GradientReturns:
                     total += buffer
             yield row, first
         self._spare += pending.buffers
-
-
-def _present(gradient: torch.Tensor | None) -> torch.Tensor:
-    assert gradient is not None
-    return gradient
 
 
 def _trained(layer: HomeExperts) -> list[int]:

@@ -1,0 +1,64 @@
+"""Kernels compiled on disk follow the kernels and values that they have inside."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CALLER = """
+from trimtab.kernels import kernel
+from inner import FACTOR, shifted
+
+@kernel
+def scaled(x):
+    return FACTOR * shifted(x)
+
+print(scaled(1), sum(scaled.stats.cache_hits.values()))
+"""
+
+INNER = """
+from trimtab.kernels import kernel
+{}
+
+FACTOR = {}
+
+@kernel
+def shifted(x):
+    return x + {}
+"""
+
+INNERMOST = """
+from trimtab.kernels import kernel
+
+@kernel
+def shift(x):
+    return {}
+"""
+
+
+def _run(folder: Path) -> list[int]:
+    """Result and number of hits of the cache, in a new process."""
+    code = [sys.executable, "-B", "caller.py"]
+    return [int(word) for word in subprocess.run(code, cwd=folder, check=True, capture_output=True).stdout.split()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
+    (tmp_path / "caller.py").write_text(CALLER)
+    (tmp_path / "innermost.py").write_text(INNERMOST.format("10"))
+    (tmp_path / "inner.py").write_text(INNER.format("from innermost import shift", 2, "shift(x)"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("factor", "innermost", "expected"), [(3, "10", 33), (2, "1000", 2002), (2, "10 * x + 5", 32)])
+def test_a_cached_kernel_follows_what_it_has_inside(folder: Path, factor: int, innermost: str, expected: int) -> None:
+    assert _run(folder) == [22, 0]
+    assert _run(folder) == [22, 1]
+    (folder / "innermost.py").write_text(INNERMOST.format(innermost))
+    if factor != 2:
+        (folder / "inner.py").write_text(INNER.format("from innermost import shift", factor, "shift(x)"))
+    assert _run(folder)[0] == expected
