@@ -41,6 +41,44 @@ miles.utils.replay_base:Replay.backward_index
 miles.utils.replay_base:Replay.top_indices_list
 """,
     ),
+    "roll": (
+        "alibaba/ROLL 8eb27cc2",
+        """
+roll.distributed.scheduler.decorator:register(dispatch_mode, execute_mode, clear_cache, trace, prefetch, to_remote)
+roll.distributed.scheduler.decorator:Dispatch.ONE_TO_ALL
+roll.distributed.strategy.megatron_strategy:MegatronInferStrategy.forward_backward_func
+roll.distributed.strategy.megatron_strategy:MegatronTrainStrategy.train_step(self, batch, loss_func)
+roll.third_party.megatron.router_replay_utils:set_router_replay_data(layers_topk_idx, attention_mask, tf_config, \
+vp_rank)
+roll.pipeline.rlvr.actor_worker:ActorWorker
+roll.pipeline.agentic.agentic_actor_worker:ActorWorker
+roll.pipeline.dpo.actor_worker:ActorWorker
+roll.pipeline.base_worker:ActorWorker.initialize(self, pipeline_config)
+""",
+    ),
+    "nemo_rl": (
+        "NVIDIA-NeMo/RL 7ea279abf",
+        """
+nemo_rl.models.policy.lm_policy:Policy.__init__(self, cluster, config, tokenizer, name_prefix, workers_per_node, \
+init_optimizer, weights_path, optimizer_path, init_reference_model, processor, worker_extension_cls_fqn, \
+skip_weight_load)
+nemo_rl.distributed.ray_actor_environment_registry:ACTOR_ENVIRONMENT_REGISTRY
+nemo_rl.models.megatron.train:get_forward_backward_func
+nemo_rl.models.megatron.train:forward_with_post_processing_fn(data_iterator, model, post_processing_fn, \
+defer_fp32_logits, global_valid_seqs, global_valid_toks, sampling_params, straggler_timer, draft_model, \
+enable_hidden_capture, use_fused_linear_logprobs, use_router_replay, router_replay_train)
+nemo_rl.models.megatron.router_replay:build_router_replay_tensors(model, routed_experts)
+nemo_rl.models.megatron.data:_shard_routed_experts_for_cp(routed_experts, token_identity, seq_lengths, cu_seqlens, \
+cu_seqlens_padded, cp_rank, cp_size)
+nemo_rl.models.megatron.data:ProcessedMicrobatch.routed_experts_cp_sharded
+nemo_rl.models.megatron.data:ProcessedMicrobatch.packed_seq_params
+nemo_rl.models.megatron.data:ProcessedMicrobatch.cu_seqlens_padded
+nemo_rl.models.policy.utils:get_runtime_env_for_policy_worker(policy_worker_name)
+nemo_rl.models.policy.workers.megatron_policy_worker:MegatronPolicyWorkerImpl.train(self, data, loss_fn, eval_mode, \
+gbs, mbs, check_dim_skip_keys)
+nemo_rl.models.policy.workers.megatron_policy_worker:MegatronPolicyWorkerImpl.offload_before_refit(self)
+""",
+    ),
 }  # fmt: skip
 """By framework: repository and commit, and a name a line."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from unittest import mock
 
@@ -12,19 +13,27 @@ import pytest
 
 from helpers.framework_signatures import STORED, parameters_in, stored
 from trimtab.errors import InputError
+from trimtab.integrations import nemo_rl
+from trimtab.integrations.dry_replay import MEGATRON_NAMES
 from trimtab.integrations.framework_names import check_names
 from trimtab.integrations.miles import MilesPlugin
-from trimtab.integrations.replay_plugin import ReplayPlugin
+from trimtab.integrations.roll import WORKERS, RollPlugin
 from trimtab.integrations.slime import SlimePlugin
 
-PLUGINS: dict[str, type[ReplayPlugin]] = {"slime": SlimePlugin, "miles": MilesPlugin}
+PLUGINS: dict[str, tuple[Sequence[str], str]] = {
+    "slime": (SlimePlugin.names, SlimePlugin.fits),
+    "miles": (MilesPlugin.names, MilesPlugin.fits),
+    "roll": ((*RollPlugin.names, *(f"{module}:ActorWorker" for module in WORKERS.values())), RollPlugin.fits),
+    "nemo_rl": ((*nemo_rl.NAMES, *nemo_rl.WORKER_NAMES), nemo_rl.FITS),
+}
+"""By package: the names that its plugin uses, and the versions that it fits."""
 
 
 @pytest.mark.parametrize("package", PLUGINS)
 def test_plugins_use_names_of_the_version_that_they_fit(package: str) -> None:
-    known, plugin = stored(package), PLUGINS[package]
-    assert STORED[package][0].split()[1] in plugin.fits
-    for line in plugin.names:
+    known, (names, fits) = stored(package), PLUGINS[package]
+    assert STORED[package][0].split()[1] in fits
+    for line in names:
         name, _, parameters = line.rstrip(")").partition("(")
         assert name in known, line
         assert set(filter(None, parameters.split(", "))) <= set(known[name] or ()), line
@@ -36,6 +45,11 @@ def test_stored_names_are_those_of_the_source(package: str) -> None:
     if not folder:
         pytest.skip(f"needs the source of {STORED[package][0]}: {package.upper()}=folder")
     assert {name: parameters_in(folder, name) for name in stored(package)} == stored(package)
+
+
+def test_names_of_megatron_are_those_of_the_installed_version() -> None:
+    pytest.importorskip("megatron.core")
+    check_names(MEGATRON_NAMES, fits="Megatron-core 0.16")
 
 
 class Replay:

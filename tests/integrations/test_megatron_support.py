@@ -33,7 +33,7 @@ VALUES: dict[str, Any] = dict.fromkeys(ON, True) | {
     "moe_expert_rank_capacity_factor": 1.0, "moe_token_dispatcher_type": "allgather",
     "moe_flex_dispatcher_backend": "ncclep", "moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8",
     "fp8": "hybrid", "fp4": "e2m1", "quant_recipe": "recipe", "moe_mlp_glu_interleave_size": 32, "moe_latent_size": 8,
-    "mtp_num_layers": 1, "mlp_chunks_for_training": 2, "data_parallel_sharding_strategy": "optim_grads",
+    "mtp_num_layers": 1, "mlp_chunks_for_training": 2,
     "num_distributed_optimizer_instances": 2, "num_microbatches_with_partial_activation_checkpoints": 1,
 }  # fmt: skip
 JOINT: list[tuple[str, dict[str, Any]]] = [
@@ -53,7 +53,7 @@ SUPPORTED: list[dict[str, Any]] = [
     {"moe_expert_capacity_factor": -1.0}, {"cuda_graph_impl": "none", "cuda_graph_scope": []},
     {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]}, {"recompute_modules": ["moe_act", "layernorm"]},
     {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, {"mtp_num_layers": 0},
-    {"an_option_of_later": "years"},
+    {"an_option_of_later": "years"}, {"data_parallel_sharding_strategy": "optim_grads_params"},  # FSDP alone reads it.
 ]  # fmt: skip
 # Options of Megatron-core later than 0.16.1, of its scripts, and of earlier versions.
 ELSEWHERE = {

@@ -16,6 +16,7 @@ VARIABLE = "TRIMTAB_BALANCE"
 _UNRECORDED = "MTP layers route tokens that were not recorded"
 _ADAPTERS = "adapters add Parameters to experts"
 _WHOLE = "train without LoRA"
+_UNCUT = "ROLL cuts tokens to the length of a micro-batch, and not their routes"
 
 SLIME = (
     Option("enable_mtp_training", OFF, _UNRECORDED, "train without MTP layers"),
@@ -30,6 +31,19 @@ MILES = (
     Option("multi_lora", OFF, _ADAPTERS, _WHOLE),
     Option("indep_dp", OFF, "a part of the data ranks may end and start again", "leave it out"),
 )
+ROLL = (Option("lora_target", (None,), _ADAPTERS, _WHOLE),)
+ROLL_REPLAY = (
+    Option("use_sequence_packing", OFF, "ROLL replays routes by padded row", "leave it out, or use mode=live"),
+    Option("use_dynamic_batching_in_train", OFF, _UNCUT, "leave it out, or use mode=live"),
+    Option("use_dynamic_batching_in_infer", OFF, _UNCUT, "leave it out, or use mode=live"),
+    Option(
+        "context_parallel_size",
+        (None, 1),
+        "ROLL replays the routes of all tokens on every rank",
+        "set it to 1, or use mode=live",
+    ),
+)
+"""Options of ROLL that are refused with recorded routing."""
 VERL = (
     Option("dynamic_context_parallel", OFF, "its schedule cuts micro-batches in another way", "leave it out"),
     Option("use_fused_kernels", OFF, "not tested with replicas", "leave it out"),
@@ -38,6 +52,17 @@ VERL = (
     Option("lora.rank", (None, 0), "replicas are made without adapters", "train whole weights"),
     Option("mtp.enable", OFF, _UNRECORDED, "leave it out"),
 )
+
+NEMO_RL = (
+    Option("megatron_cfg.peft.enabled", OFF, _ADAPTERS, _WHOLE),
+    Option("megatron_cfg.fp8_cfg.enabled", OFF, "replicas are made without scales", "train in bfloat16"),
+    Option("draft.enabled", OFF, "the draft model's hooks are not tested with replicas", "leave it out"),
+    Option("quant_cfg", (None,), "its worker is another class, and replicas are not quantized", "leave it out"),
+    Option(
+        "generation.backend", (None, "vllm", "sglang", "trtllm", "dynamo"),
+        "it generates with the trainer's own layers, which is not tested", "use vllm",
+    ),
+)  # fmt: skip
 
 
 def refused(options: Sequence[Option], given: Mapping[str, Any]) -> list[str]:
@@ -49,15 +74,26 @@ def refused(options: Sequence[Option], given: Mapping[str, Any]) -> list[str]:
     ]
 
 
+_COPIES = (
+    "copies weights of ref, teacher and old_actor into the same Parameters by position, so these models would compute "
+    "with other experts"
+)
+_BY_POSITION = {"roll": "exports and stores weights by position"}
+"""Why experts can't move, by package; `_COPIES` in slime and miles."""
+_SWITCHES = {
+    "roll": "set actor_train.router_replay.mode=R3",
+    "nemo_rl": "set policy.router_replay.enabled=true",
+}
+"""What gives a framework recorded routing, by package."""
+
+
 def wrong_mode(package: str, mode: str, replays: bool) -> str:
-    """Why a mode can't be used with or without recorded routing in slime and miles; empty if it can."""
+    """Why a mode can't be used with or without recorded routing; empty if it can."""
     if mode == "rehome":
-        return (
-            f"mode=rehome moves experts, and {package} copies weights of ref, teacher and old_actor into the same "
-            "Parameters by position, so these models would compute with other experts; use mode=plan"
-        )
+        return f"mode=rehome moves experts, and {package} {_BY_POSITION.get(package, _COPIES)}; use mode=plan"
     if mode == "live" and replays:
         return "mode=live balances what routers choose; with recorded routing use mode=plan"
     if mode not in ("live", "off") and not replays:
-        return f"mode={mode} needs recorded routing; add --use-rollout-routing-replay, or use mode=live"
+        switch = _SWITCHES.get(package, "add --use-rollout-routing-replay")
+        return f"mode={mode} needs recorded routing; {switch}, or use mode=live"
     return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import nn
 
 from trimtab.errors import InputError
 from trimtab.integrations.framework_names import check_names
@@ -20,6 +18,7 @@ from trimtab.integrations.framework_options import VARIABLE, refused, wrong_mode
 from trimtab.integrations.megatron.option_tables import Option, options_of, refusals
 from trimtab.integrations.options import MODES, PluginOptions
 from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
+from trimtab.integrations.routers import asks_router_replay, moe_layers
 from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
 
 ComputeTopk = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -94,7 +93,7 @@ class ReplayPlugin(ABC):
         if self.options.mode == "off":
             print_on_first_rank(line)
             return
-        self._asks_router_replay = _asks_router_replay()
+        self._asks_router_replay = asks_router_replay()
         self._refuse()
         check_names(self.names, fits=self.fits)
         model, actor = import_module(self.model), import_module(self.actor)
@@ -153,7 +152,7 @@ class ReplayPlugin(ABC):
         """The routing of a micro-batch, by its number in a pass; see `ScheduleAdapter`."""
         if getattr(chunks[0], "role", "actor") != "actor":
             return None
-        layers = _moe_layers(chunks)
+        layers = moe_layers(chunks)
         if not layers:
             return None
         if self.options.mode == "live":
@@ -224,19 +223,6 @@ class ReplayPlugin(ABC):
         if not problem and mode == "live" and not self._asks_router_replay:
             problem = "mode=live needs routers with router_replay, which this Megatron does not have; use mode=plan"
         return [problem] if problem else []
-
-
-def _asks_router_replay() -> bool:
-    """Whether Megatron's top-k asks the router's `router_replay`: from 0.16 on, but for forks."""
-    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
-
-    return "router_replay" in inspect.signature(topk_routing_with_score_function).parameters
-
-
-def _moe_layers(chunks: Sequence[nn.Module]) -> list[Any]:
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
 
 
 def _on_host(ids: Any) -> torch.Tensor:

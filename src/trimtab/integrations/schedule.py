@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy.typing as npt
@@ -42,7 +41,7 @@ Schedule = Callable[..., Any]
 
 
 class ScheduleAdapter:
-    """Replaces the name by which a framework's module gets Megatron's schedule, `get_forward_backward_func`.
+    """Replaces the name by which a framework gets Megatron's schedule, `get_forward_backward_func`.
 
     A call of the schedule runs in the session of its model, if `ids_of` knows the routing of all of its micro-batches;
     else it runs as without Trimtab: passes of reference and teacher, recordings, models that have no session.
@@ -50,19 +49,31 @@ class ScheduleAdapter:
     its own, so all ranks have to answer alike.
 
     Args:
-        module: the framework's module that has the name.
+        owner: the framework's module that has the name, or another object.
         ids_of: see `IdsOf`. What it raises for a model with a session is raised on all ranks that plan.
         name: the name; calling it gives a schedule.
+        is_schedule: the name is that of a schedule itself, as of an attribute in which a framework keeps it.
+        replays: whether the framework replays recorded routing in a call of the schedule with these arguments. Others
+            are not planned, though their micro-batches may have routing.
 
     Attributes:
         is_replaying: whether a schedule runs now whose routers replay what a session gives them, and not what the
             framework would: in mode `plan`, not in `shadow`, where nothing changes.
     """
 
-    def __init__(self, module: ModuleType, ids_of: IdsOf, name: str = "get_forward_backward_func") -> None:
+    def __init__(
+        self,
+        owner: Any,
+        ids_of: IdsOf,
+        name: str = "get_forward_backward_func",
+        *,
+        is_schedule: bool = False,
+        replays: Callable[[Mapping[str, Any]], bool] = lambda arguments: True,
+    ) -> None:
         self.is_replaying = False
-        self._module, self._ids_of, self._name = module, ids_of, name
-        self._plain: Callable[..., Schedule] | None = None
+        self._owner, self._ids_of, self._name, self._is_schedule = owner, ids_of, name, is_schedule
+        self._replays = replays
+        self._plain: Callable[..., Any] | None = None
         self._sessions: dict[tuple[int, ...], MegatronSession] = {}
 
     def install(self) -> None:
@@ -71,17 +82,18 @@ class ScheduleAdapter:
         Raises:
             InputError: if the module does not have it, or this adapter is installed already.
         """
+        where = getattr(self._owner, "__name__", type(self._owner).__name__)
         if self._plain is not None:
-            raise InputError(f"this adapter is installed in {self._module.__name__} already; call uninstall() first")
-        if not hasattr(self._module, self._name):
-            raise InputError(f"{self._module.__name__} has no {self._name}; Trimtab does not fit this version")
-        self._plain = getattr(self._module, self._name)
-        setattr(self._module, self._name, self._get_schedule)
+            raise InputError(f"this adapter is installed in {where} already; call uninstall() first")
+        if not hasattr(self._owner, self._name):
+            raise InputError(f"{where} has no {self._name}; Trimtab does not fit this version")
+        self._plain = plain = getattr(self._owner, self._name)
+        setattr(self._owner, self._name, self._schedule(plain) if self._is_schedule else self._get_schedule)
 
     def uninstall(self) -> None:
         """Give the name back, and all models as they were. Call it between steps, on all ranks."""
         if self._plain is not None:
-            setattr(self._module, self._name, self._plain)
+            setattr(self._owner, self._name, self._plain)
             self._plain = None
         while self._sessions:
             self._sessions.popitem()[1].remove()
@@ -114,16 +126,22 @@ class ScheduleAdapter:
     def _get_schedule(self, *args: Any, **kwargs: Any) -> Schedule:
         """Replaces `get_forward_backward_func`."""
         assert self._plain is not None
-        plain = self._plain(*args, **kwargs)
+        return self._schedule(self._plain(*args, **kwargs))
+
+    def _schedule(self, plain: Schedule) -> Schedule:
+        """Replaces a schedule."""
 
         def schedule(*, model: Any, num_microbatches: int, data_iterator: Any = None, **others: Any) -> Any:
-            batches, data_iterator = _listed(data_iterator, num_microbatches)
-            routes, problem = self._routes(batches, _as_list(model))
-            if routes is not None and len(batches) < num_microbatches:
-                problem = InputError(
-                    f"the data iterator ended after {len(batches)} of {num_microbatches} micro-batches"
-                )
             named = {"model": model, "num_microbatches": num_microbatches, "data_iterator": data_iterator, **others}
+            routes: list[MicroBatchRoutes] | None = None
+            problem: InputError | None = None
+            if self._replays(named):
+                batches, named["data_iterator"] = _listed(data_iterator, num_microbatches)
+                routes, problem = self._routes(batches, _as_list(model))
+                if routes is not None and len(batches) < num_microbatches:
+                    problem = InputError(
+                        f"the data iterator ended after {len(batches)} of {num_microbatches} micro-batches"
+                    )
             if routes is None and problem is None:
                 with self._replaying(False):
                     return plain(**named)
@@ -183,14 +201,15 @@ def _as_list(model_chunks: Any) -> list[Any]:
     return list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
 
 
+def innermost(chunk: nn.Module) -> nn.Module:
+    """The module in DDP and other wrappers, which stays the same when a chunk is wrapped."""
+    while isinstance(inner := getattr(chunk, "module", None), nn.Module):
+        chunk = inner
+    return chunk
+
+
 def _key(model_chunks: Any) -> tuple[int, ...]:
-    """The innermost modules of a model's chunks, which stay the same when a chunk is wrapped."""
-    innermost = []
-    for chunk in _as_list(model_chunks):
-        while isinstance(getattr(chunk, "module", None), nn.Module):
-            chunk = chunk.module
-        innermost.append(id(chunk))
-    return tuple(innermost)
+    return tuple(id(innermost(chunk)) for chunk in _as_list(model_chunks))
 
 
 def _listed(data_iterator: Any, count: int) -> tuple[list[Any], Any]:

@@ -111,9 +111,6 @@ REFUSED = (
     Option("use_custom_fsdp", OFF, _FSDP, "use Megatron's DistributedDataParallel"),
     Option("use_torch_fsdp2", OFF, _FSDP, "use Megatron's DistributedDataParallel"),
     Option(
-        "data_parallel_sharding_strategy", (None, "no_shard"), _FSDP, "use the distributed optimizer without FSDP"
-    ),
-    Option(
         "num_distributed_optimizer_instances", (None, 1),
         "its expert-data-parallel groups are parts of those that hold the same experts", "set it to 1",
     ),

@@ -1,0 +1,279 @@
+"""NeMo-RL's plugin on stand-ins of its modules, or with NEMO_RL=folder its own: as its own replay of routing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.live_runs import quotas_of_few
+from helpers.nemo_rl_stand_in import WORKERS, micro_batch, nemo_rl_modules
+from helpers.random_plans import random_group_plans
+from helpers.rank_pool import RankPool, on_ranks, shared_pool
+from helpers.rank_tests import runs_on_ranks
+from trimtab.errors import InputError
+from trimtab.integrations.nemo_rl import WORKER
+from trimtab.runtime.live import balancer
+
+State = dict[str, Any]
+CONFIG = {"router_replay": {"enabled": True}}
+EXPERTS = 8
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = shared_pool(2, "megatron")
+    yield pool
+    pool.forget()
+
+
+class Models:
+    """Two equal models, and two steps of two micro-batches of two sequences with recorded routing."""
+
+    def __init__(
+        self, *, packed: bool = False, unknown: bool = False, layout: dict[str, Any] | None = None, **case: Any
+    ) -> None:
+        from megatron.core import parallel_state
+
+        from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model, use_layout
+
+        of_ranks = Layout(dist.get_world_size(), 2, **layout or {})
+        use_layout(of_ranks)
+        self.plain = Model(of_ranks, MegatronCase(recompute="uniform", **{"router_replay": True} | case))
+        self.other = self.plain.copy()
+        rng = np.random.default_rng(parallel_state.get_data_parallel_rank())
+        layers = sum(self.plain.config.moe_layer_freq)
+
+        def batch() -> Any:
+            tokens = torch.from_numpy(rng.integers(0, VOCABULARY, (2, LENGTH)))
+            lengths = torch.from_numpy(rng.integers(LENGTH // 2, LENGTH + 1, 2))
+            ids = rng.permuted(np.broadcast_to(np.arange(EXPERTS), (2, LENGTH, layers, EXPERTS)), axis=-1)[..., :2]
+            # vLLM computes no routes of the last token.
+            ids[np.arange(2), lengths - 1] = -1
+            if unknown:
+                ids[0, 3, 0] = -1
+            return micro_batch(tokens, lengths, torch.from_numpy(ids.astype(np.int8)), packed=packed)
+
+        self.steps = [[batch(), batch()] for _ in range(2)]
+
+    def results(self, worker: Any) -> dict[str, Any]:
+        """Losses and gradients by name, of two steps as grpo_train has them, and its metrics."""
+        found: dict[str, Any] = {"metrics": []}
+        for number, data in enumerate(self.steps):
+            found[f"{number} log-probs"] = worker.get_logprobs(data=data)
+            found[f"{number} reference"] = worker.get_reference_policy_logprobs(data=data)
+            metrics = worker.train(data)
+            found[f"{number} loss"] = metrics["global_loss"]
+            found["metrics"].append(metrics["moe_metrics"])
+            parameters = worker.of_test.named_parameters()
+            found |= {f"{number} {name}": parameter.main_grad.clone() for name, parameter in parameters.items()}
+            worker.of_test.optimizer.step()
+            worker.offload_before_refit()
+        return found
+
+
+@contextmanager
+def random_plans() -> Iterator[None]:
+    from trimtab.runtime import step_planner
+
+    rng = np.random.default_rng(0)
+
+    def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> Any:
+        return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
+
+    with mock.patch.object(step_planner, "plan_schedule", plans):
+        yield
+
+
+@contextmanager
+def balanced_worker(model: Any, text: str = "", config: Any = CONFIG) -> Iterator[Any]:
+    with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text), random_plans():
+        # As NeMo-RL's RayWorkerBuilder finds the class.
+        module, _, name = WORKER.rpartition(".")
+        worker = getattr(import_module(module), name).actor(config, model=model)
+        try:
+            yield worker
+        finally:
+            worker._plugin.uninstall()
+
+
+def plain_worker(model: Any, config: Any = CONFIG) -> Any:
+    return import_module(WORKERS).MegatronPolicyWorkerImpl(config, model=model)
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Relative, by name."""
+    errors = {}
+    for name in expected.keys() - {"metrics"}:
+        if isinstance(expected[name], list) and not expected[name]:
+            # A pipeline stage without a loss.
+            continue
+        one, other = (torch.as_tensor(each, dtype=torch.float64) for each in (found[name], expected[name]))
+        errors[name] = float((one - other).norm() / other.norm().clamp(min=1e-6))
+    return errors
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "packed": {"packed": True},
+    "packed, TP": {"packed": True, "layout": {"tensor": 2}},
+    "packed, CP": {"packed": True, "layout": {"context": 2}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@runs_on_ranks()
+def test_steps_are_those_of_nemo_rl_s_own_replay(state: State, case: str) -> None:
+    """Padding and last tokens are not read, so that these are known, though they have no routes."""
+    del state
+    with nemo_rl_modules():
+        models = Models(**CASES[case])
+        expected = models.results(plain_worker(models.plain))
+        with balanced_worker(models.other) as worker:
+            found = models.results(worker)
+        errors = differences(found, expected)
+        assert errors["0 reference"] == 0
+        assert max(errors.values()) < 1e-5, max(errors, key=errors.__getitem__)
+        for metrics in found["metrics"]:
+            assert metrics["replicas"] > 0
+            assert metrics["unplanned_micro_steps"] == metrics["mixed_instances"] == 0
+            assert metrics["pool_bytes"] > 0
+            assert "load_balancing_loss" in metrics
+        assert worker.offloads == 2
+
+
+@runs_on_ranks()
+def test_tokens_without_a_route_get_what_their_router_chooses(state: State) -> None:
+    del state
+    with nemo_rl_modules():
+        models = Models(unknown=True)
+        expected = models.results(plain_worker(models.plain))
+        with balanced_worker(models.other) as worker:
+            found = models.results(worker)
+        assert max(differences(found, expected).values()) < 1e-5
+        assert all(metrics["mixed_instances"] > 0 for metrics in found["metrics"])
+
+
+@runs_on_ranks()
+def test_a_loss_over_all_routes_keeps_those_of_padding(state: State) -> None:
+    """Padding has the first experts then, as in NeMo-RL, and the last tokens are unknown."""
+    del state
+    with nemo_rl_modules():
+        models = Models(balanced_routers=True)
+        expected = models.results(plain_worker(models.plain))
+        with balanced_worker(models.other) as worker:
+            found = models.results(worker)
+        assert max(differences(found, expected).values()) < 1e-5
+        assert all(metrics["mixed_instances"] > 0 for metrics in found["metrics"])
+
+
+@runs_on_ranks()
+def test_chunks_of_a_step_are_reduced_once(state: State) -> None:
+    """As the single controller streams them."""
+    del state
+    with nemo_rl_modules():
+        models = Models()
+
+        def step(worker: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+            worker.begin_train_step()
+            for data in models.steps:
+                worker.train_microbatch(data)
+            metrics = worker.finish_train_step()
+            parameters = worker.of_test.named_parameters()
+            return {name: each.main_grad.clone() for name, each in parameters.items()}, metrics
+
+        expected, _ = step(plain_worker(models.plain))
+        with balanced_worker(models.other) as worker:
+            found, metrics = step(worker)
+        assert max(differences(found, expected).values()) < 1e-5
+        assert metrics["moe_metrics"]["replicas"] > 0
+
+
+@runs_on_ranks()
+def test_shadow_changes_no_bit(state: State) -> None:
+    del state
+    with nemo_rl_modules():
+        models = Models()
+        expected = models.results(plain_worker(models.plain))
+        with balanced_worker(models.other, "mode=shadow") as worker:
+            found = models.results(worker)
+        assert max(differences(found, expected).values()) == 0
+        assert all(metrics["replicas"] > 0 for metrics in found["metrics"])
+
+
+@runs_on_ranks()
+def test_live_mode_needs_no_recorded_routing(state: State) -> None:
+    del state
+    config = {"router_replay": {"enabled": False}}
+    with nemo_rl_modules():
+        models = Models(router_replay=False)
+        expected = models.results(plain_worker(models.plain, config))
+        few = mock.patch.object(balancer, "choose_quotas", quotas_of_few)
+        with few, balanced_worker(models.other, "mode=live", config) as worker:
+            found = models.results(worker)
+        assert max(differences(found, expected).values()) < 1e-5
+        assert all(metrics["max_vio_before"] > 0 for metrics in found["metrics"])
+
+
+@runs_on_ranks()
+def test_models_of_other_workers_run_as_without_the_plugin(state: State) -> None:
+    """In the same process, as no framework has them today."""
+    del state
+    with nemo_rl_modules():
+        models = Models()
+        expected = models.results(plain_worker(models.plain.copy()))
+        with balanced_worker(models.other):
+            found = models.results(plain_worker(models.plain))
+        assert max(differences(found, expected).values()) == 0
+
+
+@pytest.mark.longer
+def test_stages_of_a_pipeline() -> None:
+    on_ranks(_run_pipeline, (), ranks=4, patched="megatron")
+
+
+def _run_pipeline() -> None:
+    """Each stage has the routes of its own layers."""
+    with nemo_rl_modules():
+        models = Models(layout={"pipeline": 2})
+        expected = models.results(plain_worker(models.plain))
+        with balanced_worker(models.other) as worker:
+            found = models.results(worker)
+        assert max(differences(found, expected).values()) < 1e-5
+        assert all(metrics["replicas"] > 0 for metrics in found["metrics"])
+
+
+@runs_on_ranks()
+def test_routes_are_cut_by_layer_and_what_can_t_be_cut_is_an_error_on_all_ranks(state: State) -> None:
+    del state
+    with nemo_rl_modules():
+        models = Models()
+        with balanced_worker(models.other) as worker:
+            batch = models.steps[0][0]
+            if dist.get_rank():
+                batch.routed_experts_cp_sharded = batch.routed_experts_cp_sharded[:, :, :-1]
+            with pytest.raises(InputError, match="routing of micro-batch 0 can't be read"):
+                worker.get_logprobs(data=[batch])
+
+
+@runs_on_ranks()
+def test_a_missing_name_is_named_when_the_worker_is_made(state: State) -> None:
+    del state
+    with nemo_rl_modules():
+        module = import_module("nemo_rl.models.megatron.router_replay")
+
+        def build_router_replay_tensors(model: Any) -> None:
+            pass
+
+        with mock.patch.object(module, "build_router_replay_tensors", build_router_replay_tensors):
+            fits = "build_router_replay_tensors has no parameter routed_experts; this version of Trimtab fits NeMo-RL"
+            with pytest.raises(InputError, match=fits):
+                import_module("trimtab.integrations.nemo_rl_worker").NemoRlPlugin()
