@@ -94,7 +94,7 @@ def plan_all_kinds() -> None:
             )
             for plan, load in zip(planned.plans, loads, strict=True):
                 plan.check(load)
-                plan.rank_loads(load)
+                plan.rows(load)
     print(signatures())
 
 

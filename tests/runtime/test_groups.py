@@ -265,8 +265,6 @@ def peak_of_planning(groups: int, counts_mb: int) -> tuple[float, float]:
     return dist.get_rank(), peak / load.counts_MLE.nbytes
 
 
-def test_memory_of_ranks_that_do_not_plan_is_that_of_their_group() -> None:
-    few, many = (dict(on_ranks(peak_of_planning, (groups, 4), ranks=groups)) for groups in (2, 8))
-    assert max(peak for rank, peak in many.items() if rank) < 1.1 * few[1]
-    # The first one plans for all.
-    assert many[0] > few[0] + 6
+def test_no_rank_s_memory_grows_with_the_number_of_groups() -> None:
+    few, many = (dict(on_ranks(peak_of_planning, (groups, 4), ranks=groups)) for groups in (2, 16))
+    assert max(many.values()) < 1.1 * max(few.values())
