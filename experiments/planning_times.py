@@ -137,11 +137,8 @@ def plan_trimtab(policy: Trimtab, view: View, parts: Parts) -> Planned:
         choice = choose_strategy(planning, may_move=True)
     # Homes are improved, whatever the choice.
     strategy = replace(choice.strategy, homes=STEP, move_penalty=MOVE_PENALTY)
-    homes = []
     with parts.timed("homes"):
-        for layer in planning.layers:
-            counted = loads.count(planning.micro_steps, np.array([layer]))
-            homes.append(planning.homes(strategy, int(layer), counted))
+        homes = planning.homes(strategy, planning.micro_steps, planning.layers)
 
     def plan_slice(micro_step: int, layers: Array) -> ReplicaTable:
         mine = [homes[layer] for layer in layers]

@@ -7,7 +7,7 @@ optimizer state.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -31,10 +31,11 @@ from helpers.loop_state import (
 )
 from helpers.moe_model import ALL_LISTS, Shape, TinyMoE
 from helpers.planned_steps import rows_of
-from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
+from helpers.random_plans import all_counts, random_placement, random_plan, random_schedule, random_trace
 from trimtab.errors import InputError
 from trimtab.planner import Placement, PlannedStep, Schedule, Workload
 from trimtab.planner.plan.pass_times import PARTS
+from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.strategy import NOTHING
 from trimtab.runtime import Session, step_planner
 from trimtab.trace import RoutingTrace
@@ -156,11 +157,10 @@ def _plan_unread(loop: Loop, trace: RoutingTrace, schedule: Schedule, unread_T: 
     """Plan micro-steps with unread tokens, at the present homes."""
     session = loop.session
 
-    def random_planned(
-        loads: Sequence[Workload], schedule: Schedule, placement: Placement, *_: Any, **__: Any
-    ) -> PlannedStep:
+    def random_planned(loads: StepLoads, schedule: Schedule, placement: Placement, *_: Any, **__: Any) -> PlannedStep:
+        (load,) = all_counts(loads)
         chosen = random_plan(
-            np.random.default_rng(seed), loads[0], schedule, slots=loop.slots, placement=placement,
+            np.random.default_rng(seed), load, schedule, slots=loop.slots, placement=placement,
             ranks_per_node=session.topology.ranks_per_node,
         )  # fmt: skip
         return PlannedStep(schedule, (chosen,), NOTHING, {"nothing": 1.0}, dict.fromkeys(PARTS, 1.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from helpers.equality import relative_error
 from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model, use_layout
 from helpers.random_plans import random_group_plans, random_placement
-from trimtab.planner import Placement, PlannedStep, Schedule, Workload
+from trimtab.planner import Placement, PlannedStep, Schedule
+from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.runtime import step_planner
 
 
@@ -49,6 +50,8 @@ class Pair:
         stage = parallel_state.get_pipeline_model_parallel_rank()
         self._homes_rng = np.random.default_rng((case.seed, stage))
         self._plans_rng = np.random.default_rng((case.seed, 2, stage))
+        # Drawn alike by all groups.
+        self._homes_rng = np.random.default_rng((case.seed, 3, stage))
         data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self._tokens_rng = np.random.default_rng((case.seed, 1, data_rank))
 
@@ -88,14 +91,14 @@ class Pair:
             self.replicas += report.replicas
 
     def _random_plans(
-        self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, _cluster: Any, *, may_move: bool,
+        self, loads: StepLoads, schedule: Schedule, placement: Placement, _cluster: Any, *, may_move: bool,
         **_chosen: Any,
     ) -> PlannedStep:  # fmt: skip
-        """Replaces the planner on the first rank."""
+        """Replaces the planner on the first rank of each group."""
         assert self.session.session is not None
         assert may_move
         topology = self.session.session.topology
-        placement = other_homes(self._plans_rng, placement, topology.num_ranks)
+        placement = other_homes(self._homes_rng, placement, topology.num_ranks)
         return random_group_plans(self._plans_rng, loads, schedule, placement, topology.ranks_per_node)
 
     def gather_parameters(self) -> None:

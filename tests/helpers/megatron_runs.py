@@ -19,7 +19,8 @@ from helpers.live_runs import quotas_of_few
 from helpers.random_plans import random_group_plans
 from trimtab.array_type import Array
 from trimtab.integrations.megatron.on_cpu import use_cpu
-from trimtab.planner import Placement, PlannedStep, Schedule, Workload, plan_schedule
+from trimtab.planner import Placement, PlannedStep, Schedule, plan_schedule
+from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.runtime import step_planner
 from trimtab.runtime.live import balancer
 from trimtab.runtime.live.policies import LivePolicy
@@ -364,9 +365,9 @@ class _Comparison:
                 yield float((actual - expected).norm()) / max(float(expected.norm()), 1e-6)
 
     def random_plans(
-        self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, _cluster: Any, **_chosen: Any
+        self, loads: StepLoads, schedule: Schedule, placement: Placement, _cluster: Any, **_chosen: Any
     ) -> PlannedStep:
-        """Replaces the planner on the first rank."""
+        """Replaces the planner on the first rank of each group."""
         assert self.session.session is not None
         ranks_per_node = self.session.session.topology.ranks_per_node
         return random_group_plans(self.plan_rng, loads, schedule, placement, ranks_per_node)

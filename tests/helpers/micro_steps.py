@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from helpers.equality import relative_error
 from helpers.moe_model import WITHOUT_CHECKPOINTS, Shape, TinyMoE, matches
 from helpers.plain_dispatch import PlainDispatcher
-from helpers.random_plans import random_placement, random_plan
+from helpers.random_plans import all_counts, random_placement, random_plan
 from helpers.random_slices import RELEASE, as_header, fails, in_time, random_delay, random_slices, stalls
 from helpers.rank_pool import scattered_groups
 from trimtab.array_type import Array
-from trimtab.planner import Placement, PlannedStep, Schedule, Workload
+from trimtab.planner import Placement, PlannedStep, Schedule
 from trimtab.planner.plan.pass_times import PARTS
+from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.strategy import NOTHING
 from trimtab.runtime import MicroStep, Session, step_planner
 
@@ -129,6 +130,8 @@ class _Comparison:
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (self.reference, self.model)]
         self.session.register_optimizers(self.optimizers[1])
         self.plan_rng = np.random.default_rng((case.seed, 1))
+        # Drawn alike by all groups.
+        self.home_rng = np.random.default_rng((case.seed, 5))
         self.metrics: Counter[str] = Counter()
 
     def run(self) -> None:
@@ -246,18 +249,18 @@ class _Comparison:
         return total
 
     def random_plans(
-        self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, _cluster: Any, **chosen: Any
+        self, loads: StepLoads, schedule: Schedule, placement: Placement, _cluster: Any, **chosen: Any
     ) -> PlannedStep:
-        """Replaces the planner on rank 0."""
-        ranks, topology = loads[0].num_ranks, self.session.topology
+        """Replaces the planner on the first rank of each group."""
+        topology = self.session.topology
         if chosen["may_move"]:
-            placement = random_placement(self.plan_rng, self.shape.layers, self.shape.experts, ranks)
+            placement = random_placement(self.home_rng, self.shape.layers, self.shape.experts, topology.num_ranks)
         plans = tuple(
             random_plan(
-                self.plan_rng, load, schedule.of_group(group, ranks)[1], slots=self.session.slots_per_rank,
-                placement=placement, ranks_per_node=topology.ranks_per_node,
+                self.plan_rng, load, part, slots=self.session.slots_per_rank, placement=placement,
+                ranks_per_node=topology.ranks_per_node,
             )
-            for group, load in enumerate(loads)
+            for part, load in zip(loads.schedules, all_counts(loads), strict=True)
         )  # fmt: skip
         planned = PlannedStep(schedule, plans, NOTHING, {"nothing": 1.0}, dict.fromkeys(PARTS, 1.0))
         if not self.case.slices or not chosen["sliced"]:

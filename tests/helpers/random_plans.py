@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import Placement, PlannedStep, Schedule, StepPlan, Workload
 from trimtab.planner.plan.pass_times import PARTS
+from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.strategy import NOTHING
 from trimtab.trace import RoutingTrace
 
@@ -98,15 +98,17 @@ def random_plan(
     return replace(plan, replica_paths=rng.integers(0, 2, plan.num_replicas).astype(np.uint8))
 
 
+def all_counts(loads: StepLoads) -> list[Workload]:
+    """The whole load of each group that is planned here."""
+    return loads.count(np.arange(loads.num_micro_steps), np.arange(loads.num_layers))
+
+
 def random_group_plans(
-    rng: np.random.Generator, loads: Sequence[Workload], schedule: Schedule, placement: Placement, ranks_per_node: int
+    rng: np.random.Generator, loads: StepLoads, schedule: Schedule, placement: Placement, ranks_per_node: int
 ) -> PlannedStep:
-    """Random plans of all expert-parallel groups, with these homes and two slots."""
+    """Random plans of the groups that are planned here, with these homes and two slots."""
     plans = tuple(
-        random_plan(
-            rng, load, schedule.of_group(group, load.num_ranks)[1], slots=2, placement=placement,
-            ranks_per_node=ranks_per_node,
-        )
-        for group, load in enumerate(loads)
-    )  # fmt: skip
+        random_plan(rng, load, part, slots=2, placement=placement, ranks_per_node=ranks_per_node)
+        for part, load in zip(loads.schedules, all_counts(loads), strict=True)
+    )
     return PlannedStep(schedule, plans, NOTHING, {"nothing": 1.0}, dict.fromkeys(PARTS, 1.0))

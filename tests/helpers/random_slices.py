@@ -39,7 +39,7 @@ def as_header(planned: PlannedStep, *, slots: int, waits: bool) -> PlannedStep:
     # Every second expert of every layer on every node.
     nodes = plan.num_ranks // plan.ranks_per_node
     entries = np.argwhere(np.arange(nodes * plan.home.size).reshape(nodes, *plan.home.shape) % 2 == 0)
-    mirrors = (entries,) * len(planned.plans)
+    mirrors = (entries,) * (planned.schedule.num_ranks // plan.num_ranks)
     patience_s = NEVER_LATE_S if waits else PATIENCE_S * planned.plans[0].num_micro_steps
     rules = SliceRules(PlanSettings().limits(cluster), links, mirrors, 0.0, 1.0, 1, patience_s)
     return replace(planned, plans=tuple(plan.without_replicas() for plan in planned.plans), slices=rules)
@@ -51,7 +51,7 @@ def in_time(_: range) -> None:
 
 @dataclass(frozen=True, eq=False)
 class RandomSlices(SlicePlanner):
-    """Slices of a random plan, which the ranks of a group draw alike, and random paths.
+    """Slices of a random plan of a rank's layers, and random paths.
 
     Attributes:
         delay: called in each round with its micro-steps.
@@ -70,8 +70,9 @@ class RandomSlices(SlicePlanner):
         rng = np.random.default_rng([int(counts.sum()), int(self.home_LE.astype(np.int64).sum()), len(counts)])
         nothing = np.zeros(0, np.int32)
         schedule = Schedule(nothing, nothing, np.zeros(len(counts), np.int32), self.workload.num_ranks)
-        plan = random_plan(rng, self.workload, schedule, slots=self.limits.slots, placement=Placement(self.home_LE))
-        return [plan.replicas.select(np.array(micro_steps) * plan.num_layers + layer) for layer in layers]
+        plan = random_plan(rng, self.workload, schedule, slots=self.limits.slots, placement=Placement(self._home_LE))
+        places = [layer - self.first_layer for layer in layers]
+        return [plan.replicas.select(np.array(micro_steps) * plan.num_layers + place) for place in places]
 
 
 @contextmanager

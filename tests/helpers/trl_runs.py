@@ -23,7 +23,8 @@ from helpers.random_plans import random_group_plans, random_placement
 from trimtab import RoutingTrace
 from trimtab.integrations.transformers import replay_routing
 from trimtab.integrations.trl import TrimtabGRPOTrainer
-from trimtab.planner import Placement, PlannedStep, Schedule, Workload, plan_schedule
+from trimtab.planner import Placement, PlannedStep, Schedule, plan_schedule
+from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.rl.task import build_tokenizer
 from trimtab.runtime import step_planner
 
@@ -148,13 +149,15 @@ class RandomPlans:
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
+        # Drawn alike by all groups.
+        self._home_rng = np.random.default_rng(seed + 1)
 
     def __call__(
-        self, loads: Sequence[Workload], schedule: Schedule, placement: Placement, cluster: Any, **chosen: Any
+        self, loads: StepLoads, schedule: Schedule, placement: Placement, cluster: Any, **chosen: Any
     ) -> PlannedStep:
         if chosen["may_move"]:
             layers, experts = placement.home.shape
-            placement = random_placement(self._rng, layers, experts, loads[0].num_ranks)
+            placement = random_placement(self._home_rng, layers, experts, cluster.ranks)
         return random_group_plans(self._rng, loads, schedule, placement, cluster.ranks_per_node)
 
 

@@ -8,7 +8,7 @@ the loss, Ray's workers, and what is in `verl_fakes`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,8 @@ from helpers.megatron_moves import other_homes
 from helpers.random_plans import random_group_plans
 from helpers.verl_fakes import EXPERTS, LAYERS, TOP_K, VOCABULARY, CheckpointManager, model_config, prepare
 from trimtab.integrations.megatron import balancing
-from trimtab.planner import Placement, PlannedStep, Schedule, Workload
+from trimtab.planner import Placement, PlannedStep, Schedule
+from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.runtime import step_planner
 from trimtab.runtime.live import balancer
 
@@ -186,7 +187,7 @@ def plans_of(case: VerlCase, engine: Any) -> Iterator[None]:
     plans, homes = np.random.default_rng(3), np.random.default_rng(4)
 
     def random_plans(
-        loads: Sequence[Workload], schedule: Schedule, placement: Placement, _cluster: Any, *, may_move: bool,
+        loads: StepLoads, schedule: Schedule, placement: Placement, _cluster: Any, *, may_move: bool,
         **_chosen: Any,
     ) -> PlannedStep:  # fmt: skip
         topology = session.session.topology

@@ -19,6 +19,7 @@ from numba.core.registry import CPUDispatcher
 import trimtab.planner
 from helpers.planner_steps import free_moves, steady_step
 from trimtab.planner import Workload, plan_schedule
+from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.step_planning import StepPlanning
 from trimtab.planner.plan.strategy import NOTHING, STAY, STEP, Strategy
 
@@ -46,7 +47,10 @@ def test_every_strategy_is_planned_once_and_the_chosen_one_for_the_whole_step(
     loads = step.workloads(schedule)
     monkeypatch.setattr(StepPlanning, "plan", counted)
     if given:
-        planned = plan_schedule(loads, schedule, step.placement, step.cluster, settings=step.settings, costs=costs)
+        given_loads = StepLoads.of_workloads(loads, schedule)
+        planned = plan_schedule(
+            given_loads, schedule, step.placement, step.cluster, settings=step.settings, costs=costs
+        )
     else:
         planned = step.plan(costs=costs)
     chosen = planned.chosen_strategy
@@ -84,10 +88,13 @@ def plan_all_kinds() -> None:
                 for load in step.workloads(schedule)
             ]
             costs = free_moves(step.cluster)
-            planned = plan_schedule(loads, schedule, step.placement, step.cluster, settings=step.settings, costs=costs)
+            step_loads = StepLoads.of_workloads(loads, schedule)
+            planned = plan_schedule(
+                step_loads, schedule, step.placement, step.cluster, settings=step.settings, costs=costs
+            )
             for plan, load in zip(planned.plans, loads, strict=True):
                 plan.check(load)
-                plan.rank_loads(load)
+                plan.rows(load)
     print(signatures())
 
 

@@ -27,6 +27,7 @@ from trimtab.planner import (
     plan_schedule,
     plan_sequences,
 )
+from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.trace import PRESETS, synthesize_preset
 
 FILE = Path(__file__).parents[1] / "fixtures" / "plans.json"
@@ -91,7 +92,8 @@ def planned(case: dict[str, Any]) -> tuple[SequenceCounts, PlannedStep]:
     schedule = pack_by_length(sequences.lengths, num_ranks=data_ranks, token_budget=budget, mini_batch=mini_batch)
     parts = [schedule.of_group(group, cluster.ranks) for group in range(case["groups"])]
     workloads = [Workload.from_sequences(sequences.select(mine), part) for mine, part in parts]
-    return sequences, plan_schedule(workloads, schedule, homes, cluster, lengths=sequences.lengths, **common)
+    loads = StepLoads.of_workloads(workloads, schedule, sequences.lengths)
+    return sequences, plan_schedule(loads, schedule, homes, cluster, **common)
 
 
 def digest(*arrays: Array) -> str:

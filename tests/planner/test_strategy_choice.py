@@ -24,13 +24,14 @@ from trimtab.cluster import QWEN3_30B, StepCosts
 from trimtab.planner import (
     PlannedStep,
     PlanSettings,
+    Schedule,
     StepPlan,
     pack_by_length,
     plan_schedule,
 )
 from trimtab.planner.plan.prediction import predict
 from trimtab.planner.plan.step_loads import StepLoads
-from trimtab.planner.plan.step_planning import StepPlanning, expert_counts
+from trimtab.planner.plan.step_planning import StepPlanning
 from trimtab.planner.plan.strategy import ANY, NEAR, NONE, NOTHING, STAY, STEP, Strategy
 from trimtab.planner.schedule.time_packing import pack_by_time
 
@@ -252,7 +253,10 @@ def test_past_loads_are_used_if_the_same_experts_stay_hot() -> None:
 
 def test_homes_are_those_for_the_loads_of_all_groups() -> None:
     loads_G = [Workload.known(np.full((2, 1, 3, 4), group + 1, np.int32)) for group in range(2)]
-    assert expert_counts(loads_G).tolist() == [[3] * 4] * 2 + [[6] * 4] * 2
+    nothing = np.zeros(0, np.int32)
+    loads = StepLoads.of_workloads(loads_G, Schedule(nothing, nothing, np.zeros(2, np.int32), 6))
+    (counts_ME,) = loads.expert_counts(np.arange(2), np.arange(1))
+    assert counts_ME.tolist() == [[3] * 4] * 2 + [[6] * 4] * 2
 
 
 def test_without_replicas_sequences_are_grouped_by_routing_if_that_is_faster() -> None:
@@ -269,8 +273,8 @@ def test_without_replicas_sequences_are_grouped_by_routing_if_that_is_faster() -
         )
         schedule = pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, budget)
         alone = plan_schedule(
-            step.workloads(schedule), schedule, step.placement, cluster, lengths=sequences.lengths,
-            settings=step.settings, costs=costs, may_move=False,
+            StepLoads.of_workloads(step.workloads(schedule), schedule, sequences.lengths), schedule, step.placement,
+            cluster, settings=step.settings, costs=costs, may_move=False,
         )  # fmt: skip
         assert planned.predicted_s <= alone.predicted_s * (1 + EXACT)
         faster += planned.predicted_s < alone.predicted_s

@@ -257,17 +257,14 @@ def peak_of_planning(groups: int, counts_mb: int) -> tuple[float, float]:
     planner = SessionPlanner(topology, cluster, StepCosts.of(cluster, MODEL, moe_layers=4), PlanSettings(), "off")
     placement = Placement.contiguous(shape[1], shape[2], 1)
     tracemalloc.start()
-    planned = planner.for_schedule(trace, schedule, placement, may_move=False, sliced=False)
+    _, load = planner.for_schedule(trace, schedule, placement, may_move=False, sliced=False)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert planned.workload is not None
-    assert planned.workload.num_rows == shape[0] * shape[1]
+    assert load.counts_MLE.sum() == shape[0] * shape[1]
     topology.drop_groups()
-    return dist.get_rank(), peak / planned.workload.token_counts_MLRE.nbytes
+    return dist.get_rank(), peak / load.counts_MLE.nbytes
 
 
-def test_memory_of_ranks_that_do_not_plan_is_that_of_their_group() -> None:
-    few, many = (dict(on_ranks(peak_of_planning, (groups, 4), ranks=groups)) for groups in (2, 8))
-    assert max(peak for rank, peak in many.items() if rank) < 1.1 * few[1]
-    # The first one plans for all.
-    assert many[0] > few[0] + 6
+def test_no_rank_s_memory_grows_with_the_number_of_groups() -> None:
+    few, many = (dict(on_ranks(peak_of_planning, (groups, 4), ranks=groups)) for groups in (2, 16))
+    assert max(many.values()) < 1.1 * max(few.values())

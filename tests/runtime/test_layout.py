@@ -51,6 +51,10 @@ def arrived_at(rank: int, layouts: list[Layout], ids_R: list[Array]) -> list[Row
     return rows
 
 
+def planned_rows(ids_NK: Array, counts_RE: Array, experts: PhysicalExperts, replicas: InstanceReplicas) -> PlannedRows:
+    return PlannedRows.of(ids_NK, counts_RE[experts.rank], counts_RE[:, experts.is_here_E], experts, replicas)
+
+
 def test_every_copy_computes_its_planned_tokens() -> None:
     for seed in range(30):
         rng = np.random.default_rng(seed)
@@ -73,7 +77,7 @@ def test_every_copy_computes_its_planned_tokens() -> None:
         placed = []
         for rank, ids in enumerate(ids_R):
             experts = PhysicalExperts.of(homes, rank, range(num_ranks), 3)
-            placed.append(place_rows(PlannedRows.of(np.ascontiguousarray(ids), counts_RE, experts, replicas)))
+            placed.append(place_rows(planned_rows(np.ascontiguousarray(ids), counts_RE, experts, replicas)))
         layouts = [layout.on(torch.device("cpu")) for layout in placed]
         expected = rows_by_copy(ids_R, home_E, replicas)
         for rank, layout in enumerate(layouts):
@@ -106,7 +110,7 @@ def test_rows_keep_their_planned_copy_unless_their_expert_is_another() -> None:
         for rank in range(num_ranks):
             experts = PhysicalExperts.of(homes, rank, range(num_ranks), 2)
             recorded = np.ascontiguousarray(trace.select(schedule.sequences_of(rank)).expert_ids[:, 0])
-            planned = PlannedRows.of(recorded, workload.token_counts_MLRE[0, 0], experts, replicas)
+            planned = planned_rows(recorded, workload.token_counts_MLRE[0, 0], experts, replicas)
             ids = np.argsort(rng.random((len(recorded), num_experts)))[:, :top_k]
             is_kept = (rng.random(len(ids)) < 0.5) & (recorded[:, 0] < num_experts)
             ids[is_kept] = rng.permuted(recorded[is_kept], axis=1)

@@ -17,6 +17,7 @@ from helpers.random_plans import random_plan, random_schedule, random_trace
 from trimtab.planner import Placement, Workload
 from trimtab.runtime.layer import micro_step
 from trimtab.runtime.layer.micro_step import RunningStep
+from trimtab.runtime.rank_load import RankLoad
 from trimtab.runtime.rows.row_tables import LayerTables, RowTables
 
 
@@ -73,9 +74,10 @@ def a_step(micro_steps: int) -> RunningStep:
     )
     transfers: Any = object()
     topology: Any = SimpleNamespace(rank=0, positions=(0,), num_ranks=1)
+    load = RankLoad(workload.token_counts_MLRE[:, :, 0], workload.unknown_MLR[:, :, 0], topology)
     mine = trace.select(schedule.sequences_of(0))
     return RunningStep(
-        topology, [homes, homes], plan, workload, mine, schedule, transfers, number=1, num_slots=1
+        topology, [homes, homes], plan, load, load.counts_MLE[None], mine, schedule, transfers, number=1, num_slots=1
     )  # fmt: skip
 
 

@@ -132,7 +132,7 @@ def test_the_planner_gets_the_lengths_of_all_ranks_in_the_order_of_the_schedule(
     seen: list[Any] = []
 
     def plan(*inputs: Any, **settings: Any) -> Any:
-        seen.append(settings["lengths"])
+        seen.extend(inputs[0].lengths_G)
         return plan_schedule(*inputs, **settings)
 
     with mock.patch("trimtab.runtime.step_planner.plan_schedule", plan):

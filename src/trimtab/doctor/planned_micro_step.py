@@ -59,9 +59,9 @@ class StepSizes:
 
 
 class OneRankPlan(StepPlan):
-    """A plan whose replicas are on the home rank, which `StepPlan.check` would refuse."""
+    """A plan whose replicas are on the home rank, which `StepPlan.check_form` would refuse."""
 
-    def check(self, workload: Workload) -> None:
+    def check_form(self, *shape: int) -> None:
         pass
 
 

@@ -13,6 +13,7 @@ from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts
 from trimtab.observe.step_counts import CountedStep
 from trimtab.planner import Placement
+from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.planner import plan_schedule
 
 # Steps whose loads homes are chosen by.
@@ -55,11 +56,10 @@ class StepFigures:
                 recovered[name] = _recovered(loads_MLR, placed_loads(counts_MLE, self._past[-1], ranks, slots))
         costs = StepCosts.of(self._cluster, self._model, moe_layers=workload.num_layers) if self._model else None
         planned = plan_schedule(
-            [workload],
+            StepLoads.of_workloads([workload], step.schedule, step.lengths),
             step.schedule,
             homes,
             self._cluster,
-            lengths=step.lengths,
             costs=costs,
             past_PLE=np.stack(self._past) if self._past else None,
         )

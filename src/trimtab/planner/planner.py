@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from trimtab.planner.plan.pass_times import MIGRATION
 from trimtab.planner.plan.plan_settings import PlanSettings
 from trimtab.planner.plan.planned_step import PlannedStep
 from trimtab.planner.plan.prediction import Prediction, dense_times, plan_parts, refreshing_seconds, slowest
-from trimtab.planner.plan.row_limits import keeps_to, refuse, require_known_routes
+from trimtab.planner.plan.row_limits import refuse, require_known_routes
 from trimtab.planner.plan.slices import SliceRules
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.step_plan import StepPlan
@@ -27,7 +26,6 @@ from trimtab.planner.plan.step_planning import PlannedLayers, StepPlanning
 from trimtab.planner.plan.step_times import moving_seconds
 from trimtab.planner.plan.strategy import NONE, NOTHING, STAY, Strategy, facts_of
 from trimtab.planner.plan.strategy_choice import PAST_STEPS, StrategyChoice, choose_strategy, replicas_anywhere
-from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.layer_plan import plan_layer
 from trimtab.planner.replicas.paths import HOST, choose_paths, links_of
 from trimtab.planner.replicas.replica_table import ReplicaTable
@@ -188,12 +186,11 @@ def plan_sequences(
 
 
 def plan_schedule(
-    workloads: Sequence[Workload],
+    loads: StepLoads,
     schedule: Schedule,
     placement: Placement,
     cluster: ClusterSpec,
     *,
-    lengths: Array | None = None,
     settings: PlanSettings | None = None,
     costs: StepCosts | None = None,
     past_PLE: Array | None = None,
@@ -205,25 +202,23 @@ def plan_schedule(
 ) -> PlannedStep:
     """All levels below a given schedule. Other arguments are those of `plan_sequences`.
 
+    A collective over the processes that plan the groups of a step; each gets the plans of its own groups.
+
     Args:
-        workloads: of each expert-parallel group.
+        loads: under the schedule; without lengths the time of dense parts is not predicted.
         schedule: on the data ranks of all groups.
-        lengths: `[S]` tokens of each sequence of the schedule; without them the time of dense parts is not predicted.
         may_move: whether homes may change.
     """
     chosen, costs = settings or PlanSettings(), costs or StepCosts.of(cluster, default_model())
-    parts = [schedule.of_group(group, cluster.ranks) for group in range(len(workloads))]
-    lengths_G = None if lengths is None else [lengths[mine] for mine, _ in parts]
-    loads = StepLoads.of_workloads(workloads, [part for _, part in parts], lengths_G)
     if ahead is not None and ahead.slices is not None:
         return _follow(ahead, schedule, loads, cluster)
     planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads, sliced, excluded)
-    return _plan(planning, schedule, may_move=may_move, sliced=sliced, groups=len(workloads))
+    return _plan(planning, schedule, may_move=may_move, sliced=sliced, groups=loads.num_groups)
 
 
 def _plan(planning: StepPlanning, schedule: Schedule, *, may_move: bool, sliced: bool, **settings: int) -> PlannedStep:
     """Plans of the strategy with the least predicted time."""
-    require_known_routes(planning.settings, planning.loads.mixed_GML)
+    require_known_routes(planning.settings, planning.loads.gather(planning.loads.mixed_GML))
     choice = choose_strategy(planning, may_move=may_move)
     if sliced and not planning.settings.limits_rows:
         return _header(planning, schedule, choice, **settings)
@@ -234,39 +229,41 @@ def _plan(planning: StepPlanning, schedule: Schedule, *, may_move: bool, sliced:
         planned_s = planned.prediction.seconds - planned.moving_s * (1 - 1 / choice.move_life)
         # Strategies are chosen by a sample; what is not faster in the whole step is not done.
         enough_s = (1 - planning.settings.least_gain) * nothing.prediction.seconds
-        if planned_s <= enough_s or not keeps_to(planning.settings, nothing.planned.loads_GMLR):
+        if planned_s <= enough_s or not nothing.planned.keeps_limits:
             done = planned
         scale = planned_s / max(seconds[choice.strategy.name], 1e-30)
         seconds = {name: strategy_s * scale for name, strategy_s in seconds.items()}
     seconds |= {"nothing": nothing.prediction.seconds}
-    if not keeps_to(planning.settings, done.planned.loads_GMLR):
+    if not done.planned.keeps_limits:
         anywhere = replicas_anywhere(planning.cluster)
         done = _carry_out(planning, anywhere)
-        if not keeps_to(planning.settings, done.planned.loads_GMLR):
+        if not done.planned.keeps_limits:
             raise refuse(planning.settings, planning.cluster.slots_per_rank, partial(_loads, planning, anywhere))
     ordered = dict(sorted(seconds.items(), key=lambda entry: (entry[1], entry[0])))
     strategy = done.planned.strategy
     text = planning.settings.to_json(planning.costs, **facts_of(strategy, ordered), **settings)
     plans = tuple(replace(plan, settings=text) for plan in done.plans)
-    return PlannedStep(schedule, plans, strategy, ordered, done.prediction.parts_s, nothing.max_vio, choice.move_life)
+    return PlannedStep(
+        schedule, plans, strategy, ordered, done.prediction.parts_s, nothing.planned.max_vio, choice.move_life
+    )
 
 
 def _header(planning: StepPlanning, schedule: Schedule, choice: StrategyChoice, **settings: int) -> PlannedStep:
     """Plans without replicas, and the rules by which these follow."""
     strategy = choice.strategy
     home_LE = planning.placement.home
-    num_layers = len(home_LE)
     if strategy.homes != STAY:
-        home_LE = np.stack(map_layers(lambda layer: _homes(planning, strategy, layer), num_layers, planning.threads))
+        home_LE = np.stack(planning.homes(strategy, planning.micro_steps, planning.layers))
     rules, more = None, {}
     if strategy.replicas != NONE:
         cluster = planning.cluster_of(strategy)
-        mirrors: tuple[Array, ...] = (np.zeros((0, 3), np.int64),) * len(planning.loads.schedules)
+        mirrors: tuple[Array, ...] = (np.zeros((0, 3), np.int64),) * planning.loads.num_groups
         if cluster.host_bytes_per_s:
             typical = map_layers(
-                lambda layer: _typical(planning, strategy, home_LE, layer), num_layers, planning.threads
+                lambda layer: _typical(planning, strategy, home_LE, layer), len(home_LE), planning.threads
             )
-            mirrors = tuple(_mirrored(home_LE, list(tables), cluster) for tables in zip(*typical, strict=True))
+            mine = [_mirrored(home_LE, list(tables), cluster) for tables in zip(*typical, strict=True)]
+            mirrors = tuple(planning.loads.gather(mine))
         rules = SliceRules(
             planning.limits(strategy), links_of(cluster), mirrors, choice.max_vio, choice.replicas,
             choice.most_returns, choice.saved_s,
@@ -305,10 +302,6 @@ def _follow(ahead: PlannedStep, schedule: Schedule, loads: StepLoads, cluster: C
     return replace(ahead, schedule=schedule, plans=plans, parts_s=parts_s, slices=rules)
 
 
-def _homes(planning: StepPlanning, strategy: Strategy, layer: int) -> Array:
-    return planning.homes(strategy, layer, planning.loads.count(planning.micro_steps, np.array([layer])))
-
-
 def _typical(planning: StepPlanning, strategy: Strategy, home_LE: Array, layer: int) -> list[ReplicaTable]:
     """Of each group, replicas of a layer for the mean load of its micro-steps."""
     tables = []
@@ -330,25 +323,25 @@ def _mirrored(home_LE: Array, tables: list[ReplicaTable], cluster: ClusterSpec) 
 def _loads(planning: StepPlanning, strategy: Strategy, settings: PlanSettings) -> list[Array]:
     """`[M, L, R]` rows of each group under a strategy with other settings."""
     planning = replace(planning, settings=settings)
-    return planning.plan(strategy, planning.micro_steps, planning.layers).loads_GMLR
+    planned = planning.plan(strategy, planning.micro_steps, planning.layers)
+    return planning.loads.gather([work.loads_MLR for work in planned.works])
 
 
 class _CarriedOut(NamedTuple):
-    """A planned step, the plans of all groups, the predicted time of the step and of its moves, and max/mean - 1 of
-    rank loads."""
+    """A planned step, the plans of the groups that are planned here, and the predicted time of the step and of its
+    moves."""
 
     planned: PlannedLayers
     plans: tuple[StepPlan, ...]
     prediction: Prediction
     moving_s: float
-    max_vio: float
 
 
 def _carry_out(planning: StepPlanning, strategy: Strategy) -> _CarriedOut:
     """Plan the whole step with a strategy."""
     planned = planning.plan(strategy, planning.micro_steps, planning.layers)
     loads = planning.loads
-    plans, parts_GP = [], []
+    plans, found = [], []
     for group, schedule in enumerate(loads.schedules):
         plan = StepPlan.from_replicas(
             schedule,
@@ -359,10 +352,13 @@ def _carry_out(planning: StepPlanning, strategy: Strategy) -> _CarriedOut:
         )
         plans.append(plan)
         dense = dense_times(schedule, loads.lengths_of(group), planning.costs)
-        parts_GP.append(plan_parts(plan, planned.works[group], dense, planning.costs))
-    parts_P = slowest(parts_GP).copy()
+        parts_P = plan_parts(plan, planned.works[group], dense, planning.costs)
+        found.append((parts_P, refreshing_seconds([plan], planning.costs)))
+    found = loads.gather(found)
+    parts_P = slowest([parts_P for parts_P, _ in found]).copy()
     moving_s = moving_seconds(
         planning.placement.home, planned.home_LE, planning.cluster.ranks_per_node, planning.costs.operations
     )
-    parts_P[MIGRATION] += moving_s + refreshing_seconds(plans, planning.costs)
-    return _CarriedOut(planned, tuple(plans), Prediction.of(parts_P), moving_s, planned.max_vio)
+    parts_P[MIGRATION] += moving_s + max(refresh_s for _, refresh_s in found)
+    # The work of all ranks takes much memory in large steps.
+    return _CarriedOut(replace(planned, works=[]), tuple(plans), Prediction.of(parts_P), moving_s)

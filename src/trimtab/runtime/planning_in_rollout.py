@@ -41,6 +41,25 @@ class RankSequences(NamedTuple):
     counts: SequenceCounts
 
 
+class PlannedAhead(NamedTuple):
+    """What was planned before a step.
+
+    Attributes:
+        planned: headers whose homes and rules the step follows; None if there are none.
+        seconds: of counting and planning, during the rollout.
+        known: the part of the step's tokens from which it was planned.
+    """
+
+    planned: PlannedStep | None = None
+    seconds: float = 0.0
+    known: float = 0.0
+
+    def credited(self, planned: PlannedStep) -> PlannedStep:
+        """A plan of the step, with what was planned before it."""
+        is_used = self.planned is not None and planned.strategies_s is self.planned.strategies_s
+        return replace(planned, ahead_s=self.seconds, known_ahead=self.known if is_used else 0.0)
+
+
 class PlanningInRollout:
     """Counts of one step's finished sequences. `run` is for the planner's thread, all else for the training thread.
 
@@ -101,21 +120,19 @@ class PlanningInRollout:
         new = trace if is_new.all() else trace.select(np.flatnonzero(is_new))
         return RankSequences(trace.sequence_hashes, is_new, SequenceCounts.from_trace(new))
 
-    def usable(self, placement: Placement, tokens: int) -> PlannedStep | None:
-        """What was planned, if it was from enough of the step's tokens, and homes are still the same."""
-        if self.planned is None or self.homes is None or self.tokens < KNOWN_AHEAD * tokens:
-            return None
-        return self.planned if np.array_equal(self.homes.home, placement.home) else None
-
-    def credited(self, planned: PlannedStep, tokens: int) -> PlannedStep:
-        """A plan of the step, with what was planned before it.
+    def result(self, placement: Placement, tokens: int) -> PlannedAhead:
+        """What was planned, with a plan if that was from enough of the step's tokens, and homes are still the same.
 
         Args:
             tokens: of the step.
         """
-        is_used = self.planned is not None and planned.strategies_s is self.planned.strategies_s
-        known_ahead = min(1.0, self.tokens / max(1, tokens)) if is_used else 0.0
-        return replace(planned, ahead_s=self.seconds, known_ahead=known_ahead)
+        planned, is_same = self.planned, self.homes is not None and np.array_equal(self.homes.home, placement.home)
+        if planned is not None and is_same and self.tokens >= KNOWN_AHEAD * tokens:
+            # The other groups' plans are not followed.
+            planned = replace(planned, plans=planned.plans[:1])
+        else:
+            planned = None
+        return PlannedAhead(planned, self.seconds, min(1.0, self.tokens / max(1, tokens)))
 
     def join(self, gathered: Sequence[RankSequences]) -> SequenceCounts:
         """The sequences of all ranks, in rank order, on the first data rank.

@@ -102,7 +102,7 @@ class SessionMicroSteps(SessionBase):
             RuntimeError: if there is no plan.
         """
         step = self._need_step("rank_loads")
-        return step.whole_plan.rank_loads(step.workload)
+        return step.whole_plan.rank_loads(step.load.of_group)
 
     def live_micro_step(self, *, positions: torch.Tensor | None = None) -> MicroStep:
         """A micro-step without plan or recorded routing. In mode `live` its layers are balanced, as `policy` says.

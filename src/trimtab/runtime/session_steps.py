@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.planner import PlannedStep, Schedule, SequenceCounts, StepPlan, Workload
-from trimtab.planner.plan.slices import SlicePlanner, SliceRules
+from trimtab.planner import PlannedStep, Schedule, SequenceCounts, StepPlan
+from trimtab.planner.plan.slices import SlicePlanner, SliceRules, layers_of_rank
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.layer.micro_step import RunningStep
 from trimtab.runtime.plan_report import PlanReport
 from trimtab.runtime.planning_in_rollout import PlanningInRollout
+from trimtab.runtime.rank_load import RankLoad
 from trimtab.runtime.ranks.lockstep import (
     APPLY_PLAN,
     PLAN,
@@ -253,11 +254,11 @@ class SessionSteps(SessionMicroSteps):
         may_move: bool = True,
         unread_T: Array | None = None,
     ) -> PlanReport:
-        planned = self._planner(trace).for_schedule(
+        planned, load = self._planner(trace).for_schedule(
             trace, schedule, self._experts.placement, may_move=may_move and self._experts.state.may_move,
             sliced=sliced, in_rollout=self._take_in_rollout(sliced),
         )  # fmt: skip
-        return self._apply_planned(planned, trace, schedule, unread_T=unread_T)
+        return self._apply_planned(planned, trace, schedule, load=load, unread_T=unread_T)
 
     def _planner(self, trace: RoutingTrace) -> SessionPlanner:
         """The planner with the present settings and homes."""
@@ -334,6 +335,7 @@ class SessionSteps(SessionMicroSteps):
         trace: RoutingTrace,
         schedule: Schedule | None,
         problem: Exception | None = None,
+        load: RankLoad | None = None,
         unread_T: Array | None = None,
     ) -> PlanReport:
         """Check that all ranks apply the same plan, and apply it: move experts, allocate memory, start micro-steps.
@@ -342,35 +344,37 @@ class SessionSteps(SessionMicroSteps):
             trace: this rank's sequences.
             schedule: the schedule of all data ranks; None if the session has not planned the step.
             problem: why the trace does not fit.
+            load: this rank's; counted by default.
             unread_T: `[T]` bool, tokens of the trace whose output is not used.
         """
         self._calls.require_between_micro_steps("apply_plan")
         plan, experts, is_executed = planned.plan, self._experts, self.settings.executes_plans
         problem = problem or attempt(self._check_plan, plan)[1]
+        if problem is None:
+            load, problem = attempt(self._checked_load, plan, trace, load)
         same: dict[str, object] = {"the plan": plan.hash, **self._shared}
         if is_executed and not problem and experts.num_moved(plan.placement):
             same |= experts.state_to_move(experts.places_after(plan.placement))
         self._lockstep.agree(APPLY_PLAN, must_match=same, problem=problem)
-        workload = planned.workload
-        if workload is None:
-            workload = self._gather_workload(plan, trace)
-        plan.check(workload)
+        assert load is not None
+        plan.check_mixed(load.of_group.mixed_ML)
 
         applied_at = time.perf_counter()
         slices = planned.slices if is_executed else None
-        before, moved = workload.home_loads(experts.placement.home), experts.num_moved(plan.placement)
-        after = plan.rank_loads(workload) if moved or plan.num_replicas else before
+        before, moved = load.of_group.home_loads(experts.placement.home), experts.num_moved(plan.placement)
+        after = plan.rank_loads(load.of_group) if moved or plan.num_replicas else before
         if schedule is None:
             planned = replace(planned, max_vio_before=float(max_over_mean(before).mean() - 1))
         start = time.perf_counter()
         number = self._end_step()
         transfers = experts.transfers if is_executed else None
-        following = None if slices is None else self._start_slices(plan, workload, slices)
+        following = None if slices is None else self._start_slices(plan, load, slices)
         if is_executed:
             with torch.inference_mode(False):
                 experts.move(experts.places_after(plan.placement))
+        arriving_RMLH = load.for_homes(experts.placement.home)
         step = RunningStep(
-            self.topology, experts.layers, plan, workload, trace, schedule, transfers, number,
+            self.topology, experts.layers, plan, load, arriving_RMLH, trace, schedule, transfers, number,
             self.settings.slots_per_rank, self._uploads, following, unread_T,
         )  # fmt: skip
         if transfers is not None:
@@ -388,15 +392,19 @@ class SessionSteps(SessionMicroSteps):
             free_bytes=_free_bytes(experts.device),
         )  # fmt: skip
 
-    def _gather_workload(self, plan: StepPlan, trace: RoutingTrace) -> Workload:
-        """The load of this rank's expert-parallel group under a plan's schedule."""
-        # The ranks of the group, numbered among all data ranks.
-        first = self.topology.group * self.topology.num_ranks
-        schedule = replace(plan.schedule, rank=plan.rank + first, num_ranks=self.topology.num_data_ranks)
-        return self._planner(trace).group_workload(trace, schedule)
+    def _checked_load(self, plan: StepPlan, trace: RoutingTrace, load: RankLoad | None) -> RankLoad:
+        """This rank's load under a plan of its group; counted if None. Raises InputError if the plan is not for it."""
+        rank = self.topology.rank
+        plan.check_form(plan.num_micro_steps, trace.num_layers, self.topology.num_ranks, trace.num_experts)
+        load = load or RankLoad.of(trace, plan.schedule, rank, self.topology)
+        plan.check_quotas(load.counts_MLE[:, :, None], rank)
+        return load
 
-    def _start_slices(self, header: StepPlan, workload: Workload, rules: SliceRules) -> StepSlices:
-        planner = SlicePlanner.of(rules, self.topology.group, workload, header.home)
+    def _start_slices(self, header: StepPlan, load: RankLoad, rules: SliceRules) -> StepSlices:
+        ranks = self.topology.num_ranks
+        layers_R = [layers_of_rank(header.num_layers, rank, ranks) for rank in range(ranks)]
+        workload, first_layer = load.for_layers(layers_R), layers_R[self.topology.rank].start
+        planner = SlicePlanner.of(rules, self.topology.group, workload, header.home, first_layer)
         slices = StepSlices(header, planner, self.topology, expected_max_vio=rules.max_vio)
         planner_thread(self.topology).start(slices.run)
         # A micro-step waits for its replicas for as long as they are predicted to save, or as long as it takes for runs

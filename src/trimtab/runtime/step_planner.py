@@ -1,4 +1,4 @@
-"""`SessionPlanner`: each rank counts its sequences, rank 0 plans from all counts, and the plan is broadcast."""
+"""`SessionPlanner`: each rank counts its sequences, the first rank of a group plans, and the plan is broadcast."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from trimtab.planner import (
     PlanSettings,
     Schedule,
     SequenceCounts,
-    StepPlan,
-    Workload,
     pack_by_length,
     plan_schedule,
     plan_sequences,
-    plan_step,
 )
+from trimtab.planner.plan.expert_loads import ExpertLoads
+from trimtab.planner.plan.instances import plan_homes
+from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.runtime.planning_in_rollout import PlanningInRollout, RankSequences
+from trimtab.runtime.planning_in_rollout import PlannedAhead, PlanningInRollout, RankSequences
+from trimtab.runtime.rank_load import RankLoad, RequestedCounts
+from trimtab.runtime.ranks.leaders import Leaders
+from trimtab.runtime.ranks.lockstep import digest
 from trimtab.runtime.ranks.rank_calls import on_first_rank
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.session_settings import Mode, SessionSettings
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.trace import RoutingTrace
-from trimtab.trace.counting import count_experts
 
 # Rates of one of a few ranks on a CPU machine: grouped products in float32, gloo over loopback, copies in memory.
 LOCAL_CPU = load_cluster("local-cpu", ranks=1)
@@ -122,23 +124,48 @@ class SessionPlanner:
         may_move: bool,
         sliced: bool,
         in_rollout: PlanningInRollout | None = None,
-    ) -> PlannedStep:
-        """Plan a step with a given schedule; `trace` has this rank's sequences of it.
+    ) -> tuple[PlannedStep, RankLoad]:
+        """Plan a step with a given schedule; `trace` has this rank's sequences of it. Returns also this rank's load.
 
         Args:
             sliced: replicas may follow while the step runs.
             in_rollout: what was planned ahead of the step; None if nothing was.
         """
         start = time.perf_counter()
-        counts_MLE, unknown_ML = self._count(trace, schedule)
-        workload = self._group_workload(counts_MLE, unknown_ML)
-        loads = self._gather_workloads(counts_MLE, unknown_ML, workload)
-        lengths = self._gather_lengths(trace, schedule)
+        topology = self.topology
+        load = RankLoad.of(trace, schedule, topology.data_rank, topology)
+        _, part = schedule.of_group(topology.group, topology.num_ranks)
+        lengths, of_group, requests = self._gather_lengths(trace, part), load.of_group, RequestedCounts(load)
+        leaders = Leaders(topology.leaders)
 
         def plan() -> PlannedStep:
-            return self._with_schedule(loads, schedule, placement, lengths, in_rollout, may_move, sliced=sliced)
+            loads = StepLoads(
+                (part,), load.unknown_ML.shape[1], topology.groups, (lengths,), (of_group.mixed_ML,),
+                lambda micro_steps, layers: [requests.count(micro_steps, layers)],
+                lambda micro_steps, layers: [of_group.counts_MLE[np.ix_(micro_steps, layers)]],
+                leaders.gather,
+            )  # fmt: skip
+            if self.mode in ("static", "off"):
+                return self._static(loads, [of_group], schedule, placement)
+            ahead = PlannedAhead()
+            if in_rollout is not None:
+                tokens = sum(leaders.gather([int(lengths.sum())]))
+                # The first data rank has planned ahead.
+                ahead = leaders.gather([in_rollout.result(placement, tokens)])[0]
+            planned = self._with_schedule(loads, schedule, placement, ahead, may_move, sliced=sliced)
+            if len(set(leaders.gather([digest(planned.placement.home)]))) > 1:
+                raise RuntimeError("the planners of the expert-parallel groups have chosen different homes")
+            return ahead.credited(planned)
 
-        return replace(self._plan_on_first_rank(plan, start), workload=workload)
+        def plan_and_end() -> PlannedStep:
+            try:
+                return leaders.run(plan)
+            finally:
+                requests.end()
+
+        if topology.rank:
+            requests.serve()
+        return self._plan_on_first_rank(plan_and_end, start), load
 
     def for_sequences(
         self,
@@ -164,25 +191,44 @@ class SessionPlanner:
             gathered = [None] * self.topology.num_data_ranks
         dist.gather_object(counting.count_new(trace), gathered, group=self.topology.control, group_dst=0)
 
-        def plan() -> PlannedStep:
+        def plan() -> list[PlannedStep]:
             assert gathered is not None
             sequences = counting.join([part for part in gathered if part is not None])
-            if self.mode == "plan":
-                tokens = int(sequences.lengths.sum())
-                planned = plan_sequences(
-                    sequences, placement, self.cluster, token_budget=token_budget, mini_batch=mini_batch,
-                    groups=self.topology.groups, ahead=counting.usable(placement, tokens),
-                    **self._options(may_move=may_move, sliced=sliced),
-                )  # fmt: skip
-                return counting.credited(planned, tokens)
-            packed = pack_by_length(
-                sequences.lengths, num_ranks=self.topology.num_data_ranks, token_budget=token_budget,
-                mini_batch=mini_batch,
-            )  # fmt: skip
-            loads = self._workloads(sequences, packed)
-            return self._with_schedule(loads, packed, placement, sequences.lengths, None, may_move, sliced=False)
+            planned = self._plan_all(sequences, placement, counting, token_budget, mini_batch, may_move, sliced=sliced)
+            return [replace(planned, plans=(plan,)) for plan in planned.plans]
 
-        return self._plan_on_first_rank(plan, start)
+        leaders = Leaders(self.topology.leaders)
+        return self._plan_on_first_rank(lambda: leaders.run(lambda: leaders.spread(plan)), start)
+
+    def _plan_all(
+        self,
+        sequences: SequenceCounts,
+        placement: Placement,
+        counting: PlanningInRollout,
+        token_budget: int,
+        mini_batch: Array | None,
+        may_move: bool,
+        *,
+        sliced: bool,
+    ) -> PlannedStep:
+        """The plans of all groups, on the first data rank."""
+        groups, ranks = self.topology.groups, self.topology.num_ranks
+        if self.mode == "plan":
+            ahead = counting.result(placement, int(sequences.lengths.sum()))
+            planned = plan_sequences(
+                sequences, placement, self.cluster, token_budget=token_budget, mini_batch=mini_batch, groups=groups,
+                ahead=ahead.planned, **self._options(may_move=may_move, sliced=sliced),
+            )  # fmt: skip
+            return ahead.credited(planned)
+        packed = pack_by_length(
+            sequences.lengths, num_ranks=self.topology.num_data_ranks, token_budget=token_budget, mini_batch=mini_batch
+        )
+        loads = StepLoads.of_sequences(sequences, packed, ranks)
+        if self.mode in ("static", "off"):
+            parts = (packed.of_group(group, ranks) for group in range(groups))
+            by_expert = [ExpertLoads.from_sequences(sequences.select(mine), part) for mine, part in parts]
+            return self._static(loads, by_expert, packed, placement)
+        return self._with_schedule(loads, packed, placement, PlannedAhead(), may_move, sliced=False)
 
     def plan_ahead(
         self, sequences: SequenceCounts, placement: Placement, *, token_budget: int, may_move: bool
@@ -194,90 +240,36 @@ class SessionPlanner:
             **self._options(may_move=may_move, sliced=True),
         )  # fmt: skip
 
-    def group_workload(self, trace: RoutingTrace, schedule: Schedule) -> Workload:
-        """The workload of this rank's expert-parallel group; `trace` has the order of `schedule.sequences_of`.
-
-        A collective of the group.
-        """
-        return self._group_workload(*self._count(trace, schedule))
-
-    def _count(self, trace: RoutingTrace, schedule: Schedule) -> tuple[Array, Array]:
-        """This rank's known rows `[M, L, E]` and unknown ones `[M, L]`, both int32."""
-        micro_step, num_micro_steps = schedule.of_rank(self.topology.data_rank), schedule.num_micro_steps
-        counts_MLE = count_experts(trace, micro_step, num_micro_steps)
-        rows_M = np.bincount(micro_step, trace.sequence_lengths * trace.top_k, num_micro_steps).astype(np.int64)
-        unknown_ML = rows_M[:, None] - counts_MLE.sum(axis=2, dtype=np.int64)
-        return counts_MLE, unknown_ML.astype(np.int32)
-
-    def _group_workload(self, counts_MLE: Array, unknown_ML: Array) -> Workload:
-        def gathered(array_ML: Array) -> Array:
-            array_RML = np.empty((self.topology.num_ranks, *array_ML.shape), array_ML.dtype)
-            parts = [*torch.from_numpy(array_RML)]
-            dist.all_gather(parts, torch.from_numpy(array_ML), group=self.topology.expert_control)
-            return np.stack([*array_RML], axis=2)
-
-        return Workload(gathered(counts_MLE), gathered(unknown_ML))
-
-    def _gather_workloads(self, counts_MLE: Array, unknown_ML: Array, workload: Workload) -> list[Workload]:
-        """On the first rank, which plans, the workloads of all groups; with several groups none on others.
-
-        So the memory of a rank does not grow with the number of groups, but for the first one.
-        """
-        if self.topology.groups == 1:
-            return [workload]
-        is_first, ranks = self.topology.data_rank == 0, self.topology.num_ranks
-
-        def gathered(array_ML: Array) -> list[Array]:
-            array_DML = np.empty((self.topology.num_data_ranks if is_first else 0, *array_ML.shape), array_ML.dtype)
-            parts = [*torch.from_numpy(array_DML)] if is_first else None
-            dist.gather(torch.from_numpy(array_ML), parts, group=self.topology.control, group_dst=0)
-            return [np.stack([*array_DML[n : n + ranks]], axis=2) for n in range(0, len(array_DML), ranks)]
-
-        counts_GMLRE, unknown_GMLR = gathered(counts_MLE), gathered(unknown_ML)
-        return [Workload(counts, unknown) for counts, unknown in zip(counts_GMLRE, unknown_GMLR, strict=True)]
-
-    def _gather_lengths(self, trace: RoutingTrace, schedule: Schedule) -> Array | None:
-        """`[S]` tokens of each sequence of the schedule on rank 0, None on others."""
-        lengths_D: list[Array] | None = None
-        if self.topology.data_rank == 0:
-            lengths_D = [np.empty(0)] * self.topology.num_data_ranks
-        dist.gather_object(trace.sequence_lengths, lengths_D, group=self.topology.control, group_dst=0)
-        if lengths_D is None:
-            return None
-        lengths = np.empty(len(schedule.rank), np.int64)
-        for rank, part in enumerate(lengths_D):
+    def _gather_lengths(self, trace: RoutingTrace, schedule: Schedule) -> Array:
+        """`[S]` tokens of each sequence of the group's schedule, on its first rank; 0 on others."""
+        lengths_R: list[Array] | None = None
+        if self.topology.rank == 0:
+            lengths_R = [np.empty(0)] * self.topology.num_ranks
+        dist.gather_object(trace.sequence_lengths, lengths_R, group=self.topology.expert_control, group_dst=0)
+        lengths = np.zeros(len(schedule.rank), np.int64)
+        for rank, part in enumerate(lengths_R or []):
             lengths[schedule.sequences_of(rank)] = part
         return lengths
 
     def _plan_on_first_rank(self, plan: Callable[[], PlannedStep], start: float) -> PlannedStep:
-        """What the first rank plans, on each rank with the plan of its group alone."""
-        planned, group = on_first_rank(plan, self.topology.control), self.topology.group
-        return replace(planned, plans=planned.plans[group : group + 1], planning_s=time.perf_counter() - start)
+        """What the first rank of the group plans, on each of its ranks."""
+        planned = on_first_rank(plan, self.topology.expert_control)
+        return replace(planned, planning_s=time.perf_counter() - start)
 
     def _with_schedule(
         self,
-        loads: list[Workload],
+        loads: StepLoads,
         schedule: Schedule,
         placement: Placement,
-        lengths: Array | None,
-        in_rollout: PlanningInRollout | None,
+        ahead: PlannedAhead,
         may_move: bool,
         *,
         sliced: bool,
     ) -> PlannedStep:
-        if self.mode in ("static", "off"):
-            if self.mode == "static":
-                placement = self.topology.initial_placement(*placement.home.shape)
-            plans = self._static(loads, schedule, placement)
-            ratios = [max_over_mean(plan.rank_loads(load)) for plan, load in zip(plans, loads, strict=True)]
-            return PlannedStep(schedule, plans, max_vio_before=float(np.mean(ratios) - 1))
-        tokens = 0 if lengths is None else int(lengths.sum())
-        planned = plan_schedule(
-            loads, schedule, placement, self.cluster, lengths=lengths,
-            ahead=None if in_rollout is None else in_rollout.usable(placement, tokens),
+        return plan_schedule(
+            loads, schedule, placement, self.cluster, ahead=ahead.planned,
             **self._options(may_move=may_move, sliced=sliced),
         )  # fmt: skip
-        return planned if in_rollout is None else in_rollout.credited(planned, tokens)
 
     def _options(self, *, may_move: bool, sliced: bool) -> dict[str, Any]:
         """Arguments of all calls of the planner."""
@@ -290,16 +282,19 @@ class SessionPlanner:
             "sliced": sliced,
         }
 
-    def _static(self, loads: list[Workload], schedule: Schedule, placement: Placement) -> tuple[StepPlan, ...]:
-        bare = replace(self.cluster, slots_per_rank=0)
-        return tuple(
-            plan_step(load, schedule.of_group(group, self.cluster.ranks)[1], placement, bare, self.settings)
-            for group, load in enumerate(loads)
+    def _static(
+        self, loads: StepLoads, by_expert_G: Sequence[ExpertLoads], schedule: Schedule, placement: Placement
+    ) -> PlannedStep:
+        """Plans without replicas, at the homes at the start or at the present ones."""
+        if self.mode == "static":
+            placement = self.topology.initial_placement(*placement.home.shape)
+        plans = tuple(
+            plan_homes(by_expert, part, placement, self.cluster, self.settings)
+            for by_expert, part in zip(by_expert_G, loads.schedules, strict=True)
         )
-
-    def _workloads(self, sequences: SequenceCounts, schedule: Schedule) -> list[Workload]:
-        parts = (schedule.of_group(group, self.cluster.ranks) for group in range(self.topology.groups))
-        return [Workload.from_sequences(sequences.select(mine), part) for mine, part in parts]
+        pairs = zip(plans, by_expert_G, strict=True)
+        ratios = loads.gather([max_over_mean(plan.rank_loads(by_expert)) for plan, by_expert in pairs])
+        return PlannedStep(schedule, plans, max_vio_before=float(np.mean(ratios) - 1))
 
 
 def default_rates(device: torch.device) -> ClusterSpec:

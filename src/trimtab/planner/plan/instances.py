@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner.placement.placement import Placement
+from trimtab.planner.plan.expert_loads import ExpertLoads
 from trimtab.planner.plan.plan_settings import PlanSettings
 from trimtab.planner.plan.row_limits import keeps_to, refuse, require_known_routes
 from trimtab.planner.plan.step_plan import StepPlan
@@ -62,6 +64,20 @@ def plan_step(
     if chosen.limits_rows and not keeps_to(chosen, [plan.rank_loads(workload)]):
         raise refuse(chosen, cluster.slots_per_rank, lambda settings: [plan_with(settings).rank_loads(workload)])
     return plan
+
+
+def plan_homes(
+    load: ExpertLoads, schedule: Schedule, placement: Placement, cluster: ClusterSpec, settings: PlanSettings
+) -> StepPlan:
+    """`plan_step` without slots, for which the rows of source ranks are not needed."""
+    require_known_routes(settings, [load.mixed_ML])
+    loads_MLR = load.home_loads(placement.home)
+    if not keeps_to(settings, [loads_MLR]):
+        raise refuse(settings, 0, lambda _: [loads_MLR])
+    return StepPlan.from_replicas(
+        schedule, placement, ReplicaTable.none(load.mixed_ML.size), mixed_ML=load.mixed_ML,
+        cluster=replace(cluster, slots_per_rank=0), settings=settings.to_json(),
+    )  # fmt: skip
 
 
 def map_layers(task: Callable[[int], Result], num_layers: int, threads: int) -> list[Result]:

@@ -10,7 +10,6 @@ from trimtab.planner.placement.placement import Placement
 from trimtab.planner.plan.slices import SliceRules
 from trimtab.planner.plan.step_plan import StepPlan
 from trimtab.planner.plan.strategy import NOTHING, Strategy
-from trimtab.planner.plan.workload import Workload
 from trimtab.planner.schedule.schedule import Schedule
 
 
@@ -31,7 +30,6 @@ class PlannedStep:
         planning_s: in a session, seconds from counting to the end of the plan's broadcast.
         ahead_s: in a session, seconds of counting and planning on the first rank, before, during the rollout.
         known_ahead: the part of the step's tokens from which homes and strategy were chosen then; 0 if they were not.
-        workload: in a session, workload of this rank's group; None if it was not gathered for planning.
         sequences: `[S]` uint64, hashes that identify the sequences of the schedule, if `Session.plan_sequences` planned
             them.
     """
@@ -47,7 +45,6 @@ class PlannedStep:
     planning_s: float = 0.0
     ahead_s: float = 0.0
     known_ahead: float = 0.0
-    workload: Workload | None = None
     sequences: Array | None = None
 
     @property

@@ -40,6 +40,15 @@ def count_rows(
     return rows
 
 
+def add_replicas(loads_MLR: Array, home_LE: Array, replicas: ReplicaTable) -> Array:
+    """Rows `[M, L, R]` int64 of every rank with replicas, from those without; arguments as in `count_rows`."""
+    instances_P, (experts_P, ranks_P, tokens_P) = replicas.instances_P, replicas.shares
+    moved_IR = loads_MLR.reshape(-1, loads_MLR.shape[2]).copy()
+    np.subtract.at(moved_IR, (instances_P, home_LE[instances_P % len(home_LE), experts_P]), tokens_P)
+    np.add.at(moved_IR, (instances_P, ranks_P), tokens_P)
+    return moved_IR.reshape(loads_MLR.shape)
+
+
 @kernel
 def _count_rows(counts_MLRE, first_layer, home_LE, replicas, ranks_per_node, rows):  # type: ignore[no-untyped-def]
     replica_starts, experts_P, ranks_P, quota_starts, sources_Q, tokens_Q = replicas

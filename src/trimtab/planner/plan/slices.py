@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.planner.plan.row_counts import add_replicas
 from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.kernel_values import Limits
 from trimtab.planner.replicas.layer_plan import plan_layer
@@ -64,10 +65,11 @@ class SlicePlanner:
     """Plans slices of one expert-parallel group. Every rank with the same arguments makes the same slices.
 
     Attributes:
-        workload: of the group.
+        workload: of the group, in the layers from `first_layer` on that are planned here.
         home_LE: `[L, E]` int16 homes.
         limits, links: see `SliceRules`.
         mirrored_NLE: `[N, L, E]` bool, experts that the mirrors of nodes hold.
+        first_layer: of the workload.
     """
 
     workload: Workload
@@ -75,12 +77,16 @@ class SlicePlanner:
     limits: Limits
     links: Links
     mirrored_NLE: Array
+    first_layer: int = 0
 
     @classmethod
-    def of(cls, rules: SliceRules, group: int, workload: Workload, home_LE: Array) -> SlicePlanner:
+    def of(
+        cls, rules: SliceRules, group: int, workload: Workload, home_LE: Array, first_layer: int = 0
+    ) -> SlicePlanner:
         """The planner of a group."""
         nodes = rules.links.num_ranks // rules.links.ranks_per_node
-        return cls(workload, home_LE, rules.limits, rules.links, rules.mirrored(group, (nodes, *home_LE.shape)))
+        mirrored_NLE = rules.mirrored(group, (nodes, *home_LE.shape))
+        return cls(workload, home_LE, rules.limits, rules.links, mirrored_NLE, first_layer)
 
     def paths(self, replicas: ReplicaTable) -> Array:
         """`[P]` uint8, the paths of replicas of all layers of some micro-steps."""
@@ -90,13 +96,28 @@ class SlicePlanner:
         """For each of the layers a table of the micro-steps' instances."""
         chosen = slice(micro_steps.start, micro_steps.stop)
         counts_MLRE, fixed_MLR = self.workload.token_counts_MLRE[chosen], self._fixed_MLR[chosen]
+        places = [layer - self.first_layer for layer in layers]
         return [
-            plan_layer(counts_MLRE, fixed_MLR[:, layer], layer, self.home_LE[layer], self.limits) for layer in layers
+            plan_layer(counts_MLRE, fixed_MLR[:, place], place, self.home_LE[layer], self.limits)
+            for layer, place in zip(layers, places, strict=True)
         ]
+
+    def loads(self, micro_steps: range, tables: Sequence[ReplicaTable]) -> Array:
+        """Rows `[M, L, R]` int64 of every rank, with these replicas of all layers of the workload."""
+        loads_MLR = self._home_loads_MLR[micro_steps.start : micro_steps.stop]
+        return add_replicas(loads_MLR, self._home_LE, ReplicaTable.join_layers(tables))
+
+    @property
+    def _home_LE(self) -> Array:
+        return self.home_LE[self.first_layer : self.first_layer + self.workload.num_layers]
+
+    @cached_property
+    def _home_loads_MLR(self) -> Array:
+        return self.workload.home_loads(self._home_LE)
 
     @cached_property
     def _fixed_MLR(self) -> Array:
-        return self.workload.expected_loads(self.home_LE)
+        return self.workload.expected_loads(self._home_LE)
 
 
 def rounds_of(num_micro_steps: int) -> list[range]:

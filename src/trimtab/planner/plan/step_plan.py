@@ -21,7 +21,8 @@ from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.files import write_atomically
 from trimtab.planner.placement.placement import Placement
-from trimtab.planner.plan.row_counts import RowCounts, count_rows
+from trimtab.planner.plan.expert_loads import ExpertLoads
+from trimtab.planner.plan.row_counts import RowCounts, add_replicas, count_rows
 from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.paths import HOST, choose_paths, layers_of_replicas
 from trimtab.planner.replicas.replica_table import ReplicaTable
@@ -186,9 +187,10 @@ class StepPlan:
         layers = layers_of_replicas(self.replica_starts, self.num_layers)
         return np.unique(np.stack([layers[mine], self.replica_experts[mine]], axis=1), axis=0)
 
-    def rank_loads(self, workload: Workload) -> Array:
+    def rank_loads(self, workload: Workload | ExpertLoads) -> Array:
         """Rows `[M, L, R]` int64 that each rank computes under this plan; estimated where routes are unknown."""
-        return self.rows(workload).loads_MLR if self.num_replicas else workload.home_loads(self.home)
+        loads_MLR = workload.home_loads(self.home)
+        return add_replicas(loads_MLR, self.home, self.replicas) if self.num_replicas else loads_MLR
 
     def rows(self, workload: Workload) -> RowCounts:
         """Rows by rank and between nodes. Unknown rows are included as `Workload.estimated_MLRE`, at the homes."""
@@ -202,10 +204,22 @@ class StepPlan:
                 expert twice on a rank, no more copies on a rank than its share of homes and its slots, tokens
                 conserved, quotas of known rows only.
         """
-        shape = (workload.num_micro_steps, workload.num_layers, workload.num_ranks, workload.num_experts)
+        self.check_form(workload.num_micro_steps, workload.num_layers, workload.num_ranks, workload.num_experts)
+        self.check_mixed(workload.mixed_ML)
+        self.check_quotas(workload.token_counts_MLRE)
+
+    def check_mixed(self, mixed_ML: Array) -> None:
+        """`check`, of instances with unknown rows alone."""
+        _require(np.array_equal(self.mixed_ML, mixed_ML), "it has other instances with unknown routes")
+
+    def check_form(self, *shape: int) -> None:
+        """`check`, of all that does not depend on counts.
+
+        Args:
+            shape: micro-steps, layers, ranks and experts.
+        """
         mine = (self.num_micro_steps, self.num_layers, self.num_ranks, self.home.shape[1])
         _require(mine == shape, f"it is for [micro-steps, layers, ranks, experts] {mine}, the workload has {shape}")
-        _require(np.array_equal(self.mixed_ML, workload.mixed_ML), "it has other instances with unknown routes")
         places = self.num_micro_steps, self.num_ranks
         for place_S, most in zip((self.micro_step, self.rank), places, strict=True):
             fits = bool(np.all((place_S >= 0) & (place_S < most)))
@@ -226,40 +240,51 @@ class StepPlan:
         _require(len(lengths) == 1, "its replica arrays differ in length")
         _require(bool(np.all(self.replica_paths <= HOST)), "a replica's path is neither peer nor host")
         _require(len(self.quota_sources) == len(self.quota_tokens), "its quota arrays differ in length")
-        self._check_replicas(workload)
-        self._check_quotas(workload)
+        self._check_replicas(shape[3])
+        sources = self.quota_sources.astype(np.int64)
+        _require(bool(np.all(self.quota_tokens >= 1)), "a quota is below one token")
+        _require(bool(np.all((sources >= 0) & (sources < self.num_ranks))), "a quota's source rank doesn't exist")
+        pairs = self._replicas_Q * self.num_ranks + sources
+        _require(len(np.unique(pairs)) == len(pairs), "a replica has two quotas from one source")
 
-    def _check_replicas(self, workload: Workload) -> None:
+    def _check_replicas(self, num_experts: int) -> None:
         experts, ranks = self.replica_experts.astype(np.int64), self.replica_ranks.astype(np.int64)
-        _require(bool(np.all((experts >= 0) & (experts < workload.num_experts))), "a replica's expert doesn't exist")
+        _require(bool(np.all((experts >= 0) & (experts < num_experts))), "a replica's expert doesn't exist")
         _require(bool(np.all((ranks >= 0) & (ranks < self.num_ranks))), "a replica's rank doesn't exist")
         instance = self.replicas.instances_P
         _require(
             bool(np.all(self.home[instance % self.num_layers, experts] != ranks)), "a replica sits on its own home"
         )
-        copies = (instance * self.num_ranks + ranks) * workload.num_experts + experts
+        copies = (instance * self.num_ranks + ranks) * num_experts + experts
         _require(len(np.unique(copies)) == len(copies), "an expert has two replicas on one rank")
         layers = np.arange(self.num_layers)[:, None]
         copies_LR = np.zeros((self.num_layers, self.num_ranks), np.int64)
         np.add.at(copies_LR, (np.broadcast_to(layers, self.home.shape), self.home), 1)
         copies_IR = np.tile(copies_LR, (self.num_micro_steps, 1))
         np.add.at(copies_IR, (instance, ranks), 1)
-        room = -(-workload.num_experts // self.num_ranks) + self.slots_per_rank
+        room = -(-num_experts // self.num_ranks) + self.slots_per_rank
         _require(copies_IR.max(initial=0) <= room, "a rank holds more copies than its share of homes and its slots")
 
-    def _check_quotas(self, workload: Workload) -> None:
-        if not self.num_replicas:
-            return
-        sources = self.quota_sources.astype(np.int64)
-        _require(bool(np.all(self.quota_tokens >= 1)), "a quota is below one token")
-        _require(bool(np.all((sources >= 0) & (sources < self.num_ranks))), "a quota's source rank doesn't exist")
-        replica = np.repeat(np.arange(self.num_replicas), np.diff(self.quota_starts))
-        pairs = replica * self.num_ranks + sources
-        _require(len(np.unique(pairs)) == len(pairs), "a replica has two quotas from one source")
-        instance = self.replicas.instances_P[replica]
-        left_IRE = workload.token_counts_MLRE.reshape(-1, self.num_ranks, workload.num_experts).astype(np.int64)
-        np.subtract.at(left_IRE, (instance, sources, self.replica_experts[replica]), self.quota_tokens)
-        _require(left_IRE.min(initial=0) >= 0, "a source sends replicas more tokens than it has for the expert")
+    def check_quotas(self, counts_MLRE: Array, first_rank: int = 0) -> None:
+        """`check`, of the quotas of some source ranks alone; `check_form` comes first.
+
+        Args:
+            counts_MLRE: `[M, L, n, E]` integer, known rows of ranks `first_rank` to `first_rank + n - 1`.
+        """
+        counts_IRE = counts_MLRE.reshape(-1, *counts_MLRE.shape[2:])
+        sources = self.quota_sources.astype(np.int64) - first_rank
+        mine = np.flatnonzero((sources >= 0) & (sources < counts_IRE.shape[1]))
+        replica = self._replicas_Q[mine]
+        places = self.replicas.instances_P[replica], sources[mine], self.replica_experts[replica].astype(np.int64)
+        cells, cell_Q = np.unique(np.ravel_multi_index(places, counts_IRE.shape), return_inverse=True)
+        sent = np.bincount(cell_Q, self.quota_tokens[mine], len(cells))
+        fits = bool(np.all(sent <= counts_IRE.reshape(-1)[cells]))
+        _require(fits, "a source sends replicas more tokens than it has for the expert")
+
+    @property
+    def _replicas_Q(self) -> Array:
+        """The replica `[Q]` int64 of every quota."""
+        return np.repeat(np.arange(self.num_replicas), np.diff(self.quota_starts))
 
     def to_bytes(self) -> bytes:
         """All fields in a fixed order as an uncompressed `.npz`, the same on every machine."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from trimtab.planner.placement.placement import Placement
 from trimtab.planner.plan.instances import map_layers
 from trimtab.planner.plan.plan_settings import PlanSettings, prices_of
 from trimtab.planner.plan.rank_work import RankWork, rank_work
+from trimtab.planner.plan.row_limits import keeps_to
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.strategy import NEAR, PAST, STAY, Strategy
 from trimtab.planner.plan.workload import Workload, max_over_mean
@@ -22,15 +24,30 @@ from trimtab.planner.replicas.layer_plan import plan_layer
 from trimtab.planner.replicas.replica_table import ReplicaTable
 
 
+class GroupFigures(NamedTuple):
+    """What all groups are told of one group's plan.
+
+    Attributes:
+        replicas: their number.
+        ratios_ML: `[M, L]` max/mean of rank loads.
+        keeps: whether it keeps to the limits of rows.
+    """
+
+    replicas: int
+    ratios_ML: Array
+    keeps: bool
+
+
 @dataclass(frozen=True, eq=False)
 class PlannedLayers:
-    """A strategy, planned for M micro-steps and L layers of every group.
+    """A strategy, planned for M micro-steps and L layers of the groups that are planned here.
 
     Attributes:
         micro_steps, layers: `[M]` and `[L]` integers.
         home_LE: `[L, E]` int16.
         replicas: of each group, of M * L instances, those of a micro-step next to each other.
         works: of each group.
+        figures: of each group of the whole step.
     """
 
     strategy: Strategy
@@ -39,20 +56,22 @@ class PlannedLayers:
     home_LE: Array
     replicas: list[ReplicaTable]
     works: list[RankWork]
+    figures: list[GroupFigures]
 
     @property
-    def has_replicas(self) -> bool:
-        return any(len(table.ranks) for table in self.replicas)
+    def num_replicas(self) -> int:
+        """Of all groups."""
+        return sum(group.replicas for group in self.figures)
+
+    @property
+    def keeps_limits(self) -> bool:
+        """Whether no rank has more rows than the settings allow."""
+        return all(group.keeps for group in self.figures)
 
     @property
     def max_vio(self) -> float:
         """max/mean - 1 of rank loads, mean over instances."""
-        return float(np.mean([max_over_mean(work.loads_MLR) for work in self.works]) - 1)
-
-    @property
-    def loads_GMLR(self) -> list[Array]:
-        """Of each group, `[M, L, R]` int64 rows of each rank."""
-        return [work.loads_MLR for work in self.works]
+        return float(np.mean([group.ratios_ML for group in self.figures]) - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +79,7 @@ class StepPlanning:
     """What planning one step needs.
 
     Attributes:
-        loads: of the step's expert-parallel groups.
+        loads: of the step's expert-parallel groups. Methods are collective over the processes that plan them.
         placement: homes when the step begins.
         cluster: the ranks of one group.
         past_PLE: `[P, L, E]` tokens of past steps, latest last; None if there are none.
@@ -109,50 +128,63 @@ class StepPlanning:
             homes: `[E]` homes of each of the layers; those of the strategy by default.
         """
         limits = self.limits(strategy)
+        homes_L = homes or self.homes(strategy, micro_steps, layers)
 
-        def plan_one(i: int) -> tuple[Array, list[ReplicaTable], list[RankWork]]:
-            loads_G = counted[i] if counted else self.loads.count(micro_steps, layers[i : i + 1])
-            home_E = homes[i] if homes else self.homes(strategy, int(layers[i]), loads_G)
-            tables, works = [], []
-            for load in loads_G:
+        def plan_one(i: int) -> tuple[list[ReplicaTable], list[RankWork]]:
+            home_E, tables, works = homes_L[i], [], []
+            for load in counted[i] if counted else self.loads.count(micro_steps, layers[i : i + 1]):
                 fixed_MR = load.expected_loads(home_E)[:, 0]
                 table = plan_layer(load.token_counts_MLRE, fixed_MR, 0, home_E, limits)
                 tables.append(table)
                 works.append(self._work(table, home_E, load))
-            return home_E, tables, works
+            return tables, works
 
         planned = map_layers(plan_one, len(layers), self.threads)
         groups = range(len(self.loads.schedules))
-        return PlannedLayers(
-            strategy,
-            micro_steps,
-            layers,
-            np.stack([home_E for home_E, _, _ in planned]),
-            [ReplicaTable.join_layers([tables[group] for _, tables, _ in planned]) for group in groups],
-            [_join([works[group] for _, _, works in planned]) for group in groups],
-        )
+        replicas = [ReplicaTable.join_layers([tables[group] for tables, _ in planned]) for group in groups]
+        works = [_join([works[group] for _, works in planned]) for group in groups]
+        figures = [
+            GroupFigures(
+                len(table.ranks), max_over_mean(work.loads_MLR), keeps_to(self.settings, [work.loads_MLR])
+            )
+            for table, work in zip(replicas, works, strict=True)
+        ]  # fmt: skip
+        figures = self.loads.gather(figures)
+        return PlannedLayers(strategy, micro_steps, layers, np.stack(homes_L), replicas, works, figures)
 
-    def homes(self, strategy: Strategy, layer: int, loads_G: Sequence[Workload]) -> Array:
-        """Homes of one layer under a strategy, `[E]` int16.
+    def homes(self, strategy: Strategy, micro_steps: Array, layers: Array) -> list[Array]:
+        """Homes of some layers under a strategy, `[E]` int16 each.
 
         Args:
-            loads_G: the layer's load by group, for homes by this step's loads.
+            micro_steps: for homes by this step's loads.
         """
-        home_E = self.placement.home[layer]
+        stay = [self.placement.home[layer] for layer in layers]
         if strategy.homes == STAY:
-            return home_E
-        if strategy.homes == PAST:
-            assert self.past_PLE is not None
-            counts_ME = self.past_PLE[:, layer].sum(axis=0)[None]
-        else:
-            counts_ME = expert_counts(loads_G)
-        return self.improved(home_E, counts_ME, strategy.move_penalty, in_nodes=strategy.in_nodes)
+            return stay
+        found: list[Array] = []
+        # As many layers at a time as threads, since all groups' counts of a layer are needed.
+        for start in range(0, len(layers), self.threads):
+            chosen = layers[start : start + self.threads]
+            if strategy.homes == PAST:
+                assert self.past_PLE is not None
+                counts = [self.past_PLE[:, layer].sum(axis=0)[None] for layer in chosen]
+            else:
+                counts = self.loads.expert_counts(micro_steps, chosen)
+            found += self.improved_homes(stay[start : start + self.threads], counts, strategy)
+        return found
 
-    def improved(self, home_E: Array, counts_ME: Array, move_penalty: float, *, in_nodes: bool = False) -> Array:
-        """Homes `[E]` int16 that are better for some tokens by micro-step and expert."""
-        ranks, per_node = self.cluster.ranks, self.cluster.ranks_per_node
-        penalty = move_penalty / len(home_E)
-        return place_experts(counts_ME, home_E, ranks, per_node, move_penalty=penalty, in_nodes=in_nodes)
+    def improved_homes(self, homes: Sequence[Array], counts: Sequence[Array], strategy: Strategy) -> list[Array]:
+        """Of each layer homes `[E]` int16 that are better for some tokens `[M, E]` than the given ones.
+
+        Not a collective.
+        """
+
+        def improved(i: int) -> Array:
+            ranks, per_node = self.cluster.ranks, self.cluster.ranks_per_node
+            penalty = strategy.move_penalty / len(homes[i])
+            return place_experts(counts[i], homes[i], ranks, per_node, move_penalty=penalty, in_nodes=strategy.in_nodes)
+
+        return map_layers(improved, len(homes), self.threads)
 
     def cluster_of(self, strategy: Strategy) -> ClusterSpec:
         """The cluster with the paths of weights that a strategy may use."""
@@ -169,11 +201,6 @@ class StepPlanning:
     def _work(self, table: ReplicaTable, home_E: Array, load: Workload) -> RankWork:
         operations = self.costs.operations
         return rank_work(table, home_E[None], load.estimated_MLRE, self.cluster.ranks_per_node, operations)
-
-
-def expert_counts(loads_G: Sequence[Workload]) -> Array:
-    """Tokens `[M, E]` by micro-step and expert of one layer, those of all groups one after another."""
-    return np.concatenate([load.token_counts_MLRE[:, 0].sum(axis=1) for load in loads_G])
 
 
 def _join(works: Sequence[RankWork]) -> RankWork:

@@ -6,9 +6,9 @@ waits for counts: rows, transfers, moves of homes, refreshing mirrors, and plann
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
@@ -16,11 +16,9 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
-from trimtab.planner.plan.instances import map_layers
 from trimtab.planner.plan.pass_times import MIGRATION, PLANNING
 from trimtab.planner.plan.prediction import Prediction, closing_micro_steps, dense_times, group_parts, slowest
-from trimtab.planner.plan.row_limits import keeps_to
-from trimtab.planner.plan.step_planning import PlannedLayers, StepPlanning, expert_counts
+from trimtab.planner.plan.step_planning import PlannedLayers, StepPlanning
 from trimtab.planner.plan.step_times import moving_seconds, refresh_seconds
 from trimtab.planner.plan.strategy import ANY, NEAR, NONE, NOTHING, PAST, STAY, STEP, Strategy
 from trimtab.planner.plan.workload import Workload
@@ -146,6 +144,10 @@ class _Sample:
     def _counted(self) -> list[list[Workload]]:
         return self._planning.count(self._micro_steps, self._layers)
 
+    @cached_property
+    def _expert_counts(self) -> list[Array]:
+        return self._planning.loads.expert_counts(self._micro_steps, self._layers)
+
     def predict(self, strategies: Iterable[Strategy]) -> dict[Strategy, Prediction]:
         """Predicted time of the whole step under each strategy, with the faster paths of weights."""
         found = {}
@@ -154,13 +156,13 @@ class _Sample:
                 strategy, self._micro_steps, self._layers, counted=self._counted, homes=self._homes_of(strategy)
             )
             ways = {strategy: self._prediction(strategy, planned)}
-            if planned.has_replicas and self._planning.cluster.host_bytes_per_s:
+            if planned.num_replicas and self._planning.cluster.host_bytes_per_s:
                 with_mirror = replace(strategy, mirror=True)
                 ways[with_mirror] = self._prediction(with_mirror, planned)
             best = _least(ways)
             found[best] = ways[best]
             self._planned[best] = planned
-            if not keeps_to(self._planning.settings, planned.loads_GMLR):
+            if not planned.keeps_limits:
                 self._exceeding.add(best)
         return found
 
@@ -170,16 +172,15 @@ class _Sample:
         for other in sorted(predicted, key=lambda other: (_rounded(predicted[other]), other.name)):
             seconds.setdefault(other.name, predicted[other].seconds)
         planned, nothing = self._planned[strategy], self._planned[NOTHING]
-        ranks = self._planning.cluster.ranks
-        replicas, most = 0, 0
+        ranks, returns_G = self._planning.cluster.ranks, []
         for table in planned.replicas:
-            replicas += len(table.ranks)
             home_P = planned.home_LE[table.instances_P % len(planned.home_LE), table.experts]
-            most = max(most, int(np.bincount(table.instances_P * ranks + home_P, minlength=1).max()))
-        instances = len(planned.replicas) * len(self._micro_steps) * len(self._layers)
+            returns_G.append(int(np.bincount(table.instances_P * ranks + home_P, minlength=1).max()))
+        most = max(self._planning.loads.gather(returns_G))
+        instances = len(planned.figures) * len(self._micro_steps) * len(self._layers)
         return StrategyChoice(
             strategy, seconds, self.move_life if strategy.homes != STAY else 1.0, predicted[strategy],
-            nothing.max_vio, planned.max_vio, replicas / instances, most,
+            nothing.max_vio, planned.max_vio, planned.num_replicas / instances, most,
         )  # fmt: skip
 
     def keeps_to(self, strategy: Strategy) -> bool:
@@ -208,28 +209,22 @@ class _Sample:
             return planning.settings.move_life
         if planning.past_PLE is None or not len(planning.past_PLE):
             return 1.0
-        now = self._homes_of(Strategy(homes=STEP, move_penalty=MOVE_PENALTY))
+        better = Strategy(homes=STEP, move_penalty=MOVE_PENALTY)
         stay = [planning.placement.home[layer] for layer in self._layers]
-        least = STILL_GOOD * (self._unevenness(stay) - self._unevenness(now))
+        least = STILL_GOOD * (self._unevenness(stay) - self._unevenness(self._homes_of(better)))
         for age, past_LE in enumerate(planning.past_PLE[::-1][:PAST_STEPS]):
-            past = past_LE[self._layers]
-            then = self._by_layer(partial(self._improved, stay, past))
+            past = [past_LE[layer][None] for layer in self._layers]
+            then = planning.improved_homes(stay, past, better)
             if least <= 0 or self._unevenness(stay) - self._unevenness(then) < least:
                 return float(max(1, age))
         # Homes for none of the past steps would have become bad, so no end is known.
         return LONGEST_LIFE
 
-    def _improved(self, homes_L: list[Array], counts_LE: Array, i: int) -> Array:
-        return self._planning.improved(homes_L[i], counts_LE[i : i + 1], MOVE_PENALTY)
-
-    def _by_layer(self, task: Callable[[int], Array]) -> list[Array]:
-        return map_layers(task, len(self._layers), self._planning.threads)
-
     def _unevenness(self, homes_L: list[Array]) -> float:
         """Squares of rank and node loads, summed over the sample: what better homes reduce."""
         cluster, total = self._planning.cluster, 0.0
-        for loads_G, home_E in zip(self._counted, homes_L, strict=True):
-            loads_MR = np.stack([np.bincount(home_E, row_E, cluster.ranks) for row_E in expert_counts(loads_G)])
+        for counts_ME, home_E in zip(self._expert_counts, homes_L, strict=True):
+            loads_MR = np.stack([np.bincount(home_E, row_E, cluster.ranks) for row_E in counts_ME])
             loads_MN = loads_MR.reshape(len(loads_MR), cluster.nodes, -1).sum(axis=2)
             total += float(np.square(loads_MR).sum() + np.square(loads_MN).sum())
         return total
@@ -238,10 +233,11 @@ class _Sample:
         """Homes of the sampled layers, which strategies share."""
         key = strategy.homes, strategy.move_penalty, strategy.in_nodes
         if key not in self._homes:
-            counted = self._counted
-            self._homes[key] = self._by_layer(
-                lambda i: self._planning.homes(strategy, int(self._layers[i]), counted[i])
-            )
+            if strategy.homes == STEP:
+                stay = [self._planning.placement.home[layer] for layer in self._layers]
+                self._homes[key] = self._planning.improved_homes(stay, self._expert_counts, strategy)
+            else:
+                self._homes[key] = self._planning.homes(strategy, self._micro_steps, self._layers)
         return self._homes[key]
 
     def _prediction(self, strategy: Strategy, planned: PlannedLayers) -> Prediction:
@@ -250,21 +246,20 @@ class _Sample:
         batches = planning.loads.schedules[0].mini_batch_of_micro_step
         closes_M = closing_micro_steps(batches)
         closing = closes_M[self._micro_steps]
-        parts_GP, refresh_s = [], 0.0
+        found: list[tuple[Array, float]] = []
         for replicas, work, dense in zip(planned.replicas, planned.works, self._dense_G, strict=True):
             paths_P = choose_paths(planned.home_LE, replicas, planning.cluster_of(strategy))
-            parts_GP.append(
-                group_parts(
-                    work, replicas, paths_P, planned.home_LE, dense, closing, cluster.ranks_per_node,
-                    planning.costs,
-                )
-            )  # fmt: skip
-            refresh_s = max(
-                refresh_s,
-                refresh_seconds(planned.home_LE, replicas, paths_P, cluster.ranks, cluster.ranks_per_node, operations),
+            parts_P = group_parts(
+                work, replicas, paths_P, planned.home_LE, dense, closing, cluster.ranks_per_node, planning.costs
             )
+            refresh_s = refresh_seconds(
+                planned.home_LE, replicas, paths_P, cluster.ranks, cluster.ranks_per_node, operations
+            )
+            found.append((parts_P, refresh_s))
+        found = planning.loads.gather(found)
+        refresh_s = max(0.0, *(refresh_s for _, refresh_s in found))
         more_micro_steps = len(planning.micro_steps) / len(self._micro_steps)
-        parts_P = slowest(parts_GP) * self._more_layers * more_micro_steps
+        parts_P = slowest([parts_P for parts_P, _ in found]) * self._more_layers * more_micro_steps
         # A mirror holds the experts of all micro-steps, many of which have the same.
         refresh_s *= min(more_micro_steps, MORE_ENTRIES) * closes_M.sum()
         moving_s = moving_seconds(
@@ -293,7 +288,7 @@ class _Sample:
             # The first micro-step waits for its own, which the ranks plan together.
             seconds += PLACING_S * experts * layers * planning.cluster.planning_threads
         elif strategy.replicas != NONE:
-            cells = len(planning.loads.schedules) * len(planning.micro_steps) * planning.cluster.ranks * experts
+            cells = planning.loads.num_groups * len(planning.micro_steps) * planning.cluster.ranks * experts
             seconds += PLACING_S * cells * layers
         if strategy.homes == STEP:
             seconds += SWAPPING_S * experts**2 * layers

@@ -1,8 +1,7 @@
 """`Workload`: rows by source rank and expert, in every micro-step and layer.
 
 A row is a (token, expert) pair. Rows whose expert is unknown, because the trace has no route for the token in that
-layer, are counted by source rank; `estimated_MLRE` estimates their experts. All estimates are made in integers, so that
-they are the same on every machine.
+layer, are counted by source rank; `estimated_MLRE` estimates their experts, in integers.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
+from trimtab.planner.plan.expert_loads import ExpertLoads
 from trimtab.planner.schedule.schedule import Schedule
 from trimtab.planner.schedule.sequence_counts import SequenceCounts
 from trimtab.trace.routing import RoutingTrace
@@ -101,26 +101,26 @@ class Workload:
         """All rows, known and unknown."""
         return int(self.token_counts_MLRE.sum(dtype=np.int64) + self.unknown_MLR.sum(dtype=np.int64))
 
+    @cached_property
+    def by_expert(self) -> ExpertLoads:
+        """The rows of all source ranks together."""
+        unknown_ML = self.unknown_MLR.sum(axis=2, dtype=np.int64)
+        return ExpertLoads(self.token_counts_MLRE.sum(axis=2, dtype=np.int64), unknown_ML, self.num_ranks)
+
     @property
     def mixed_ML(self) -> Array:
         """`[M, L]` bool, instances with unknown rows."""
         return np.asarray(self.unknown_MLR.any(axis=2))
 
     def home_loads(self, home: Array) -> Array:
-        """Rows `[M, L, R]` int64 that each rank computes with every expert at `home` (`[L, E]` or `[E]`).
-
-        Exact where all routes are known; unknown rows are included as `expected_loads`.
-        """
-        return self._at_home(self.token_counts_MLRE.sum(axis=2, dtype=np.int64), home) + self.expected_loads(home)
+        """As `ExpertLoads.home_loads`."""
+        return self.by_expert.home_loads(home)
 
     def expected_loads(self, home: Array) -> Array:
-        """Estimated unknown rows `[M, L, R]` int64 at each expert's `home` (`[L, E]` or `[E]`).
-
-        An instance's sum over ranks is its number of unknown rows.
-        """
+        """As `ExpertLoads.expected_loads`."""
         if not self.unknown_MLR.any():
             return np.zeros(self.unknown_MLR.shape, np.int64)
-        return self._at_home(self._expected_MLE, home)
+        return self.by_expert.expected_loads(home)
 
     @cached_property
     def estimated_MLRE(self) -> Array:
@@ -132,26 +132,8 @@ class Workload:
         if not self.unknown_MLR.any():
             return self.token_counts_MLRE
         estimated_MLRE = self.token_counts_MLRE.astype(np.int32)
-        _add_expected(self._expected_MLE, self.unknown_MLR, estimated_MLRE)
+        _add_expected(self.by_expert.expected_MLE, self.unknown_MLR, estimated_MLRE)
         return estimated_MLRE
-
-    @cached_property
-    def _expected_MLE(self) -> Array:
-        """`[M, L, E]` int64, the unknown rows of each instance at their estimated experts.
-
-        Expert e of a layer gets a part in proportion to its known rows over the whole step plus one. The cumulative
-        sums over experts are rounded down, so that an instance's sum is exact.
-        """
-        weights_LE = self.token_counts_MLRE.sum(axis=(0, 2), dtype=np.int64) + 1
-        cumulative_LE = np.cumsum(weights_LE, axis=1)
-        unknown_ML = self.unknown_MLR.sum(axis=2, dtype=np.int64)
-        ends_MLE = unknown_ML[:, :, None] * cumulative_LE // cumulative_LE[:, -1:]
-        return np.diff(ends_MLE, axis=2, prepend=0)
-
-    def _at_home(self, rows_MLE: Array, home: Array) -> Array:
-        homes_LE = np.broadcast_to(home, (self.num_layers, self.num_experts))
-        at_home_LRE = homes_LE[:, None, :] == np.arange(self.num_ranks)[None, :, None]
-        return np.einsum("mle,lre->mlr", rows_MLE, at_home_LRE.astype(np.int64))
 
 
 def max_over_mean(loads: Array) -> Array:

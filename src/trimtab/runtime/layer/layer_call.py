@@ -152,9 +152,12 @@ class LayerCalls:
         call = micro_step.choose(homes.index, counts_RE, measured_RS)
         rank = self.topology.rank
         experts = PhysicalExperts.of(homes, rank, self.topology.positions, self.num_slots)
+        counts_E, arriving_RH = counts_RE[rank], counts_RE[:, experts.is_here_E]
         if not call.moves or not call.replicas.count:
-            return place_rows(PlannedRows.of(ids_NK, counts_RE, experts, call.replicas)).on(homes.device), call
-        layout = place_rows(PlannedRows.of(ids_NK, counts_RE, experts, InstanceReplicas.none(len(counts_RE))))
+            planned = PlannedRows.of(ids_NK, counts_E, arriving_RH, experts, call.replicas)
+            return place_rows(planned).on(homes.device), call
+        nothing = InstanceReplicas.none(len(counts_RE))
+        layout = place_rows(PlannedRows.of(ids_NK, counts_E, arriving_RH, experts, nothing))
         second = SecondPhase.of(homes, rank, layout.home_groups.counts, call.replicas).on(homes.device)
         return replace(layout.on(homes.device), replicas=call.replicas, second=second), call
 

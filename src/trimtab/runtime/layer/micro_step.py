@@ -15,8 +15,9 @@ import torch
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.planner import Schedule, StepPlan, Workload
+from trimtab.planner import Schedule, StepPlan
 from trimtab.runtime.live.balancer import LiveMicroStep
+from trimtab.runtime.rank_load import RankLoad
 from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.background_slices import StepSlices
@@ -218,7 +219,10 @@ class RunningStep:
 
     Attributes:
         layers: home experts of all layers.
-        plan, workload: those of the expert-parallel group.
+        plan: that of the expert-parallel group.
+        load: rows of this rank and of the group.
+        arriving_RMLH: `[R, M, L, E / R]` int32, known rows of every rank for this rank's home experts, in ascending
+            order.
         trace: this rank's sequences, ordered by micro-step.
         schedule: the schedule of all data ranks; None if the session has not planned the step.
         transfers: replica transfers; None if micro-steps only replay their routing.
@@ -233,7 +237,8 @@ class RunningStep:
     topology: Topology
     layers: Sequence[HomeExperts]
     plan: StepPlan
-    workload: Workload
+    load: RankLoad
+    arriving_RMLH: Array
     trace: RoutingTrace
     schedule: Schedule | None
     transfers: Transfers | None
@@ -328,7 +333,8 @@ class RunningStep:
         has_replicas = has_slices and self.transfers is not None
         planned = PlannedRows.of(
             ids_NK,
-            self.workload.token_counts_MLRE[index, layer],
+            self.load.counts_MLE[index, layer],
+            self.arriving_RMLH[:, index, layer],
             PhysicalExperts.of(self.layers[layer], topology.rank, topology.positions, self.num_slots),
             self.replicas.of(index, layer) if has_replicas else InstanceReplicas.none(self.plan.num_ranks),
         )

@@ -37,6 +37,7 @@ class Topology:
         weights, gradients: further groups of the ranks of `experts`, for point-to-point messages beside the dispatch.
         control: all data ranks, for host tensors.
         expert_control, node_control: the ranks of `experts`, and those of them on this node, for host tensors.
+        leaders: the first ranks of all expert-parallel groups, for host tensors; None on others, and for one group.
         planning, planning_data: the ranks of `experts`, and all data ranks, for host tensors of the planner's threads.
         rank, num_ranks: this rank's number in `experts`, and their number R.
         ranks_per_node: ranks of `experts` on each node.
@@ -54,6 +55,7 @@ class Topology:
     control: dist.ProcessGroup
     expert_control: dist.ProcessGroup
     node_control: dist.ProcessGroup
+    leaders: dist.ProcessGroup | None
     planning: dist.ProcessGroup
     planning_data: dist.ProcessGroup
     rank: int
@@ -206,6 +208,7 @@ class Topology:
             expert_dp_group = make([ranks_R[rank] for ranks_R in ranks_GR], "expert data parallel")
         planning = group_of(mine, "planning", timeout=timeout, backend="gloo")
         first = rank // ranks_per_node * ranks_per_node
+        leads = rank == 0 and groups > 1
         neighbours = mine[first : first + ranks_per_node]
         return cls(
             data=data or experts,
@@ -218,6 +221,9 @@ class Topology:
             node_control=expert_control
             if ranks_per_node == num_ranks
             else group_of(neighbours, "control", timeout=timeout, backend="gloo"),
+            leaders=group_of([ranks_R[0] for ranks_R in ranks_GR], "control", timeout=timeout, backend="gloo")
+            if leads
+            else None,
             planning=planning,
             planning_data=planning if groups == 1 else group_of(members, "planning", timeout=timeout, backend="gloo"),
             rank=rank,

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from trimtab.array_type import Array
 from trimtab.errors import RanksDisagreeError
 from trimtab.planner import StepPlan
-from trimtab.planner.plan.row_counts import count_rows
 from trimtab.planner.plan.slices import SlicePlanner, from_bytes, layers_of_rank, rounds_of, to_bytes
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.replicas.replica_table import ReplicaTable
@@ -100,7 +99,10 @@ class StepSlices:
             if flag == _GO_ON:
                 layers = layers_of_rank(num_layers, topology.rank, topology.num_ranks)
                 tables = self._planner.plan(micro_steps, layers)
-                mine, vio = to_bytes(tables), self._vio(micro_steps, layers, tables)
+                mine = to_bytes(tables)
+                if layers:
+                    # Sum over the instances.
+                    vio = float((max_over_mean(self._planner.loads(micro_steps, tables)) - 1).sum())
         except Exception as error:
             self._problem, flag = f"the planner failed: {error!r}", _FAILED
         self._made += 1
@@ -122,16 +124,6 @@ class StepSlices:
             self._busy_s += time.perf_counter() - start
             self._changed.notify_all()
         return True
-
-    def _vio(self, micro_steps: range, layers: range, tables: Sequence[ReplicaTable]) -> float:
-        """Sum of max/mean - 1 of rank loads over the instances."""
-        if not layers:
-            return 0.0
-        counts_MLRE = self._planner.workload.estimated_MLRE[micro_steps.start : micro_steps.stop]
-        home_LE = self._header.home[layers.start : layers.stop]
-        table = ReplicaTable.join_layers(tables)
-        rows = count_rows(counts_MLRE, layers.start, home_LE, table, self._header.ranks_per_node)
-        return float((max_over_mean(rows.loads_MLR) - 1).sum())
 
     def wait(self, micro_step: int, most_s: float) -> float:
         """Wait until a micro-step's slices are here, for at most some seconds; returns the seconds."""

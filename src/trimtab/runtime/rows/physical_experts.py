@@ -209,27 +209,30 @@ class PlannedRows:
     experts: PhysicalExperts
 
     @classmethod
-    def of(cls, ids_NK: Array, counts_RE: Array, experts: PhysicalExperts, replicas: InstanceReplicas) -> PlannedRows:
+    def of(
+        cls, ids_NK: Array, counts_E: Array, arriving_RH: Array, experts: PhysicalExperts, replicas: InstanceReplicas
+    ) -> PlannedRows:
         """Assign each row to a copy: of a source's rows for an expert, in token order, replicas get their quotas
         first, in plan order, and the home gets the rest.
 
         Args:
             ids_NK: `[n, K]` integer expert ids of this rank's tokens; E and more are unknown.
-            counts_RE: `[R, E]` integer known rows by source rank and expert, of all ranks.
+            counts_E: `[E]` integer known rows of this rank.
+            arriving_RH: `[R, H]` integer known rows of every rank for this rank's home experts, in ascending order.
 
         Raises:
-            ValueError: if the counts of this rank's ids differ from `counts_RE`.
+            ValueError: if the counts of this rank's ids differ from `counts_E`.
         """
         rank, home_ids_E, quotas_PR = experts.rank, experts.home_ids_E, replicas.quotas_PR
         replica_ids = experts.replica_ids(replicas)
         sent_P = np.zeros(experts.count, np.int64)
-        sent_P[home_ids_E] = counts_RE[rank]
+        sent_P[home_ids_E] = counts_E
         np.subtract.at(sent_P, home_ids_E[replicas.experts], quotas_PR[:, rank])
         sent_P[replica_ids] = quotas_PR[:, rank]
 
         is_here_E = experts.is_here_E
         arriving_RG = np.zeros((experts.num_ranks, experts.num_local), np.int64)
-        arriving_RG[:, home_ids_E[is_here_E] % experts.num_local] = counts_RE[:, is_here_E]
+        arriving_RG[:, home_ids_E[is_here_E] % experts.num_local] = arriving_RH
         left = is_here_E[replicas.experts]
         np.subtract.at(arriving_RG.T, home_ids_E[replicas.experts[left]] % experts.num_local, quotas_PR[left])
         came = replicas.ranks == rank

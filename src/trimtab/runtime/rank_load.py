@@ -1,0 +1,153 @@
+"""`RankLoad`: what a rank knows of the load of its expert-parallel group, and what the rank that plans asks of it.
+
+A rank keeps its own rows by expert and the sum of all ranks. Rows of the other ranks are exchanged for its own home
+experts, or for the layers that it plans, so that no rank has the rows of all ranks for all experts and layers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trimtab.array_type import Array
+from trimtab.planner import Schedule, Workload
+from trimtab.planner.plan.expert_loads import ExpertLoads
+from trimtab.runtime.ranks.topology import Topology
+from trimtab.trace import RoutingTrace
+from trimtab.trace.counting import count_experts
+
+# Most bytes of a message round to the rank that plans, apart from one micro-step's.
+ROUND_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, eq=False)
+class RankLoad:
+    """One rank's rows of a step. Methods are collective over the ranks of the expert-parallel group.
+
+    Attributes:
+        counts_MLE: `[M, L, E]` int32, known rows of this rank by micro-step, layer and expert.
+        unknown_ML: `[M, L]` int32, its rows whose expert is unknown.
+        topology: process groups.
+    """
+
+    counts_MLE: Array
+    unknown_ML: Array
+    topology: Topology
+
+    @classmethod
+    def of(cls, trace: RoutingTrace, schedule: Schedule, rank: int, topology: Topology) -> RankLoad:
+        """Count a rank's sequences, in the order of `schedule.sequences_of(rank)`. Not a collective."""
+        micro_step, num_micro_steps = schedule.of_rank(rank), schedule.num_micro_steps
+        counts_MLE = count_experts(trace, micro_step, num_micro_steps)
+        rows_M = np.bincount(micro_step, trace.sequence_lengths * trace.top_k, num_micro_steps).astype(np.int64)
+        unknown_ML = rows_M[:, None] - counts_MLE.sum(axis=2, dtype=np.int64)
+        return cls(counts_MLE, unknown_ML.astype(np.int32), topology)
+
+    @cached_property
+    def of_group(self) -> ExpertLoads:
+        """The rows of all ranks together. A collective at its first use."""
+        counts_MLE, unknown_ML = self.counts_MLE.copy(), self.unknown_ML.copy()
+        for array in (counts_MLE, unknown_ML):
+            dist.all_reduce(torch.from_numpy(array), group=self.topology.expert_control)
+        return ExpertLoads(counts_MLE, unknown_ML, self.topology.num_ranks)
+
+    def for_homes(self, home_LE: Array) -> Array:
+        """Known rows `[R, M, L, E / R]` int32 of every rank for this rank's home experts, in ascending order.
+
+        Args:
+            home_LE: `[L, E]` integer homes, equally many on every rank.
+        """
+        micro_steps, layers, _ = self.counts_MLE.shape
+        order_LE = np.argsort(home_LE, axis=1, kind="stable")
+        sorted_MLRH = self.counts_MLE[:, np.arange(layers)[:, None], order_LE].reshape(
+            micro_steps, layers, self.topology.num_ranks, -1
+        )
+        sent_RMLH = np.ascontiguousarray(sorted_MLRH.transpose(2, 0, 1, 3))
+        found_RMLH = np.empty_like(sent_RMLH)
+        found, sent = torch.from_numpy(found_RMLH), torch.from_numpy(sent_RMLH)
+        dist.all_to_all_single(found, sent, group=self.topology.expert_control)
+        return found_RMLH
+
+    def for_layers(self, layers_R: Sequence[range]) -> Workload:
+        """The load of this rank's layers, of all ranks.
+
+        Args:
+            layers_R: neighbouring layers of every rank; together all layers, in ascending order.
+        """
+        splits, mine, ranks = [len(layers) for layers in layers_R], layers_R[self.topology.rank], len(layers_R)
+
+        def exchanged(array_ML: Array) -> Array:
+            sent_LM = np.ascontiguousarray(array_ML.swapaxes(0, 1))
+            found_RLM = np.empty((ranks * len(mine), *sent_LM.shape[1:]), sent_LM.dtype)
+            dist.all_to_all_single(
+                torch.from_numpy(found_RLM), torch.from_numpy(sent_LM), [len(mine)] * ranks, splits,
+                group=self.topology.expert_control,
+            )  # fmt: skip
+            # From [rank, layer, micro-step] to [micro-step, layer, rank].
+            return np.ascontiguousarray(found_RLM.reshape(ranks, len(mine), *sent_LM.shape[1:]).swapaxes(0, 2))
+
+        return Workload(exchanged(self.counts_MLE), exchanged(self.unknown_ML))
+
+
+class RequestedCounts:
+    """Counts of one step in an expert-parallel group. The first rank calls `count` and at last `end`, others `serve`.
+
+    Args:
+        load: of this rank.
+    """
+
+    def __init__(self, load: RankLoad) -> None:
+        self._load = load
+        self._group = load.topology.expert_control
+        self._lock = threading.Lock()
+
+    def count(self, micro_steps: Array, layers: Array) -> Workload:
+        """The load of some micro-steps and layers, ascending `[N]` integers each. From any thread."""
+        with self._lock:
+            wanted_M, wanted_L = (np.isin(np.arange(most), chosen) for most, chosen in zip(
+                self._load.unknown_ML.shape, (micro_steps, layers), strict=True
+            ))  # fmt: skip
+            self._broadcast(np.concatenate([[True], wanted_M, wanted_L]))
+            found = self._gather(micro_steps, layers)
+        assert found is not None
+        return found
+
+    def serve(self) -> None:
+        """Answer requests until `end`."""
+        num_micro_steps, num_layers = self._load.unknown_ML.shape
+        while (request := self._broadcast(np.zeros(1 + num_micro_steps + num_layers, bool)))[0]:
+            wanted_M, wanted_L = request[1 : 1 + num_micro_steps], request[1 + num_micro_steps :]
+            self._gather(np.flatnonzero(wanted_M), np.flatnonzero(wanted_L))
+
+    def end(self) -> None:
+        """Tell the other ranks that there are no more requests."""
+        with self._lock:
+            self._broadcast(np.zeros(1 + sum(self._load.unknown_ML.shape), bool))
+
+    def _broadcast(self, request: Array) -> Array:
+        dist.broadcast(torch.from_numpy(request), group=self._group, group_src=0)
+        return request
+
+    def _gather(self, micro_steps: Array, layers: Array) -> Workload | None:
+        """On the first rank the load of all ranks. In rounds, so that it is in memory little more than once."""
+        load, is_first, ranks = self._load, self._load.topology.rank == 0, self._load.topology.num_ranks
+        experts = load.counts_MLE.shape[2]
+        shape = len(micro_steps), len(layers), ranks if is_first else 0
+        counts_MLRE, unknown_MLR = np.empty((*shape, experts), np.int32), np.empty(shape, np.int32)
+        step = max(1, ROUND_BYTES // (4 * ranks * max(1, len(layers)) * (experts + 1)))
+        for start in range(0, len(micro_steps), step):
+            mine = slice(start, start + step)
+            chosen = np.ix_(micro_steps[mine], layers)
+            rows_MLF = np.concatenate([load.counts_MLE[chosen], load.unknown_ML[chosen][:, :, None]], axis=2)
+            rows_RMLF = np.empty((shape[2], *rows_MLF.shape), np.int32)
+            parts = [*torch.from_numpy(rows_RMLF)] if is_first else None
+            dist.gather(torch.from_numpy(rows_MLF), parts, group=self._group, group_dst=0)
+            counts_MLRE[mine] = rows_RMLF[..., :-1].transpose(1, 2, 0, 3)
+            unknown_MLR[mine] = rows_RMLF[..., -1].transpose(1, 2, 0)
+        return Workload(counts_MLRE, unknown_MLR) if is_first else None
