@@ -50,8 +50,8 @@ class Pair:
         stage = parallel_state.get_pipeline_model_parallel_rank()
         self._homes_rng = np.random.default_rng((case.seed, stage))
         self._plans_rng = np.random.default_rng((case.seed, 2, stage))
-        # Drawn alike by all groups.
-        self._homes_rng = np.random.default_rng((case.seed, 3, stage))
+        # Drawn alike by the first ranks of all groups, which plan.
+        self._planned_homes_rng = np.random.default_rng((case.seed, 3, stage))
         data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self._tokens_rng = np.random.default_rng((case.seed, 1, data_rank))
 
@@ -98,7 +98,7 @@ class Pair:
         assert self.session.session is not None
         assert may_move
         topology = self.session.session.topology
-        placement = other_homes(self._homes_rng, placement, topology.num_ranks)
+        placement = other_homes(self._planned_homes_rng, placement, topology.num_ranks)
         return random_group_plans(self._plans_rng, loads, schedule, placement, topology.ranks_per_node)
 
     def gather_parameters(self) -> None:

@@ -22,7 +22,7 @@ from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
 from trimtab.cluster import load_cluster
 from trimtab.errors import InputError, RanksDisagreeError
-from trimtab.planner import plan_schedule
+from trimtab.planner import Placement, plan_schedule
 from trimtab.runtime import step_planner
 from trimtab.runtime.state.expert_places import ExpertPlaces
 
@@ -71,7 +71,7 @@ def train(layout: Layout, cases: list[MegatronCase]) -> None:
             if step % 3 == 1:
                 pair.planned_step(tokens_MBS)
             else:
-                pair.move()
+                pair.move(everywhere=step == 0)
                 pair.live_step(tokens_MBS)
             for model in (pair.plain, pair.moving):
                 model.optimizer.step()
@@ -262,6 +262,19 @@ def test_rehome_moves_experts_and_makes_no_replicas() -> None:
     with pytest.raises(InputError, match="state of their optimizers; register these first"):
         without_optimizer.plan(routing, len(routing))
     without_optimizer.remove()
+
+
+@runs_on_ranks(2, "megatron")
+def test_ranks_that_are_given_different_homes_raise() -> None:
+    """Also if one of them is given the present ones."""
+    use_layout(EP_2)
+    pair = Pair(EP_2, MegatronCase(adam=True))
+    session = pair.session.session
+    assert session is not None
+    homes = session.placement.home
+    with pytest.raises(RanksDisagreeError, match="homes"):
+        pair.session.move(Placement(homes if dist.get_rank() else homes[:, ::-1].copy()))
+    pair.session.remove()
 
 
 def test_formats_by_position_are_refused_in_any_argument() -> None:

@@ -17,7 +17,7 @@ from helpers.random_plans import random_plan, random_schedule, random_trace
 from trimtab.planner import Placement, Workload
 from trimtab.runtime.layer import micro_step
 from trimtab.runtime.layer.micro_step import RunningStep
-from trimtab.runtime.rank_load import RankLoad
+from trimtab.runtime.rows.rank_load import RankLoad
 from trimtab.runtime.rows.row_tables import LayerTables, RowTables
 
 

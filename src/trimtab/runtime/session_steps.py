@@ -21,7 +21,7 @@ from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.layer.micro_step import RunningStep
 from trimtab.runtime.plan_report import PlanReport
 from trimtab.runtime.planning_in_rollout import PlanningInRollout
-from trimtab.runtime.rank_load import RankLoad
+from trimtab.runtime.rows.rank_load import RankLoad
 from trimtab.runtime.ranks.lockstep import (
     APPLY_PLAN,
     PLAN,

@@ -155,11 +155,12 @@ class MegatronSession:
 
         Raises:
             InputError: if no optimizer is registered, or ranks would have different numbers of experts.
+            RanksDisagreeError: if ranks are given different homes.
             RuntimeError: if gradients wait for an optimizer step.
         """
-        if self.session is None or np.array_equal(placement.home, self.session.placement.home):
+        if self.session is None:
             return
-        if self._optimizer is None:
+        if self._optimizer is None and not np.array_equal(placement.home, self.session.placement.home):
             raise InputError("experts move with their optimizer state; call register_optimizer() first")
         self._gather_parameters()
         self.session.move(placement)

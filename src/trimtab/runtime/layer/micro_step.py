@@ -17,7 +17,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import Schedule, StepPlan
 from trimtab.runtime.live.balancer import LiveMicroStep
-from trimtab.runtime.rank_load import RankLoad
+from trimtab.runtime.rows.rank_load import RankLoad
 from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.background_slices import StepSlices
