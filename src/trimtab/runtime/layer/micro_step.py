@@ -17,12 +17,12 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import Schedule, StepPlan
 from trimtab.runtime.live.balancer import LiveMicroStep
-from trimtab.runtime.rows.rank_load import RankLoad
 from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.background_slices import StepSlices
 from trimtab.runtime.rows.layout import place_rows
 from trimtab.runtime.rows.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows, PlanReplicas
+from trimtab.runtime.rows.rank_load import RankLoad
 from trimtab.runtime.rows.row_tables import LayerTables, RowTables, moved
 from trimtab.runtime.state.flat_memory import carve
 from trimtab.runtime.state.home_experts import HomeExperts
