@@ -266,15 +266,50 @@ def test_rehome_moves_experts_and_makes_no_replicas() -> None:
 
 @runs_on_ranks(2, "megatron")
 def test_ranks_that_are_given_different_homes_raise() -> None:
-    """Also if one of them is given the present ones."""
+    """Also if one of them is given the present ones, and if no optimizer is registered."""
+    from trimtab.integrations.megatron import balance
+
     use_layout(EP_2)
     pair = Pair(EP_2, MegatronCase(adam=True))
     session = pair.session.session
     assert session is not None
     homes = session.placement.home
+    others = homes if dist.get_rank() else homes[:, ::-1].copy()
     with pytest.raises(RanksDisagreeError, match="homes"):
-        pair.session.move(Placement(homes if dist.get_rank() else homes[:, ::-1].copy()))
+        pair.session.move(Placement(others))
     pair.session.remove()
+    without_optimizer = balance(pair.moving.chunks)
+    with pytest.raises(InputError, match="register_optimizer"):
+        without_optimizer.move(Placement(others))
+    without_optimizer.remove()
+
+
+@runs_on_ranks(2, "megatron")
+def test_a_session_without_moves_is_removed_amid_a_failed_step() -> None:
+    """No rank waits for another; the model is then Megatron's again."""
+    use_layout(EP_2)
+    pair = Pair(EP_2, MegatronCase(adam=True, double=True))
+    tokens_MBS = pair.tokens()
+    routing = pair.plain.record(pair.function, tokens_MBS)
+    layer = next(iter(pair.moving.moe_layers()))
+
+    def fail(*_args: Any) -> None:
+        raise OSError("the test's")
+
+    pair.zero()
+    hook = layer.router.register_forward_hook(fail)
+    with pytest.raises(OSError, match="the test's"):
+        pair.moving.run(pair.session.planned(pair.function, routing), tokens_MBS)
+    hook.remove()
+    if dist.get_rank():
+        pair.session.remove()
+    dist.barrier()
+    pair.session.remove()
+    pair.zero()
+    pair.live_step(tokens_MBS)
+    for model in (pair.plain, pair.moving):
+        model.optimizer.step()
+    assert pair.difference() < 1e-12
 
 
 def test_formats_by_position_are_refused_in_any_argument() -> None:

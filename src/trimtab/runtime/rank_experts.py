@@ -130,7 +130,7 @@ class RankExperts:
         if any(layer.joins_in_backward for layer in self.layers):
             raise InputError(
                 f"the session can't {purpose}: its experts belong to the framework that trains them (FSDP, "
-                "Megatron); use the framework's functions"
+                "Megatron); use the framework's functions, in Megatron those of MegatronSession (register_optimizer)"
             )
 
     @property

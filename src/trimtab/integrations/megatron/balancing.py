@@ -158,12 +158,9 @@ class MegatronSession:
             RanksDisagreeError: if ranks are given different homes.
             RuntimeError: if gradients wait for an optimizer step.
         """
-        if self.session is None:
-            return
-        if self._optimizer is None and not np.array_equal(placement.home, self.session.placement.home):
-            raise InputError("experts move with their optimizer state; call register_optimizer() first")
-        self._gather_parameters()
-        self.session.move(placement)
+        if self.session is not None:
+            self._gather_parameters()
+            self.session.move(placement)
 
     @property
     def have_moved(self) -> bool:
@@ -197,8 +194,8 @@ class MegatronSession:
         return self._export.begin()
 
     def return_home(self) -> None:
-        """Move all experts to the ranks on which Megatron has them; see `move`."""
-        if self.session is not None:
+        """Move all experts to the ranks on which Megatron has them; see `move`. Not a collective if none is away."""
+        if self.session is not None and self.have_moved:
             self.move(self.session.topology.initial_placement(len(self._layers), self.session.num_experts))
 
     def _note_gradients(self) -> None:
