@@ -115,24 +115,24 @@ def test_by_default_all_balancers_run_and_the_main_ones_are_shown(printed: Print
     main = {"static", "scheduled", "eplb", "eplb_oracle", "trimtab", fastest}
     shown = sorted([name for name in POLICIES if name in main], key=lambda name: seconds[name])
     table = output[output.index("Recompute and update of one step") : output.index("Balance and replicas")]
-    rows = table.splitlines()[2:]
+    rows = table[table.index("\npolicy") + 1 :].splitlines()[1:]
     assert [row.split()[0] for row in rows] == [*shown, "balanced"]
     text = " ".join(output.split())
     speed_up = "" if fastest == "static" else f"{seconds['static'] / seconds[fastest]:.2f} times as fast as static, "
     faster = f"{fastest} is faster: {speed_up}{1 - seconds[fastest] / seconds['trimtab']:.1%} less time than trimtab"
     assert (faster in text) == (fastest != "trimtab")
     table = printed(*words, "--policy", "all").partition("Recompute and update of one step")[2].partition("Balance")[0]
-    assert {row.split()[0] for row in table.splitlines()[2:]} == {*POLICIES}
+    assert {*POLICIES} <= {row.split()[0] for row in table.splitlines() if row.strip()}
 
 
 def test_a_trace_without_earlier_steps_says_that_eplb_has_no_history(simulate: Printed, places: Places) -> None:
     printed = simulate("--step", "0", policies=("eplb", "trimtab"))
     assert "eplb (no history)" in printed
-    assert "over eplb" not in printed
+    assert "times as fast as eplb" not in printed
     assert "static (eplb has no earlier step to plan from)" in printed
     printed = simulate("--step", "1", policies=("eplb", "trimtab"))
     assert "no history" not in printed
-    assert "over eplb" in printed
+    assert "times as fast as eplb" in printed
 
 
 def test_a_run_that_does_not_fit_says_so_first(simulate: Printed, places: Places) -> None:
@@ -243,9 +243,8 @@ def test_dispatchers_are_cases_of_a_sweep(simulate: Printed, places: Places) -> 
     first, second = figures(places)["sweep"]
     assert (first["dispatch_forwards"], second["dispatch_forwards"]) == (False, True)
     # The first line answers for both.
-    start = "4 ranks, 2 slots, 8 micro-steps"
-    assert printed.startswith(f"{start}, rows sent: Imbalance costs")
-    assert f"{start}, tokens sent: Imbalance costs" in printed
+    assert printed.startswith("Rows sent: Imbalance costs")
+    assert "Tokens sent: Imbalance costs" in printed
     for name in ("static", "trimtab"):
         rows, tokens = (case["policies"][name]["parts_s"]["dispatch"] for case in (first, second))
         assert rows > tokens

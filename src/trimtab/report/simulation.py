@@ -94,7 +94,12 @@ def answers(cases: Sequence[SimulatedCase]) -> str:
     if len(cases) == 1:
         return answer(cases[0])
     first = {case.dispatcher: case for case in reversed(cases)}
-    return "\n".join(f"{case.text}: {answer(case)}" for case in cases if first[case.dispatcher] is case)
+    is_swept = len({(case.ranks, case.slots, case.micro_steps) for case in cases}) > 1
+    return "\n".join(
+        f"{case.text if is_swept else f'{case.dispatcher} sent'.capitalize()}: {answer(case)}"
+        for case in cases
+        if first[case.dispatcher] is case
+    )
 
 
 def answer(simulated: SimulatedCase) -> str:

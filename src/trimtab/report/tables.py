@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import fill
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -30,6 +31,8 @@ SHORT_PURPOSES = {
     "parameters": "params", "gradients": "grads", "optimizer state": "optim.", "gathered layers": "gathered",
     "activations": "activ.", "output head": "head", "dispatch buffers": "buffers", "replica pool": "copies",
 }  # fmt: skip
+# In characters: a usual terminal, and the narrowest column whose header wraps.
+TERMINAL_WIDTH, NARROWEST = 80, 8
 # With more cases, a sweep prints only the table of all cases.
 MOST_DETAILED_CASES = 4
 
@@ -45,11 +48,24 @@ def facts(rows: Facts, title: str) -> Table:
 def terminal_table(data: TableData) -> Table:
     """A table with its title; numbers are aligned to the right."""
     table = _table(data.title)
-    for index, column in enumerate(data.columns):
+    for index, column in enumerate(_headers(data)):
         table.add_column(escape(column), justify="right" if index else "left", no_wrap=bool(index))
     for row in data.rows:
         table.add_row(*map(escape, (row.name, *row.cells)))
     return table
+
+
+def _headers(data: TableData) -> Sequence[str]:
+    """Headers of the columns; they wrap to the width of their cells if the table is wider than a terminal."""
+    lines = [(row.name, *row.cells) for row in data.rows]
+    cells = [max(map(len, column), default=0) for column in zip(*lines, strict=True)] or [0] * len(data.columns)
+    natural = [max(len(column) + 2, width + 2) for column, width in zip(data.columns, cells, strict=True)]
+    if sum(natural) - 2 <= TERMINAL_WIDTH:
+        return data.columns
+    return [
+        fill(column, max(width, NARROWEST), break_long_words=False, break_on_hyphens=False)
+        for width, column in zip(cells, data.columns, strict=True)
+    ]
 
 
 def _table(title: str, *, show_header: bool = True) -> Table:
