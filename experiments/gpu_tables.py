@@ -44,7 +44,7 @@ def _layers(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def _products(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    header = ["model", "tokens", "experts", "one product", "as now", "difference"]
+    header = ["model", "tokens", "experts", "one product", "one after the other", "difference"]
     return header, [
         [
             each["model"],
