@@ -245,6 +245,8 @@ def split_cp_inputs(inputs: torch.Tensor, cu_seqlens: torch.Tensor, dim: int) ->
     from megatron.core import parallel_state
 
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    if size == 1:
+        return inputs
     found: list[torch.Tensor] = []
     for sequence in inputs.split(cu_seqlens.diff().tolist(), dim):
         parts = sequence.chunk(2 * size, dim)
@@ -520,7 +522,8 @@ def ms_swift() -> Iterator[None]:
             module = ModuleType(name)
             module.__path__ = []
             vars(module).update(values)
-            stack.enter_context(mock.patch.dict(sys.modules, {name: module}))
+            sys.modules[name] = module
+            stack.callback(sys.modules.pop, name)
         if folder:
             _use_source(stack, Path(folder))
         try:

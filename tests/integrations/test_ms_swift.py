@@ -44,12 +44,12 @@ class Run:
     """A trainer and its steps: log-probabilities of reference and actor, then an optimizer step.
 
     Attributes:
-        planned: replicas of each pass of the actor's log-probabilities that was planned.
+        planned: replicas of each pass of log-probabilities, of actor and reference; None if it was not planned.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.planned: list[int] = []
+        self.planned: list[int | None] = []
 
     def steps(self, batches: list[list[dict[str, Any]]]) -> dict[str, Any]:
         """Log-probabilities, losses and gradients, by name. Memory is freed before, as during generation."""
@@ -60,15 +60,17 @@ class Run:
             self._sleep()
             micro_batches = []
             for number, each in enumerate(batch):
+                for session in sessions(self):
+                    session.report = None
                 data = self.trainer._maybe_compute_logps(copy(each) | {"grpo_batch": copy(each["grpo_batch"])})
-                is_read = each["labels"].roll(-1, -1) != -100
+                starts = stand_in.get_packed_seq_params(None, each["position_ids"]).cu_seqlens_q
+                is_read = stand_in.split_cp_inputs(each["labels"].roll(-1, -1) != -100, starts, 1)
                 for name in ("ref", "old"):
                     values = getattr(data["grpo_batch"], f"{name}_per_token_logps")
                     if values is not None:
-                        mask = _of_this_rank(is_read) if values.shape != is_read.shape else is_read
-                        found[f"{step} {name} {number}"] = values.masked_fill(~mask, 0)
+                        found[f"{step} {name} {number}"] = values.masked_fill(~is_read, 0)
                 micro_batches.append(data)
-                self.planned += [session.report.replicas for session in sessions(self) if session.report]
+                self.planned += [session.report and session.report.replicas for session in sessions(self)]
             # The optimizer's step follows in the same call.
             optimizer = self.trainer.optimizer
             with mock.patch.object(optimizer, "step", partial(self._keep, found, step, optimizer.step)):
@@ -87,11 +89,6 @@ class Run:
         parameters = self.trainer.args.of_tests.actor.named_parameters()
         found |= {f"{step} grad {name}": parameter.main_grad.clone() for name, parameter in parameters.items()}
         return plain()
-
-
-def _of_this_rank(mask_BT: torch.Tensor) -> torch.Tensor:
-    """A mask of a batch that is cut for context parallelism; all of its sequences are padded to 4 tokens."""
-    return stand_in.split_cp_inputs(mask_BT, torch.tensor([0, 16]), 1)
 
 
 class Runs:
@@ -180,8 +177,9 @@ def compare(layout: Any = None, largest: float = 1e-11, mode: str = "R3", **case
         print(max(errors.values()), max(errors, key=errors.__getitem__))
         assert max(errors.values()) < largest, max(errors, key=errors.__getitem__)
         assert all(error == 0 for name, error in errors.items() if name.startswith("0 ref"))
-        # Each pass has its own plan.
-        assert (min(runs.other.planned[:MICRO_BATCHES], default=0) > 0) == (mode == "R3")
+        planned = [replicas for replicas in runs.other.planned if replicas is not None]
+        assert len(planned) == (STEPS * MICRO_BATCHES if mode == "R3" else 0)
+        assert mode == "R2" or sum(planned) > 0
         for step in figures(runs.other):
             assert step["moe/replicas"] > 0
             assert step["moe/unplanned_micro_steps"] == step["moe/mixed_instances"] == 0
@@ -233,3 +231,202 @@ def _run_pipeline() -> None:
     from helpers.megatron_runs import Layout
 
     compare(Layout(4, 2, pipeline=2))
+
+
+@runs_on_ranks()
+def test_shadow_and_off_change_no_bit(state: State) -> None:
+    del state
+    with ms_swift():
+        runs = Runs()
+        expected = runs.expected()
+        for mode in ("shadow", "off"):
+            with runs.balanced(f"mode={mode}") as other:
+                found = other.steps(runs.batches)
+            assert max(errors_of(found, expected).values()) == 0
+            assert all(("moe/max_vio_before" in step) == (mode == "shadow") for step in figures(other))
+
+
+@runs_on_ranks()
+def test_live_mode_needs_no_recorded_routing(state: State) -> None:
+    """The reference is a model of this process that is not balanced."""
+    del state
+    with ms_swift():
+        runs = Runs()
+        for each in (each for batch in runs.batches for each in batch):
+            del each["routed_experts"]
+        expected = runs.expected(router_replay_mode="disabled")
+        with runs.balanced("mode=live", router_replay_mode="disabled") as other:
+            found = other.steps(runs.batches)
+            assert len(sessions(other)) == 1
+        errors = errors_of(found, expected)
+        assert max(errors.values()) < 1e-11, max(errors, key=errors.__getitem__)
+        assert all(error == 0 for name, error in errors.items() if name.startswith("0 ref"))
+        assert all(step["moe/max_vio_before"] > 0 for step in figures(other))
+
+
+@runs_on_ranks()
+def test_the_reference_is_not_planned_where_it_replays_too(state: State) -> None:
+    """As in ms-swift's Ray workers, which set the action for every model."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    del state
+    with ms_swift():
+        runs = Runs()
+        with runs.balanced() as other:
+            trainer, batch = other.trainer, dict(runs.batches[0][0])
+            use_routers(runs.reference)
+            del batch["grpo_batch"]
+            RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            trainer.compute_per_token_logps(trainer.ref_models[0], iter([dict(batch)]))
+            RouterReplay.clear_global_router_replay_action()
+            (session,) = sessions(other)
+            assert session.report is None
+
+
+@runs_on_ranks()
+def test_a_loss_over_all_routes_keeps_the_padding_s_routes_to_the_router(state: State) -> None:
+    del state
+    with ms_swift():
+        runs = Runs(balanced_routers=True)
+        with runs.balanced() as other:
+            found = other.steps(runs.batches)
+        assert all(step["moe/mixed_instances"] > 0 for step in figures(other))
+        assert all(torch.isfinite(value).all() for value in found.values())
+
+
+@runs_on_ranks()
+def test_routes_of_other_tokens_are_named_on_all_ranks(state: State) -> None:
+    """ms-swift's Ray workers train with the routes of all layers, dense ones too."""
+    del state
+    with ms_swift():
+        runs = Runs()
+        with runs.balanced() as other:
+            use_routers(runs.other.trainer.args.of_tests.actor, runs.reference)
+            batches = [dict(each) for each in runs.batches[0]]
+            with pytest.raises(InputError, match=r"the routes of \[16, 3\] tokens and layers, and they have \[16, 2\]"):
+                other.trainer.run_train_step(iter(batches))
+            if dist.get_rank():
+                sys.modules[stand_in.REPLAY].set_router_replay_data = lambda *_: None
+            with pytest.raises(InputError, match=r"\[16, 3\] tokens|gave no ids to the router of MoE layer 2"):
+                other.trainer.run_train_step(iter([dict(each) for each in runs.batches[0]]))
+
+
+REFUSED: list[tuple[str, str, dict[str, Any]]] = [
+    ("mode=rehome", "mode=rehome moves experts, and ms_swift exports .* by position; use mode=plan", {}),
+    ("mode=live", "mode=live .* with recorded routing use mode=plan", {}),
+    ("", "mode=plan needs recorded routing; add --router_replay_mode R3", {"router_replay_mode": "disabled"}),
+    ("slots=1", "TRIMTAB_BALANCE has no option 'slots'", {}),
+    ("mode=shadow", "tuner_type=lora is not supported", {"tuner_type": "lora"}),
+    ("", "rlhf_type=dpo is not supported: ms-swift replays routing in GRPO alone", {"rlhf_type": "dpo"}),
+    ("mode=live", "rlhf_type=kto is not supported: it runs the model twice",
+     {"rlhf_type": "kto", "router_replay_mode": "disabled"}),
+    ("", r"padding_free=False is not supported: .* another order; .* \(1 more\)",
+     {"padding_free": False, "virtual_pipeline_model_parallel_size": 2}),
+    ("", "cp_partition_mode=contiguous is not", {"cp_partition_mode": "contiguous"}),
+    ("", "dsa_indexer_loss_coeff=0.1 is not", {"dsa_indexer_loss_coeff": 0.1}),
+    ("", "sequence_packing_scheduler=dp_balanced is not", {"sequence_packing_scheduler": "dp_balanced"}),
+    ("", "mtp_num_layers=1 is not supported: .* not recorded", {"mtp_num_layers": 1}),
+    ("", "fp8=hybrid is not supported", {"fp8": "hybrid"}),
+    ("", "moe_shared_expert_overlap=True is not supported", {"moe_shared_expert_overlap": True}),
+    ("", "context_parallel_size=2 is not supported: ms-swift's Ray workers",
+     {"use_ray": True, "context_parallel_size": 2}),
+]  # fmt: skip
+
+
+@runs_on_ranks()
+def test_refuses_by_name_before_the_model_is_built(state: State) -> None:
+    del state
+    with ms_swift():
+        trainer = sys.modules[stand_in.GRPO].MegatronGRPOTrainer
+        import_external_file(PLUGIN_FILE)
+        for text, message, more in REFUSED:
+            with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text), pytest.raises(InputError, match=message):
+                trainer(arguments(**more), None)
+
+
+@runs_on_ranks()
+def test_models_that_can_t_be_balanced_are_refused_before_the_first_step(state: State) -> None:
+    del state
+    with ms_swift():
+        runs = Runs()
+        for name, value, message in (
+            ("moe_shared_expert_overlap", True, "moe_shared_expert_overlap=True is not supported"),
+            ("num_moe_experts", None, "the model has no experts"),
+        ):
+            config = copy(runs.model.config)
+            setattr(config, name, value)
+            with pytest.raises(InputError, match=message):
+                runs.balanced(config=config).__enter__()
+        # As _check_padding_free of swift/megatron/model/utils.py:21 does.
+        trainer = sys.modules[stand_in.BASE].BaseMegatronTrainer
+        prepare_model = trainer.prepare_model
+
+        def unpacked(self: Any) -> None:
+            prepare_model(self)
+            self.args.padding_free = False
+
+        with (
+            mock.patch.object(trainer, "prepare_model", unpacked),
+            pytest.raises(InputError, match="padding_free=False is not"),
+        ):
+            runs.balanced().__enter__()
+
+
+@runs_on_ranks()
+def test_the_first_line_and_names_that_are_missing(state: State) -> None:
+    del state
+    with ms_swift():
+        runs = Runs()
+        with redirect_stdout(io.StringIO()) as output:
+            for text in ("", "mode=off"):
+                with runs.balanced(text):
+                    pass
+        lines = output.getvalue().splitlines()
+        assert len(lines) == (0 if dist.get_rank() else 2)
+        if lines:
+            assert re.search(
+                r"^Trimtab \S+ in ms_swift .*, megatron-core \d.*: mode=plan slots_per_rank=2, 2 MoE layers of 8 ", lines[0]
+            )
+            assert "never run on a GPU" in lines[0]
+            assert "mode=off" in lines[1]
+        del sys.modules[stand_in.REPLAY].set_router_replay_data
+        with pytest.raises(InputError, match=r"router_replay_utils has no set_router_replay_data; .* fits ms-swift 4\.6"):
+            runs.balanced().__enter__()
+
+
+def test_the_file_that_is_imported() -> None:
+    """Its folder comes first in `sys.path`. Folders of Trimtab have the names of frameworks, and of Megatron."""
+    command = [sys.executable, "-m", "trimtab.integrations.ms_swift"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    path = Path(printed.strip())
+    assert path == PLUGIN_FILE
+    assert printed.count("\n") == 1
+    assert [each.name for each in path.parent.iterdir() if each.name != "__pycache__"] == ["trimtab_ms_swift.py"]
+
+
+def test_processes_without_a_megatron_trainer_import_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """As those that serve a checkpoint: ms-swift reads the argument from its args.json."""
+    path = list(sys.path)
+    try:
+        import_external_file(PLUGIN_FILE)
+    finally:
+        sys.path[:] = path
+        sys.modules.pop(PLUGIN_FILE.stem)
+    assert "nothing is balanced" in capsys.readouterr().out
+
+
+def test_tokens_that_a_loss_depends_on() -> None:
+    no = -100
+    #          a prompt of 2      all are labels  one  padding
+    labels = [no, no, 7, 8, no,     5, 6, 9,       no, no, no]
+    positions = [0, 1, 2, 3, 4,     0, 1, 2,        0,  0, 0]  # fmt: skip
+    # The token before a sequence predicts its first label, if that is one.
+    read = [1, 1, 1, 1, 1,          1, 1, 0,        0,  0, 0]  # fmt: skip
+    found = read_tokens(torch.tensor([labels]), torch.tensor([positions]))
+    assert found.int().tolist() == [read]
+    labels[5] = no
+    read[3:5] = [0, 0]
+    assert read_tokens(torch.tensor([labels]), torch.tensor([positions])).int().tolist() == [read]
+    # With context parallelism padding is behind each sequence, with positions that go on.
+    labels, positions = [no, 3, no, no, no, no], [0, 1, 2, 3, 0, 1]
+    assert read_tokens(torch.tensor([labels]), torch.tensor([positions])).int().tolist() == [[1, 0, 0, 0, 0, 0]]
