@@ -8,25 +8,21 @@ _data_collator of swift/template/base.py:1909 and build_routed_experts_batch of 
 them, import_external_file of swift/utils/utils.py:404, and split_cp_inputs of mcore-bridge f020e479,
 mcore_bridge/utils/megatron_utils.py:42.
 
-With MS_SWIFT=folder of its source these functions are ms-swift's own, but for _data_collator and import_external_file.
-Log-probabilities stay packed, since what follows them is not the stand-in's subject.
+`ms_swift_modules` makes modules of these. Log-probabilities stay packed: what follows them is not the stand-in's
+subject.
 """
 
 from __future__ import annotations
 
-import ast
-import gc
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -36,22 +32,10 @@ import torch.nn.functional as F
 BASE, UTILS = "swift.megatron.trainers.base", "swift.megatron.utils"
 REPLAY, TRAINERS = f"{UTILS}.router_replay_utils", "swift.megatron.trainers.utils"
 GRPO, RL_UTILS = "swift.megatron.trainers.grpo_trainer", "swift.rlhf_trainers.utils"
-OWN = {
-    "swift.megatron.utils.utils": ("get_packed_seq_params", "forward_step_helper"),
-    "swift.megatron.utils.megatron_lm_utils": ("get_batch_on_this_cp_rank",),
-    TRAINERS: (
-        "get_batch_on_this_pp_rank", "prepare_batch", "compute_per_token_logps_fn", "offload_megatron_model_to_cpu",
-        "load_megatron_model_to_gpu",
-    ),
-    RL_UTILS: ("_normalize_routed_experts_tensor", "_pad_or_trim_routed_experts", "build_routed_experts_batch"),
-    "swift.utils.transformers_utils": ("get_packed_seq_params",),
-}  # fmt: skip
-"""Functions that are ms-swift's own with MS_SWIFT, by module."""
-OWN_METHODS = {(BASE, "BaseMegatronTrainer"): ("train_step",),
-               (GRPO, "MegatronGRPOTrainer"): ("forward_step", "_maybe_compute_logps")}  # fmt: skip
 
 
-def _swift(name: str) -> Any:
+def swift(name: str) -> Any:
+    """One of ms-swift's modules."""
     return sys.modules[name]
 
 
@@ -64,7 +48,7 @@ class BaseMegatronTrainer:
     def __init__(self, args: Any, template: Any) -> None:
         self.enable_routing_replay = args.router_replay_mode != "disabled"
         if self.enable_routing_replay:
-            _swift(REPLAY).apply_router_replay_patch()
+            swift(REPLAY).apply_router_replay_patch()
         self.args, self.template = args, template
         self.unwrapped_models: list[Any] = []
         self.prepare_model()
@@ -87,7 +71,7 @@ class BaseMegatronTrainer:
     def train_step(self, train_data_iterator: Any) -> Any:
         from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-        forward_backward_func = _swift(BASE).get_forward_backward_func()
+        forward_backward_func = swift(BASE).get_forward_backward_func()
         for model in self.wrapped_models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -111,7 +95,7 @@ class BaseMegatronTrainer:
         return RerunDataIterator(data_iterator)
 
     def _prepare_batch(self, data: dict[str, Any]) -> dict[str, Any]:
-        batch: dict[str, Any] = _swift(TRAINERS).prepare_batch(self.args, data)
+        batch: dict[str, Any] = swift(TRAINERS).prepare_batch(self.args, data)
         return batch
 
 
@@ -130,7 +114,7 @@ class MegatronRLHFTrainer(BaseMegatronTrainer):
     def compute_per_token_logps(
         self, model: Any, data_iterator: Any, no_grad: bool = True, temperature: float = 1.0
     ) -> Any:
-        return _swift(TRAINERS).compute_per_token_logps_fn(
+        return swift(TRAINERS).compute_per_token_logps_fn(
             model, self.args, data_iterator, temperature=temperature, no_grad=no_grad,
             enable_routing_replay=self.enable_routing_replay,
         )  # fmt: skip
@@ -169,7 +153,7 @@ class MegatronGRPOTrainer(MegatronRLHFTrainer):
     def forward_step(self, data_iterator: Any, model: Any) -> Any:
         from megatron.core.transformer.moe.router_replay import RouterReplayAction as Action
 
-        data, replay = next(data_iterator), _swift(REPLAY)
+        data, replay = next(data_iterator), swift(REPLAY)
         helper, config = replay.RouterReplayHelper, model.config
         grpo_batch = data.pop("grpo_batch")
         data = self._prepare_batch(data)
@@ -217,10 +201,10 @@ def prepare_batch(args: Any, data: dict[str, Any], vp_stage: Any = None) -> dict
     if not _is_last_stage():
         batch["labels"] = None
     positions, lengths = batch["position_ids"], batch.pop("seq_lens")
-    batch["packed_seq_params"] = _swift(f"{UTILS}.utils").get_packed_seq_params(args, positions)
+    batch["packed_seq_params"] = swift(f"{UTILS}.utils").get_packed_seq_params(args, positions)
     batch["packed_seq_params"].seq_lens = torch.tensor(lengths)
     batch.setdefault("attention_mask", None)
-    found: dict[str, Any] = _swift(UTILS).get_batch_on_this_cp_rank(args, batch)
+    found: dict[str, Any] = swift(UTILS).get_batch_on_this_cp_rank(args, batch)
     return found
 
 
@@ -277,7 +261,7 @@ def compute_per_token_logps_fn(
     model: Any, args: Any, data_iterator: Any, temperature: float = 1.0, no_grad: bool = True,
     enable_routing_replay: bool = False,
 ) -> Any:  # fmt: skip
-    data, replay = _swift(TRAINERS).prepare_batch(args, next(data_iterator)), _swift(REPLAY)
+    data, replay = swift(TRAINERS).prepare_batch(args, next(data_iterator)), swift(REPLAY)
     helper, routes, all_routes = replay.RouterReplayHelper, None, data.pop("routed_experts", None)
     if enable_routing_replay and helper.is_replay_forward_action(model.config):
         packed = data.get("packed_seq_params")
@@ -286,7 +270,7 @@ def compute_per_token_logps_fn(
     is_training, labels = model.training, data.pop("labels")
     model.eval()
     with torch.no_grad() if no_grad else nullcontext():
-        output = _swift(UTILS).forward_step_helper(model, data)
+        output = swift(UTILS).forward_step_helper(model, data)
     model.train(is_training)
     if enable_routing_replay and helper.is_r2_record_action(model.config):
         routes = replay.get_router_replay_data(model.config)
@@ -427,7 +411,7 @@ def random_batch(rng: np.random.Generator, length: int, layers: Sequence[int], c
     positions += list(range(part)) * (rest // part) if context > 1 else [0] * rest
     position_ids = torch.tensor([positions])
     lengths = get_packed_seq_params(None, position_ids).cu_seqlens_q.diff()
-    routes = _swift(RL_UTILS).build_routed_experts_batch(
+    routes = swift(RL_UTILS).build_routed_experts_batch(
         samples, seq_lengths=lengths, max_seq_len=int(lengths.max()),
         template=SimpleNamespace(padding_side="right", padding_free=True), device="cpu", router_replay_mode="R3",
         expected_lens=[each.encoded["length"] for each in samples],
@@ -484,111 +468,3 @@ def import_external_file(path: Path) -> None:
     """As `--external_plugins`."""
     sys.path.insert(0, str(path.parent))
     import_module(path.name.split(".", 1)[0])
-
-
-@contextmanager
-def ms_swift() -> Iterator[None]:
-    """ms-swift's modules as those of this file; they can be imported."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
-
-    here, folder = globals(), os.environ.get("MS_SWIFT", "")
-    replay = ("get_local_topk_idx_for_current_rank", "set_router_replay_data", "get_router_replay_data",
-              "apply_router_replay_patch", "RouterReplayHelper")  # fmt: skip
-    utils = ("get_packed_seq_params", "forward_step_helper", "get_batch_on_this_cp_rank")
-    names: dict[str, dict[str, Any]] = {name: {} for name in ("swift", "swift.megatron", "swift.megatron.trainers")}
-    names |= {
-        "swift.utils": {"get_logger": lambda: mock.Mock(), "get_current_device": lambda: "cpu"},
-        "swift.utils.torch_utils": {"get_current_device": lambda: "cpu"},
-        "swift.utils.transformers_utils": {}, "swift.rlhf_trainers": {},
-        "mcore_bridge": {"split_cp_inputs": split_cp_inputs},
-        RL_UTILS: {"build_routed_experts_batch": build_routed_experts_batch},
-        UTILS: {name: here[name] for name in (*replay, *utils)}, f"{UTILS}.utils": {name: here[name] for name in utils},
-        f"{UTILS}.megatron_lm_utils": {}, REPLAY: {name: here[name] for name in replay},
-        "swift.megatron.trainers.vocab_parallel_utils": {"compute_logps_and_entropy_from_logits": per_token_log_probs},
-        TRAINERS: {name: here[name] for name in (
-            "prepare_batch", "compute_per_token_logps_fn", "offload_megatron_model_to_cpu", "load_megatron_model_to_gpu"
-        )},
-        BASE: {
-            "BaseMegatronTrainer": BaseMegatronTrainer, "get_forward_backward_func": get_forward_backward_func,
-        },
-        "swift.megatron.trainers.rlhf_mixin": {"MegatronRLHFTrainer": MegatronRLHFTrainer},
-        GRPO: {"MegatronGRPOTrainer": MegatronGRPOTrainer},
-    }  # fmt: skip
-    preprocess, path = Dispatcher.preprocess, list(sys.path)
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(BaseMegatronTrainer, "__init__", BaseMegatronTrainer.__init__))
-        for name, values in names.items():
-            module = ModuleType(name)
-            module.__path__ = []
-            vars(module).update(values)
-            sys.modules[name] = module
-            stack.callback(sys.modules.pop, name)
-        if folder:
-            _use_source(stack, Path(folder))
-        try:
-            yield
-        finally:
-            sys.path[:] = path
-            sys.modules.pop("trimtab_ms_swift", None)
-            Dispatcher.preprocess = preprocess
-            if hasattr(Dispatcher, "_preprocess_patched"):
-                del Dispatcher._preprocess_patched
-
-
-def _use_source(stack: ExitStack, folder: Path) -> None:
-    """ms-swift's own functions, in namespaces of what they use."""
-    import math
-
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-
-    def tree_of(name: str) -> ast.Module:
-        return ast.parse((folder / f"{name.replace('.', '/')}.py").read_text())
-
-    def run(name: str, body: list[ast.stmt]) -> None:
-        for each in body:
-            if isinstance(each, ast.FunctionDef):
-                each.decorator_list = [
-                    kept for kept in each.decorator_list if ast.unparse(kept) != "profiling_decorator"
-                ]
-        future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
-        exec(compile(ast.fix_missing_locations(ast.Module([future, *body], [])), name, "exec"), vars(_swift(name)))
-
-    run(REPLAY, tree_of(REPLAY).body)
-    vars(_swift(UTILS)).update({name: getattr(_swift(REPLAY), name) for name in names_of(REPLAY)})
-    shared = {
-        "torch": torch, "mpu": parallel_state, "gc": gc, "DDP": DistributedDataParallel, "partial": partial, "math": math,
-        "nullcontext": nullcontext, "deepcopy": deepcopy, "PackedSeqParams": PackedSeqParams, "empty_cache": lambda: None,
-        "RouterReplay": RouterReplay, "RouterReplayAction": RouterReplayAction, "is_torch_npu_available": lambda: False,
-        "get_current_device": lambda: "cpu", "to_device": lambda data, device, non_blocking: dict(data),
-        "_should_use_npu_generated_attention_mask": lambda args: False, "split_cp_inputs": split_cp_inputs,
-        "reconstruct_tensor_cp": lambda size, tensor, *_: tensor, "get_padding_to": None,
-        "pad_logps_back_to_batch": lambda *, logps_rmpad, **_: (logps_rmpad, None),
-        "should_compute_local_teacher_logps": lambda **_: False,
-        "compute_logps_and_entropy_from_logits": per_token_log_probs,
-        "logical_and_across_model_parallel_group": bool, "reduce_max_stat_across_model_parallel_group": lambda norm: norm,
-    }  # fmt: skip
-    replaced = {name: getattr(_swift(REPLAY), name) for name in names_of(REPLAY)}
-    for module, wanted in OWN.items():
-        vars(_swift(module)).update(shared | replaced)
-        body = tree_of(module).body
-        run(module, [each for each in body if isinstance(each, ast.FunctionDef) and each.name in wanted])
-    vars(_swift(f"{UTILS}.utils"))["_get_packed_seq_params"] = _swift("swift.utils.transformers_utils").get_packed_seq_params
-    for module in (f"{UTILS}.utils", f"{UTILS}.megatron_lm_utils"):
-        own = {name: getattr(_swift(module), name) for name in OWN[module]}
-        vars(_swift(UTILS)).update(own)
-        vars(_swift(TRAINERS)).update(own)
-    for (module, name), methods in OWN_METHODS.items():
-        vars(_swift(module)).update(shared | replaced)
-        (node,) = (each for each in tree_of(module).body if isinstance(each, ast.ClassDef) and each.name == name)
-        run(module, [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name in methods])
-        for method in methods:
-            stack.enter_context(mock.patch.object(globals()[name], method, vars(_swift(module))[method]))
-
-
-def names_of(module: str) -> list[str]:
-    """Functions and classes of a module."""
-    return [name for name, value in vars(_swift(module)).items() if getattr(value, "__module__", None) == module]

@@ -1,4 +1,4 @@
-"""ms-swift's plugin on a stand-in of its trainer: as its own replay; what is refused; what `--external_plugins` imports."""
+"""ms-swift's plugin on a stand-in of its trainer: as its own replay; what is refused; the file that it imports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from helpers import ms_swift_stand_in as stand_in
-from helpers.ms_swift_stand_in import arguments, import_external_file, ms_swift, random_batch, use_routers
+from helpers.ms_swift_modules import ms_swift
+from helpers.ms_swift_stand_in import arguments, import_external_file, random_batch, swift, use_routers
 from helpers.random_plans import random_group_plans
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
 from helpers.rank_tests import runs_on_ranks
@@ -81,7 +82,7 @@ class Run:
     def _sleep(self) -> None:
         models = self.trainer.wrapped_models
         if models[0].ddp_config.use_distributed_optimizer:
-            trainers = sys.modules[stand_in.TRAINERS]
+            trainers = swift(stand_in.TRAINERS)
             trainers.offload_megatron_model_to_cpu(models)
             trainers.load_megatron_model_to_gpu(models)
 
@@ -107,8 +108,8 @@ class Runs:
 
         layout = layout or Layout(2, 2)
         use_layout(layout)
-        case = {"double": True, "recompute": "uniform", "router_replay": True} | case
-        self.model = Model(layout, MegatronCase(**case))
+        options: dict[str, Any] = {"double": True, "recompute": "uniform", "router_replay": True}
+        self.model = Model(layout, MegatronCase(**options | case))
         self.reference = self.model.copy()
         stand_in.with_packed_mask(self.reference)
         rng = np.random.default_rng(parallel_state.get_data_parallel_rank())
@@ -120,7 +121,7 @@ class Runs:
     def trainer(self, **more: Any) -> Any:
         actor = self.model.copy()
         stand_in.with_packed_mask(actor)
-        trainer = sys.modules[stand_in.GRPO].MegatronGRPOTrainer
+        trainer = swift(stand_in.GRPO).MegatronGRPOTrainer
         return trainer(arguments(actor, self.reference, **more), SimpleNamespace(padding_free=True))
 
     def expected(self, **more: Any) -> dict[str, Any]:
@@ -136,8 +137,11 @@ class Runs:
         def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> Any:
             return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
 
-        trainer = sys.modules[stand_in.BASE].BaseMegatronTrainer
-        with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text), mock.patch.object(trainer, "__init__", trainer.__init__):
+        trainer = swift(stand_in.BASE).BaseMegatronTrainer
+        with (
+            mock.patch.dict(os.environ, TRIMTAB_BALANCE=text),
+            mock.patch.object(trainer, "__init__", trainer.__init__),
+        ):
             sys.modules.pop(PLUGIN_FILE.stem, None)
             import_external_file(PLUGIN_FILE)
             self.other = Run(self.trainer(**more))
@@ -306,7 +310,7 @@ def test_routes_of_other_tokens_are_named_on_all_ranks(state: State) -> None:
             with pytest.raises(InputError, match=r"the routes of \[16, 3\] tokens and layers, and they have \[16, 2\]"):
                 other.trainer.run_train_step(iter(batches))
             if dist.get_rank():
-                sys.modules[stand_in.REPLAY].set_router_replay_data = lambda *_: None
+                swift(stand_in.REPLAY).set_router_replay_data = lambda *_: None
             with pytest.raises(InputError, match=r"\[16, 3\] tokens|gave no ids to the router of MoE layer 2"):
                 other.trainer.run_train_step(iter([dict(each) for each in runs.batches[0]]))
 
@@ -337,7 +341,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
 def test_refuses_by_name_before_the_model_is_built(state: State) -> None:
     del state
     with ms_swift():
-        trainer = sys.modules[stand_in.GRPO].MegatronGRPOTrainer
+        trainer = swift(stand_in.GRPO).MegatronGRPOTrainer
         import_external_file(PLUGIN_FILE)
         for text, message, more in REFUSED:
             with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text), pytest.raises(InputError, match=message):
@@ -358,7 +362,7 @@ def test_models_that_can_t_be_balanced_are_refused_before_the_first_step(state: 
             with pytest.raises(InputError, match=message):
                 runs.balanced(config=config).__enter__()
         # As _check_padding_free of swift/megatron/model/utils.py:21 does.
-        trainer = sys.modules[stand_in.BASE].BaseMegatronTrainer
+        trainer = swift(stand_in.BASE).BaseMegatronTrainer
         prepare_model = trainer.prepare_model
 
         def unpacked(self: Any) -> None:
@@ -384,13 +388,14 @@ def test_the_first_line_and_names_that_are_missing(state: State) -> None:
         lines = output.getvalue().splitlines()
         assert len(lines) == (0 if dist.get_rank() else 2)
         if lines:
-            assert re.search(
-                r"^Trimtab \S+ in ms_swift .*, megatron-core \d.*: mode=plan slots_per_rank=2, 2 MoE layers of 8 ", lines[0]
-            )
-            assert "never run on a GPU" in lines[0]
-            assert "mode=off" in lines[1]
-        del sys.modules[stand_in.REPLAY].set_router_replay_data
-        with pytest.raises(InputError, match=r"router_replay_utils has no set_router_replay_data; .* fits ms-swift 4\.6"):
+            first, off = lines
+            what = r"^Trimtab \S+ in ms_swift .*, megatron-core \d.*: mode=plan slots_per_rank=2, 2 MoE layers of 8 "
+            assert re.search(what, first)
+            assert "never run on a GPU" in first
+            assert "mode=off" in off
+        del swift(stand_in.REPLAY).set_router_replay_data
+        message = r"router_replay_utils has no set_router_replay_data; .* fits ms-swift 4\.6"
+        with pytest.raises(InputError, match=message):
             runs.balanced().__enter__()
 
 
@@ -416,17 +421,16 @@ def test_processes_without_a_megatron_trainer_import_it_too(capsys: pytest.Captu
 
 
 def test_tokens_that_a_loss_depends_on() -> None:
+    """Two packed sequences and padding, whose positions are 0."""
     no = -100
-    #          a prompt of 2      all are labels  one  padding
-    labels = [no, no, 7, 8, no,     5, 6, 9,       no, no, no]
-    positions = [0, 1, 2, 3, 4,     0, 1, 2,        0,  0, 0]  # fmt: skip
-    # The token before a sequence predicts its first label, if that is one.
-    read = [1, 1, 1, 1, 1,          1, 1, 0,        0,  0, 0]  # fmt: skip
-    found = read_tokens(torch.tensor([labels]), torch.tensor([positions]))
-    assert found.int().tolist() == [read]
-    labels[5] = no
-    read[3:5] = [0, 0]
-    assert read_tokens(torch.tensor([labels]), torch.tensor([positions])).int().tolist() == [read]
+    positions = [0, 1, 2, 3, 4, 0, 1, 2, 0, 0]
+    assert read_of([no, no, 7, 8, no, no, 6, 9, no, no], positions) == [1, 1, 1, 0, 0, 1, 1, 0, 0, 0]
+    # The last token of a sequence predicts the first label of the next, if that has one.
+    assert read_of([no, no, 7, 8, no, 5, 6, 9, no, no], positions) == [1, 1, 1, 1, 1, 1, 1, 0, 0, 0]
     # With context parallelism padding is behind each sequence, with positions that go on.
-    labels, positions = [no, 3, no, no, no, no], [0, 1, 2, 3, 0, 1]
-    assert read_tokens(torch.tensor([labels]), torch.tensor([positions])).int().tolist() == [[1, 0, 0, 0, 0, 0]]
+    assert read_of([no, 3, no, no, no, no], [0, 1, 2, 3, 0, 1]) == [1, 0, 0, 0, 0, 0]
+
+
+def read_of(labels: list[int], positions: list[int]) -> list[int]:
+    (found,) = read_tokens(torch.tensor([labels]), torch.tensor([positions])).int().tolist()
+    return found  # type: ignore[no-any-return]

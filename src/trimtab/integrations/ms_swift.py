@@ -1,4 +1,4 @@
-"""ms-swift: balanced by a flag, `--external_plugins $(python -m trimtab.integrations.ms_swift)`; see docs/ms-swift.md."""
+"""ms-swift: balanced by a flag, `--external_plugins` with the file that this module prints; see docs/ms-swift.md."""
 
 from __future__ import annotations
 
@@ -68,7 +68,6 @@ class MsSwiftPlugin(DryReplayPlugin):
     names = (
         f"{_BASE}:get_forward_backward_func",
         f"{_BASE}:BaseMegatronTrainer.__init__(args)",
-        f"{_BASE}:BaseMegatronTrainer.unwrapped_models",
         f"{_BASE}:BaseMegatronTrainer.train_step()",
         "swift.megatron.trainers.rlhf_mixin:MegatronRLHFTrainer.compute_per_token_logps(model, data_iterator)",
         f"{_REPLAY}:get_local_topk_idx_for_current_rank(global_topk_idx, tf_config, packed_seq_params)",
@@ -109,7 +108,8 @@ class MsSwiftPlugin(DryReplayPlugin):
             trainer.compute_per_token_logps = self._planned_log_probs(trainer, trainer.compute_per_token_logps)
 
     def set_targets(self, micro_batch: Any, chunk: nn.Module) -> None:
-        config, replay = innermost(chunk).config, import_module(_REPLAY)
+        model: Any = innermost(chunk)
+        config, replay = model.config, import_module(_REPLAY)
         packed = import_module(_UTILS).get_packed_seq_params(self._args, _positions(micro_batch))
 
         def of_this_rank(values_BTLK: torch.Tensor) -> torch.Tensor:
@@ -135,13 +135,13 @@ class MsSwiftPlugin(DryReplayPlugin):
     def _planned_log_probs(self, trainer: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         """The pass of log-probabilities, of one micro-batch. That of a reference or teacher is not planned."""
         assert self.adapter is not None
-        run = self.adapter.schedule(_forward)
+        run, wrapped, unwrapped = self.adapter.schedule(_forward), trainer.wrapped_models, trainer.unwrapped_models
 
         def compute(model: Any, data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-            if [model] != trainer.unwrapped_models:
+            if [model] != unwrapped:
                 return plain(model, data_iterator, *args, **kwargs)
             return run(
-                model=trainer.wrapped_models, data_iterator=data_iterator, num_microbatches=1, forward_only=True,
+                model=wrapped, data_iterator=data_iterator, num_microbatches=1, forward_only=True,
                 forward_step_func=lambda iterator, _: plain(model, iterator, *args, **kwargs),
             )  # fmt: skip
 

@@ -128,7 +128,7 @@ class ScheduleAdapter:
         return self.schedule(self._plain(*args, **kwargs))
 
     def schedule(self, plain: Schedule) -> Schedule:
-        """A schedule whose passes are planned. It replaces Megatron's, or is a pass that a framework runs without one."""
+        """A schedule whose passes are planned. It replaces Megatron's, or a pass that a framework runs without."""
 
         def schedule(*, model: Any, num_microbatches: int, data_iterator: Any = None, **others: Any) -> Any:
             named = {"model": model, "num_microbatches": num_microbatches, "data_iterator": data_iterator, **others}
