@@ -268,6 +268,30 @@ def test_live_mode_needs_no_recorded_routing(state: State) -> None:
         assert all(step["moe/max_vio_before"] > 0 for step in figures(other))
 
 
+class Supervised(stand_in.BaseMegatronTrainer):
+    """A trainer without rollouts, which computes no log-probabilities beside training."""
+
+    forward_step = stand_in.MegatronGRPOTrainer.forward_step
+    loss_func = stand_in.MegatronGRPOTrainer.loss_func
+
+
+@runs_on_ranks()
+def test_live_mode_in_other_trainers(state: State) -> None:
+    del state
+    with ms_swift(), mock.patch.object(swift(stand_in.GRPO), "MegatronGRPOTrainer", Supervised):
+        runs = Runs()
+        options = {"router_replay_mode": "disabled", "rlhf_type": None}
+        for each in runs.batches[0]:
+            del each["routed_experts"]
+        plain = runs.trainer(**options)
+        plain.run_train_step(iter([dict(each) for each in runs.batches[0]]))
+        with runs.balanced("mode=live", **options) as other:
+            other.trainer.run_train_step(iter([dict(each) for each in runs.batches[0]]))
+            assert other.trainer.logged[0]["loss"] == pytest.approx(plain.logged[0]["loss"], rel=1e-11)
+            assert other.trainer.logged[0]["grad_norm"] == pytest.approx(plain.logged[0]["grad_norm"], rel=1e-11)
+            assert other.trainer.logged[0]["moe/max_vio_before"] > 0
+
+
 @runs_on_ranks()
 def test_the_reference_is_not_planned_where_it_replays_too(state: State) -> None:
     """As in ms-swift's Ray workers, which set the action for every model."""

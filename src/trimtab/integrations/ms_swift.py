@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -18,6 +19,7 @@ from trimtab.integrations.framework_names import check_names
 from trimtab.integrations.framework_options import MS_SWIFT, MS_SWIFT_RAY, MS_SWIFT_REPLAY, refused
 from trimtab.integrations.megatron.option_tables import options_of, refusals
 from trimtab.integrations.schedule import innermost
+from trimtab.launch.launcher import LAUNCH_ORDER
 
 PLUGIN_FILE = Path(__file__).parent / "external_plugin" / "trimtab_ms_swift.py"
 """The file that ms-swift imports."""
@@ -37,6 +39,9 @@ def install() -> None:
         print("Trimtab in ms-swift: this process has no Megatron trainer, nothing is balanced", flush=True)
         return
     MsSwiftPlugin().check_names()
+    # Read by NCCL when it makes a communicator.
+    for name, value in LAUNCH_ORDER.items():
+        os.environ.setdefault(name, value)
     trainer = base.BaseMegatronTrainer
     trainer.__init__ = _with_plugin(trainer.__init__)
 
