@@ -182,7 +182,6 @@ def compare(layout: Any = None, largest: float = 1e-11, mode: str = "R3", **case
             found = runs.other.steps(runs.batches)
             assert not any(session.have_moved for session in sessions(runs.other))
         errors = errors_of(found, expected)
-        print(max(errors.values()), max(errors, key=errors.__getitem__))
         assert max(errors.values()) < largest, max(errors, key=errors.__getitem__)
         assert all(error == 0 for name, error in errors.items() if name.startswith("0 ref"))
         planned = [replicas for replicas in runs.other.planned if replicas is not None]
