@@ -79,6 +79,20 @@ gbs, mbs, check_dim_skip_keys)
 nemo_rl.models.policy.workers.megatron_policy_worker:MegatronPolicyWorkerImpl.offload_before_refit(self)
 """,
     ),
+    "ms_swift": (
+        "modelscope/ms-swift 3602360a",
+        """
+swift.megatron.trainers.base:get_forward_backward_func
+swift.megatron.trainers.base:BaseMegatronTrainer.__init__(self, args, template)
+swift.megatron.trainers.base:BaseMegatronTrainer.train_step(self, train_data_iterator)
+swift.megatron.trainers.rlhf_mixin:MegatronRLHFTrainer.compute_per_token_logps(self, model, data_iterator, no_grad, \
+temperature)
+swift.megatron.utils.router_replay_utils:get_local_topk_idx_for_current_rank(global_topk_idx, tf_config, \
+packed_seq_params)
+swift.megatron.utils.router_replay_utils:set_router_replay_data(layers_topk_idx, tf_config, vp_rank)
+swift.megatron.utils.utils:get_packed_seq_params(args, position_ids)
+""",
+    ),
 }  # fmt: skip
 """By framework: repository and commit, and a name a line."""
 

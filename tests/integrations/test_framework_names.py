@@ -17,6 +17,7 @@ from trimtab.integrations import nemo_rl
 from trimtab.integrations.dry_replay import MEGATRON_NAMES
 from trimtab.integrations.framework_names import check_names
 from trimtab.integrations.miles import MilesPlugin
+from trimtab.integrations.ms_swift import MsSwiftPlugin
 from trimtab.integrations.roll import WORKERS, RollPlugin
 from trimtab.integrations.slime import SlimePlugin
 
@@ -24,6 +25,7 @@ PLUGINS: dict[str, tuple[Sequence[str], str]] = {
     "slime": (SlimePlugin.names, SlimePlugin.fits),
     "miles": (MilesPlugin.names, MilesPlugin.fits),
     "roll": ((*RollPlugin.names, *(f"{module}:ActorWorker" for module in WORKERS.values())), RollPlugin.fits),
+    "ms_swift": (MsSwiftPlugin.names, MsSwiftPlugin.fits),
     "nemo_rl": ((*nemo_rl.NAMES, *nemo_rl.WORKER_NAMES), nemo_rl.FITS),
 }
 """By package: the names that its plugin uses, and the versions that it fits."""

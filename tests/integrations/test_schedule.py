@@ -235,6 +235,20 @@ def test_only_the_micro_batches_of_a_pass_are_taken(state: State) -> None:
 
 
 @runs_on_ranks()
+def test_iterators_that_have_a_next_value_alone(state: State) -> None:
+    """As Megatron's own, which ms-swift uses."""
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    pair = pair_of(state)
+
+    def rerun(*, data_iterator: Any, **others: Any) -> Any:
+        framework.run(data_iterator=RerunDataIterator(data_iterator), **others)
+
+    with installed(pair) as (framework, _adapter, _ids_of):
+        assert pair.error(pair.step(pair.other, rerun)) < 1e-12
+
+
+@runs_on_ranks()
 def test_unread_tokens_and_live_mode(state: State) -> None:
     pair = pair_of(state)
     unread = np.arange(len(pair.routing[0])) == len(pair.routing[0]) - 1

@@ -16,6 +16,7 @@ VARIABLE = "TRIMTAB_BALANCE"
 _UNRECORDED = "MTP layers route tokens that were not recorded"
 _ADAPTERS = "adapters add Parameters to experts"
 _WHOLE = "train without LoRA"
+_LIVE = "leave it out, or use mode=live"
 _UNCUT = "ROLL cuts tokens to the length of a micro-batch, and not their routes"
 
 SLIME = (
@@ -33,9 +34,9 @@ MILES = (
 )
 ROLL = (Option("lora_target", (None,), _ADAPTERS, _WHOLE),)
 ROLL_REPLAY = (
-    Option("use_sequence_packing", OFF, "ROLL replays routes by padded row", "leave it out, or use mode=live"),
-    Option("use_dynamic_batching_in_train", OFF, _UNCUT, "leave it out, or use mode=live"),
-    Option("use_dynamic_batching_in_infer", OFF, _UNCUT, "leave it out, or use mode=live"),
+    Option("use_sequence_packing", OFF, "ROLL replays routes by padded row", _LIVE),
+    Option("use_dynamic_batching_in_train", OFF, _UNCUT, _LIVE),
+    Option("use_dynamic_batching_in_infer", OFF, _UNCUT, _LIVE),
     Option(
         "context_parallel_size",
         (None, 1),
@@ -64,6 +65,25 @@ NEMO_RL = (
     ),
 )  # fmt: skip
 
+MS_SWIFT = (
+    Option("tuner_type", (None, "full"), _ADAPTERS, "use --tuner_type full"),
+    Option("rlhf_type", (None, "grpo", "dpo", "gkd", "rm"), "it runs the model twice for a micro-batch", "use another"),
+    Option("sequence_packing_scheduler", (None,), "its schedule cuts micro-batches in another way", "leave it out"),
+)
+MS_SWIFT_REPLAY = (
+    Option("rlhf_type", ("grpo",), "ms-swift replays routing in GRPO alone", _LIVE),
+    Option("padding_free", (None, True), "ms-swift gives routers the routes of padded rows in another order", _LIVE),
+    Option("virtual_pipeline_model_parallel_size", (None, 1), "ms-swift gives routes to the first chunk alone", _LIVE),
+    Option("cp_partition_mode", (None, "zigzag"), "ms-swift cuts routes for zigzag", "use zigzag, or mode=live"),
+    Option("dsa_indexer_loss_coeff", (None, 0, 0.0), "its loss is over all tokens, and padding is rerouted", _LIVE),
+)
+"""Options of ms-swift that are refused with recorded routing."""
+MS_SWIFT_RAY = tuple(
+    Option(f"{kind}_parallel_size", (None, 1), "ms-swift's Ray workers train with the routes of all ranks", _LIVE)
+    for kind in ("tensor_model", "pipeline_model", "context")
+)
+"""And with Ray too."""
+
 
 def refused(options: Sequence[Option], given: Mapping[str, Any]) -> list[str]:
     """Why given options can't be balanced, one line each."""
@@ -78,11 +98,12 @@ _COPIES = (
     "copies weights of ref, teacher and old_actor into the same Parameters by position, so these models would compute "
     "with other experts"
 )
-_BY_POSITION = {"roll": "exports and stores weights by position"}
+_BY_POSITION = dict.fromkeys(("roll", "ms_swift"), "exports and stores weights by position")
 """Why experts can't move, by package; `_COPIES` in slime and miles."""
 _SWITCHES = {
     "roll": "set actor_train.router_replay.mode=R3",
     "nemo_rl": "set policy.router_replay.enabled=true",
+    "ms_swift": "add --router_replay_mode R3 (GRPO)",
 }
 """What gives a framework recorded routing, by package."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy.typing as npt
@@ -88,7 +87,7 @@ class ScheduleAdapter:
         if not hasattr(self._owner, self._name):
             raise InputError(f"{where} has no {self._name}; Trimtab does not fit this version")
         self._plain = plain = getattr(self._owner, self._name)
-        setattr(self._owner, self._name, self._schedule(plain) if self._is_schedule else self._get_schedule)
+        setattr(self._owner, self._name, self.schedule(plain) if self._is_schedule else self._get_schedule)
 
     def uninstall(self) -> None:
         """Give the name back, and all models as they were. Call it between steps, on all ranks."""
@@ -126,10 +125,10 @@ class ScheduleAdapter:
     def _get_schedule(self, *args: Any, **kwargs: Any) -> Schedule:
         """Replaces `get_forward_backward_func`."""
         assert self._plain is not None
-        return self._schedule(self._plain(*args, **kwargs))
+        return self.schedule(self._plain(*args, **kwargs))
 
-    def _schedule(self, plain: Schedule) -> Schedule:
-        """Replaces a schedule."""
+    def schedule(self, plain: Schedule) -> Schedule:
+        """A schedule whose passes are planned. It replaces Megatron's, or a pass that a framework runs without."""
 
         def schedule(*, model: Any, num_microbatches: int, data_iterator: Any = None, **others: Any) -> Any:
             named = {"model": model, "num_microbatches": num_microbatches, "data_iterator": data_iterator, **others}
@@ -226,4 +225,9 @@ def _listed(data_iterator: Any, count: int) -> tuple[list[Any], Any]:
 
 def _micro_batches(iterator: Any, count: int) -> list[Any] | None:
     """The next micro-batches of an iterator; None if it is not Python's."""
-    return list(islice(iterator, count)) if hasattr(iterator, "__next__") else None
+    if not hasattr(iterator, "__next__"):
+        return None
+    # Megatron's RerunDataIterator has no `__iter__`.
+    end = object()
+    batches = (next(iterator, end) for _ in range(count))
+    return [batch for batch in batches if batch is not end]

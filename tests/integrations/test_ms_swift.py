@@ -1,0 +1,474 @@
+"""ms-swift's plugin on a stand-in of its trainer: as its own replay; what is refused; the file that it imports."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from copy import copy
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers import ms_swift_stand_in as stand_in
+from helpers.ms_swift_modules import ms_swift
+from helpers.ms_swift_stand_in import arguments, import_external_file, random_batch, swift, use_routers
+from helpers.random_plans import random_group_plans
+from helpers.rank_pool import RankPool, on_ranks, shared_pool
+from helpers.rank_tests import runs_on_ranks
+from trimtab.errors import InputError
+from trimtab.integrations.ms_swift import PLUGIN_FILE, read_tokens
+
+State = dict[str, Any]
+STEPS, MICRO_BATCHES = 2, 2
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = shared_pool(2, "megatron")
+    yield pool
+    pool.forget()
+
+
+class Run:
+    """A trainer and its steps: log-probabilities of reference and actor, then an optimizer step.
+
+    Attributes:
+        planned: replicas of each pass of log-probabilities, of actor and reference; None if it was not planned.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.planned: list[int | None] = []
+
+    def steps(self, batches: list[list[dict[str, Any]]]) -> dict[str, Any]:
+        """Log-probabilities, losses and gradients, by name. Memory is freed before, as during generation."""
+        tests = self.trainer.args.of_tests
+        use_routers(tests.actor, tests.reference)
+        found: dict[str, Any] = {}
+        for step, batch in enumerate(batches):
+            self._sleep()
+            micro_batches = []
+            for number, each in enumerate(batch):
+                for session in sessions(self):
+                    session.report = None
+                data = self.trainer._maybe_compute_logps(copy(each) | {"grpo_batch": copy(each["grpo_batch"])})
+                starts = stand_in.get_packed_seq_params(None, each["position_ids"]).cu_seqlens_q
+                is_read = stand_in.split_cp_inputs(each["labels"].roll(-1, -1) != -100, starts, 1)
+                for name in ("ref", "old"):
+                    values = getattr(data["grpo_batch"], f"{name}_per_token_logps")
+                    if values is not None:
+                        found[f"{step} {name} {number}"] = values.masked_fill(~is_read, 0)
+                micro_batches.append(data)
+                self.planned += [session.report and session.report.replicas for session in sessions(self)]
+            # The optimizer's step follows in the same call.
+            optimizer = self.trainer.optimizer
+            with mock.patch.object(optimizer, "step", partial(self._keep, found, step, optimizer.step)):
+                self.trainer.run_train_step(iter(micro_batches))
+        found["loss"] = torch.tensor([step["loss"] for step in self.trainer.logged[-STEPS:]])
+        return found
+
+    def _sleep(self) -> None:
+        models = self.trainer.wrapped_models
+        if models[0].ddp_config.use_distributed_optimizer:
+            trainers = swift(stand_in.TRAINERS)
+            trainers.offload_megatron_model_to_cpu(models)
+            trainers.load_megatron_model_to_gpu(models)
+
+    def _keep(self, found: dict[str, Any], step: int, plain: Any) -> Any:
+        parameters = self.trainer.args.of_tests.actor.named_parameters()
+        found |= {f"{step} grad {name}": parameter.main_grad.clone() for name, parameter in parameters.items()}
+        return plain()
+
+
+class Runs:
+    """Runs of equal models on the same batches, in ms-swift as it is and with the plugin.
+
+    Attributes:
+        other: the last run with the plugin.
+    """
+
+    other: Run
+
+    def __init__(self, layout: Any = None, **case: Any) -> None:
+        from megatron.core import parallel_state
+
+        from helpers.megatron_runs import LENGTH, Layout, MegatronCase, Model, use_layout
+
+        layout = layout or Layout(2, 2)
+        use_layout(layout)
+        options: dict[str, Any] = {"double": True, "recompute": "uniform", "router_replay": True}
+        self.model = Model(layout, MegatronCase(**options | case))
+        self.reference = self.model.copy()
+        stand_in.with_packed_mask(self.reference)
+        # In ms-swift it is not in DDP.
+        for chunk in self.reference.chunks:
+            if chunk.use_forward_hook:
+                chunk.disable_forward_pre_hook(param_sync=False)
+        rng = np.random.default_rng(parallel_state.get_data_parallel_rank())
+        layers = self.model.config.moe_layer_freq
+        self.batches = [
+            [random_batch(rng, LENGTH, layers, layout.context) for _ in range(MICRO_BATCHES)] for _ in range(STEPS)
+        ]
+
+    def trainer(self, **more: Any) -> Any:
+        actor = self.model.copy()
+        stand_in.with_packed_mask(actor)
+        trainer = swift(stand_in.GRPO).MegatronGRPOTrainer
+        return trainer(arguments(actor, self.reference, **more), SimpleNamespace(padding_free=True))
+
+    def expected(self, **more: Any) -> dict[str, Any]:
+        return Run(self.trainer(**more)).steps(self.batches)
+
+    @contextmanager
+    def balanced(self, text: str = "", **more: Any) -> Iterator[Run]:
+        """A trainer of a process with the flag, and replicas drawn at random."""
+        from trimtab.runtime import step_planner
+
+        rng = np.random.default_rng(0)
+
+        def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> Any:
+            return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
+
+        trainer = swift(stand_in.BASE).BaseMegatronTrainer
+        with (
+            mock.patch.dict(os.environ, TRIMTAB_BALANCE=text),
+            mock.patch.object(trainer, "__init__", trainer.__init__),
+        ):
+            sys.modules.pop(PLUGIN_FILE.stem, None)
+            import_external_file(PLUGIN_FILE)
+            self.other = Run(self.trainer(**more))
+        try:
+            with mock.patch.object(step_planner, "plan_schedule", plans):
+                yield self.other
+        finally:
+            self.other.trainer.trimtab_plugin.uninstall()
+
+
+def sessions(run: Run) -> list[Any]:
+    plugin = getattr(run.trainer, "trimtab_plugin", None)
+    return [] if plugin is None or plugin.adapter is None else plugin.adapter.sessions
+
+
+def errors_of(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Relative differences, by name."""
+    assert found.keys() == expected.keys()
+    return {
+        name: float((found[name].double() - value.double()).norm() / value.double().norm().clamp(min=1e-6))
+        for name, value in expected.items()
+    }
+
+
+def figures(run: Run) -> list[dict[str, float]]:
+    return [{name: value for name, value in step.items() if "/" in name} for step in run.trainer.logged[-STEPS:]]
+
+
+def compare(layout: Any = None, largest: float = 1e-11, mode: str = "R3", **case: Any) -> None:
+    with ms_swift():
+        runs = Runs(layout, **case)
+        expected = runs.expected(router_replay_mode=mode)
+        with runs.balanced(router_replay_mode=mode):
+            found = runs.other.steps(runs.batches)
+            assert not any(session.have_moved for session in sessions(runs.other))
+        errors = errors_of(found, expected)
+        assert max(errors.values()) < largest, max(errors, key=errors.__getitem__)
+        assert all(error == 0 for name, error in errors.items() if name.startswith("0 ref"))
+        planned = [replicas for replicas in runs.other.planned if replicas is not None]
+        assert len(planned) == (STEPS * MICRO_BATCHES if mode == "R3" else 0)
+        assert mode == "R2" or sum(planned) > 0
+        for step in figures(runs.other):
+            assert step["moe/replicas"] > 0
+            assert step["moe/unplanned_micro_steps"] == step["moe/mixed_instances"] == 0
+            assert step["memory/pool_bytes"] > 0
+
+
+@runs_on_ranks()
+def test_steps_are_those_of_ms_swift_s_own_replay(state: State) -> None:
+    """The pass of log-probabilities and training, with padding that ms-swift replays as expert 0."""
+    del state
+    compare()
+
+
+@runs_on_ranks()
+def test_memory_that_is_freed_during_generation(state: State) -> None:
+    """In float32, with the distributed optimizer, which the offload needs."""
+    del state
+    compare(largest=1e-5, double=False, distributed_optimizer=True)
+
+
+@runs_on_ranks()
+def test_routes_that_the_trainer_records_are_replayed_and_planned(state: State) -> None:
+    del state
+    compare(mode="R2")
+
+
+@runs_on_ranks()
+def test_tokens_are_cut_as_ms_swift_does_with_tensor_parallelism(state: State) -> None:
+    from helpers.megatron_runs import Layout
+
+    del state
+    compare(Layout(2, 2, tensor=2))
+
+
+@runs_on_ranks()
+def test_tokens_are_cut_as_ms_swift_does_with_context_parallelism(state: State) -> None:
+    from helpers.megatron_runs import Layout
+
+    del state
+    compare(Layout(2, 2, context=2))
+
+
+@pytest.mark.longer
+def test_stages_of_a_pipeline() -> None:
+    on_ranks(_run_pipeline, (), ranks=4, patched="megatron")
+
+
+def _run_pipeline() -> None:
+    from helpers.megatron_runs import Layout
+
+    compare(Layout(4, 2, pipeline=2))
+
+
+def test_parameters_that_the_optimizer_gathers_later() -> None:
+    """Two ranks have the same experts; each updates a part of them."""
+    on_ranks(_run_overlap, (), ranks=4, patched="megatron")
+
+
+def _run_overlap() -> None:
+    from helpers.megatron_runs import Layout
+
+    compare(Layout(4, 2), largest=1e-5, double=False, distributed_optimizer=True, overlap=True)
+
+
+@runs_on_ranks()
+def test_shadow_and_off_change_no_bit(state: State) -> None:
+    del state
+    with ms_swift():
+        runs = Runs()
+        expected = runs.expected()
+        for mode in ("shadow", "off"):
+            with runs.balanced(f"mode={mode}") as other:
+                found = other.steps(runs.batches)
+            assert max(errors_of(found, expected).values()) == 0
+            assert all(("moe/max_vio_before" in step) == (mode == "shadow") for step in figures(other))
+
+
+@runs_on_ranks()
+def test_live_mode_needs_no_recorded_routing(state: State) -> None:
+    """The reference is a model of this process that is not balanced."""
+    del state
+    with ms_swift():
+        runs = Runs()
+        for each in (each for batch in runs.batches for each in batch):
+            del each["routed_experts"]
+        expected = runs.expected(router_replay_mode="disabled")
+        with runs.balanced("mode=live", router_replay_mode="disabled") as other:
+            found = other.steps(runs.batches)
+            assert len(sessions(other)) == 1
+        errors = errors_of(found, expected)
+        assert max(errors.values()) < 1e-11, max(errors, key=errors.__getitem__)
+        assert all(error == 0 for name, error in errors.items() if name.startswith("0 ref"))
+        assert all(step["moe/max_vio_before"] > 0 for step in figures(other))
+
+
+class Supervised(stand_in.BaseMegatronTrainer):
+    """A trainer without rollouts, which computes no log-probabilities beside training."""
+
+    forward_step = stand_in.MegatronGRPOTrainer.forward_step
+    loss_func = stand_in.MegatronGRPOTrainer.loss_func
+
+
+@runs_on_ranks()
+def test_live_mode_in_other_trainers(state: State) -> None:
+    del state
+    with ms_swift(), mock.patch.object(swift(stand_in.GRPO), "MegatronGRPOTrainer", Supervised):
+        runs = Runs()
+        options = {"router_replay_mode": "disabled", "rlhf_type": None}
+        for each in runs.batches[0]:
+            del each["routed_experts"]
+        plain = runs.trainer(**options)
+        plain.run_train_step(iter([dict(each) for each in runs.batches[0]]))
+        with runs.balanced("mode=live", **options) as other:
+            other.trainer.run_train_step(iter([dict(each) for each in runs.batches[0]]))
+            assert other.trainer.logged[0]["loss"] == pytest.approx(plain.logged[0]["loss"], rel=1e-11)
+            assert other.trainer.logged[0]["grad_norm"] == pytest.approx(plain.logged[0]["grad_norm"], rel=1e-11)
+            assert other.trainer.logged[0]["moe/max_vio_before"] > 0
+
+
+@runs_on_ranks()
+def test_the_reference_is_not_planned_where_it_replays_too(state: State) -> None:
+    """As in ms-swift's Ray workers, which set the action for every model."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    del state
+    with ms_swift():
+        runs = Runs()
+        with runs.balanced() as other:
+            trainer, batch = other.trainer, dict(runs.batches[0][0])
+            use_routers(runs.reference, trainer.args.of_tests.actor)
+            del batch["grpo_batch"]
+            RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            trainer.compute_per_token_logps(trainer.ref_models[0], iter([dict(batch)]))
+            RouterReplay.clear_global_router_replay_action()
+            (session,) = sessions(other)
+            assert session.report is None
+
+
+@runs_on_ranks()
+def test_a_loss_over_all_routes_keeps_the_padding_s_routes_to_the_router(state: State) -> None:
+    del state
+    with ms_swift():
+        runs = Runs(balanced_routers=True)
+        with runs.balanced() as other:
+            found = other.steps(runs.batches)
+        assert all(step["moe/mixed_instances"] > 0 for step in figures(other))
+        assert all(torch.isfinite(value).all() for value in found.values())
+
+
+@runs_on_ranks()
+def test_routes_of_other_tokens_are_named_on_all_ranks(state: State) -> None:
+    """ms-swift's Ray workers train with the routes of all layers, dense ones too."""
+    del state
+    with ms_swift():
+        runs = Runs()
+        with runs.balanced() as other:
+            use_routers(runs.other.trainer.args.of_tests.actor, runs.reference)
+            batches = [dict(each) for each in runs.batches[0]]
+            with pytest.raises(InputError, match=r"the routes of \[16, 3\] tokens and layers, and they have \[16, 2\]"):
+                other.trainer.run_train_step(iter(batches))
+            if dist.get_rank():
+                swift(stand_in.REPLAY).set_router_replay_data = lambda *_: None
+            with pytest.raises(InputError, match=r"\[16, 3\] tokens|gave no ids to the router of MoE layer 2"):
+                other.trainer.run_train_step(iter([dict(each) for each in runs.batches[0]]))
+
+
+REFUSED: list[tuple[str, str, dict[str, Any]]] = [
+    ("mode=rehome", "mode=rehome moves experts, and ms_swift exports .* by position; use mode=plan", {}),
+    ("mode=live", "mode=live .* with recorded routing use mode=plan", {}),
+    ("", "mode=plan needs recorded routing; add --router_replay_mode R3", {"router_replay_mode": "disabled"}),
+    ("slots=1", "TRIMTAB_BALANCE has no option 'slots'", {}),
+    ("mode=shadow", "tuner_type=lora is not supported", {"tuner_type": "lora"}),
+    ("", "rlhf_type=dpo is not supported: ms-swift replays routing in GRPO alone", {"rlhf_type": "dpo"}),
+    ("mode=live", "rlhf_type=kto is not supported: it runs the model twice",
+     {"rlhf_type": "kto", "router_replay_mode": "disabled"}),
+    ("", r"padding_free=False is not supported: .* another order; .* \(1 more\)",
+     {"padding_free": False, "virtual_pipeline_model_parallel_size": 2}),
+    ("", "cp_partition_mode=contiguous is not", {"cp_partition_mode": "contiguous"}),
+    ("", "dsa_indexer_loss_coeff=0.1 is not", {"dsa_indexer_loss_coeff": 0.1}),
+    ("", "sequence_packing_scheduler=dp_balanced is not", {"sequence_packing_scheduler": "dp_balanced"}),
+    ("", "mtp_num_layers=1 is not supported: .* not recorded", {"mtp_num_layers": 1}),
+    ("", "fp8=hybrid is not supported", {"fp8": "hybrid"}),
+    ("", "moe_shared_expert_overlap=True is not supported", {"moe_shared_expert_overlap": True}),
+    ("", "context_parallel_size=2 is not supported: ms-swift's Ray workers",
+     {"use_ray": True, "context_parallel_size": 2}),
+]  # fmt: skip
+
+
+@runs_on_ranks()
+def test_refuses_by_name_before_the_model_is_built(state: State) -> None:
+    del state
+    with ms_swift():
+        trainer = swift(stand_in.GRPO).MegatronGRPOTrainer
+        import_external_file(PLUGIN_FILE)
+        for text, message, more in REFUSED:
+            with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text), pytest.raises(InputError, match=message):
+                trainer(arguments(**more), None)
+
+
+@runs_on_ranks()
+def test_models_that_can_t_be_balanced_are_refused_before_the_first_step(state: State) -> None:
+    del state
+    with ms_swift():
+        runs = Runs()
+        for name, value, message in (
+            ("moe_shared_expert_overlap", True, "moe_shared_expert_overlap=True is not supported"),
+            ("num_moe_experts", None, "the model has no experts"),
+        ):
+            config = copy(runs.model.config)
+            setattr(config, name, value)
+            with pytest.raises(InputError, match=message):
+                runs.balanced(config=config).__enter__()
+        # As _check_padding_free of swift/megatron/model/utils.py:21 does.
+        trainer = swift(stand_in.BASE).BaseMegatronTrainer
+        prepare_model = trainer.prepare_model
+
+        def unpacked(self: Any) -> None:
+            prepare_model(self)
+            self.args.padding_free = False
+
+        with (
+            mock.patch.object(trainer, "prepare_model", unpacked),
+            pytest.raises(InputError, match="padding_free=False is not"),
+        ):
+            runs.balanced().__enter__()
+
+
+@runs_on_ranks()
+def test_the_first_line_and_names_that_are_missing(state: State) -> None:
+    del state
+    with ms_swift():
+        runs = Runs()
+        with redirect_stdout(io.StringIO()) as output:
+            for text in ("", "mode=off"):
+                with runs.balanced(text):
+                    pass
+        lines = output.getvalue().splitlines()
+        assert len(lines) == (0 if dist.get_rank() else 2)
+        if lines:
+            first, off = lines
+            what = r"^Trimtab \S+ in ms_swift .*, megatron-core \d.*: mode=plan slots_per_rank=2, 2 MoE layers of 8 "
+            assert re.search(what, first)
+            assert "never run on a GPU" in first
+            assert "mode=off" in off
+        del swift(stand_in.REPLAY).set_router_replay_data
+        message = r"router_replay_utils has no set_router_replay_data; .* fits ms-swift 4\.6"
+        with pytest.raises(InputError, match=message):
+            runs.balanced().__enter__()
+
+
+def test_the_file_that_is_imported() -> None:
+    """Its folder comes first in `sys.path`. Folders of Trimtab have the names of frameworks, and of Megatron."""
+    command = [sys.executable, "-m", "trimtab.integrations.ms_swift"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    path = Path(printed.strip())
+    assert path == PLUGIN_FILE
+    assert printed.count("\n") == 1
+    assert [each.name for each in path.parent.iterdir() if each.name != "__pycache__"] == ["trimtab_ms_swift.py"]
+
+
+def test_processes_without_a_megatron_trainer_import_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """As those that serve a checkpoint: ms-swift reads the argument from its args.json."""
+    path = list(sys.path)
+    try:
+        import_external_file(PLUGIN_FILE)
+    finally:
+        sys.path[:] = path
+        sys.modules.pop(PLUGIN_FILE.stem)
+    assert "nothing is balanced" in capsys.readouterr().out
+
+
+def test_tokens_that_a_loss_depends_on() -> None:
+    """Two packed sequences and padding, whose positions are 0."""
+    no = -100
+    positions = [0, 1, 2, 3, 4, 0, 1, 2, 0, 0]
+    assert read_of([no, no, 7, 8, no, no, 6, 9, no, no], positions) == [1, 1, 1, 0, 0, 1, 1, 0, 0, 0]
+    # The last token of a sequence predicts the first label of the next, if that has one.
+    assert read_of([no, no, 7, 8, no, 5, 6, 9, no, no], positions) == [1, 1, 1, 1, 1, 1, 1, 0, 0, 0]
+    # With context parallelism padding is behind each sequence, with positions that go on.
+    assert read_of([no, 3, no, no, no, no], [0, 1, 2, 3, 0, 1]) == [1, 0, 0, 0, 0, 0]
+
+
+def read_of(labels: list[int], positions: list[int]) -> list[int]:
+    (found,) = read_tokens(torch.tensor([labels]), torch.tensor([positions])).int().tolist()
+    return found  # type: ignore[no-any-return]
