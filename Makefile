@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl test-slime test-miles mutants reliability lint bench clean
+.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl test-slime test-miles test-ms-swift mutants reliability lint bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -47,6 +47,12 @@ test-slime: .venv/.ready  ## run slime's own functions with the plugin (SLIME=fo
 # MILES is a folder with miles' source at 31f1ca961, MEGATRON one with its fork of Megatron at 2e64d788b.
 test-miles: .venv/.ready  ## run the plugin in miles' Megatron, with its replay manager (MILES=folder MEGATRON=folder)
 	MILES=$(MILES) PYTHONPATH=$(MEGATRON) $(BIN)/python -m pytest tests/integrations/test_replay_plugins.py tests/integrations/test_framework_names.py -k miles
+
+# Released packages, without what they import.
+test-ms-swift: .venv/.ready  ## run the functions of ms-swift's release with the plugin (about a minute)
+	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels ms-swift==4.6.0
+	$(BIN)/python -m zipfile -e out/wheels/ms_swift-4.6.0-py3-none-any.whl out/wheels/ms_swift
+	MS_SWIFT=out/wheels/ms_swift $(BIN)/python -m pytest tests/integrations/test_ms_swift.py tests/integrations/test_framework_names.py
 
 SEED ?= 1
 

@@ -1,4 +1,4 @@
-"""Names of frameworks that plugins replace or read, with their signatures, as they are in the sources at a commit."""
+"""Names of frameworks that plugins replace or read, with their signatures, as they are in the sources at a commit or release."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ nemo_rl.models.policy.workers.megatron_policy_worker:MegatronPolicyWorkerImpl.of
 """,
     ),
     "ms_swift": (
-        "modelscope/ms-swift 3602360a",
+        "modelscope/ms-swift 4.6.0",
         """
 swift.megatron.trainers.base:get_forward_backward_func
 swift.megatron.trainers.base:BaseMegatronTrainer.__init__(self, args, template)
@@ -88,13 +88,13 @@ swift.megatron.trainers.base:BaseMegatronTrainer.train_step(self, train_data_ite
 swift.megatron.trainers.rlhf_mixin:MegatronRLHFTrainer.compute_per_token_logps(self, model, data_iterator, no_grad, \
 temperature)
 swift.megatron.utils.router_replay_utils:get_local_topk_idx_for_current_rank(global_topk_idx, tf_config, \
-packed_seq_params)
+packed_seq_params, cp_partition_mode)
 swift.megatron.utils.router_replay_utils:set_router_replay_data(layers_topk_idx, tf_config, vp_rank)
 swift.megatron.utils.utils:get_packed_seq_params(args, position_ids)
 """,
     ),
 }  # fmt: skip
-"""By framework: repository and commit, and a name a line."""
+"""By framework: repository and commit or release, and a name a line."""
 
 
 def stored(framework: str) -> dict[str, list[str] | None]:

@@ -67,7 +67,7 @@ class MsSwiftPlugin(DryReplayPlugin):
     """
 
     package = "ms_swift"
-    fits = "ms-swift 4.6 (3602360a)"
+    fits = "ms-swift 4.6.0 and 3602360a"
     refused = MS_SWIFT
     refused_replay = MS_SWIFT_REPLAY
     names = (
