@@ -1,4 +1,4 @@
-"""Names of frameworks that plugins replace or read, with their signatures, as they are in the sources at a commit or release."""
+"""Names of frameworks that plugins replace or read, with their signatures, as in the sources at a commit or release."""
 
 from __future__ import annotations
 
