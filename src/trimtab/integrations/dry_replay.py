@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from trimtab.errors import InputError
-from trimtab.integrations.framework_options import VARIABLE, refused, wrong_mode
+from trimtab.integrations.framework_options import VARIABLE, raise_first, refused, wrong_mode
 from trimtab.integrations.megatron.option_tables import Option, options_of, refusals
 from trimtab.integrations.options import MODES, PluginOptions
 from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
@@ -63,13 +63,13 @@ class DryReplayPlugin(ABC):
         """Raise InputError with the first option of the framework that is refused, and the number of others."""
         problem = wrong_mode(self.package, self.options.mode, replays)
         of_mode = () if self.options.mode == "live" else self.refused_replay
-        self._raise([problem] * bool(problem) + refused((*self.refused, *of_mode), given))
+        raise_first(self.package, [problem] * bool(problem) + refused((*self.refused, *of_mode), given))
 
     def refuse_model(self, config: Any) -> None:
         """The same for a model, by its TransformerConfig."""
         if not getattr(config, "num_moe_experts", None):
             raise InputError(f"{self.package} can't be balanced: the model has no experts")
-        self._raise(list(refusals(options_of(config)).values()))
+        raise_first(self.package, list(refusals(options_of(config)).values()))
 
     def print_first_line(self, config: Any, notes: Sequence[str] = ()) -> None:
         """The first line of the log, on rank 0."""
@@ -112,11 +112,6 @@ class DryReplayPlugin(ABC):
         if session.session.auxiliary_loss():
             return MicroBatchRoutes(ids_NLK)
         return MicroBatchRoutes(ids_NLK, np.all(ids_NLK < 0, axis=(1, 2)))
-
-    def _raise(self, problems: Sequence[str]) -> None:
-        if problems:
-            more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
-            raise InputError(f"{self.package} can't be balanced: {problems[0]}{more}")
 
 
 def with_result(plain: Callable[..., Any], use: Callable[[Any], None]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trimtab.errors import InputError
 from trimtab.integrations.megatron.option_tables import OFF, Option
 
 VARIABLE = "TRIMTAB_BALANCE"
@@ -64,6 +65,38 @@ NEMO_RL = (
     ),
 )  # fmt: skip
 
+SKYRL = (
+    Option("trainer.policy.model.lora.rank", (None, 0), _ADAPTERS, _WHOLE),
+    Option("trainer.policy.model.fake_int4_qat.enabled", OFF, "replicas are not quantized", "leave it out"),
+    Option("trainer.mtp.enabled", OFF, _UNRECORDED, "leave it out"),
+)
+SKYRL_REPLAY = (
+    Option(
+        "trainer.remove_microbatch_padding", (None, True),
+        "SkyRL replays routes of padded sequences in another order than that of Megatron's tokens",
+        "leave it out, or use mode=live",
+    ),
+    Option(
+        "trainer.policy.megatron_config.transformer_config_kwargs.virtual_pipeline_model_parallel_size", (None, 1),
+        "SkyRL replays the routes of one chunk of the model", "leave it out, or use mode=live",
+    ),
+)  # fmt: skip
+"""Options of SkyRL that are refused with recorded routing."""
+
+
+def value_at(config: Any, path: str) -> Any:
+    """The value at a dotted path of mappings and objects; None if it is not there."""
+    for name in path.split("."):
+        config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return config
+
+
+def raise_first(package: str, problems: Sequence[str]) -> None:
+    """Raise InputError with the first problem, if there is one, and the number of others."""
+    if problems:
+        more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise InputError(f"{package} can't be balanced: {problems[0]}{more}")
+
 
 def refused(options: Sequence[Option], given: Mapping[str, Any]) -> list[str]:
     """Why given options can't be balanced, one line each."""
@@ -83,6 +116,8 @@ _BY_POSITION = {"roll": "exports and stores weights by position"}
 _SWITCHES = {
     "roll": "set actor_train.router_replay.mode=R3",
     "nemo_rl": "set policy.router_replay.enabled=true",
+    "skyrl": "set trainer.policy.megatron_config.moe_enable_routing_replay=true and "
+    "generator.inference_engine.enable_return_routed_experts=true",
 }
 """What gives a framework recorded routing, by package."""
 

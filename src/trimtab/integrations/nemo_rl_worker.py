@@ -83,7 +83,7 @@ class BalancedPolicyWorkerImpl(_Impl):
         super().offload_before_refit()
 
     def _with_figures(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        figures = self._plugin.figures()
+        figures = {name.rpartition("/")[2]: value for name, value in self._plugin.figures().items()}
         if figures:
             metrics["moe_metrics"] = metrics.get("moe_metrics", {}) | figures
         return metrics

@@ -61,8 +61,8 @@ class WorkerPlugin(ABC):
         """Whether the framework replays routing in a call of Megatron's schedule with these arguments."""
 
     @abstractmethod
-    def routes(self, micro_batch: Any, chunks: Sequence[nn.Module]) -> SlicedRoutes:
-        """The routes of a micro-batch of a pass that replays them."""
+    def routes(self, micro_batch: Any, chunks: Sequence[nn.Module]) -> SlicedRoutes | None:
+        """The routes of a micro-batch of a pass that replays them; None if it has none."""
 
     def balance(self, model: Any, config: Any) -> None:
         """Balance the model, and print the first line. Call it when it is built and loaded, on all ranks.
@@ -79,9 +79,9 @@ class WorkerPlugin(ABC):
         self.adapter.balance(model, self.options)
 
     def figures(self) -> dict[str, float]:
-        """Figures since the last call, see `step_figures`, by their names without a group."""
+        """Figures since the last call, see `step_figures`."""
         figures = [step_figures(session) for session in self.adapter.sessions]
-        return {name.rpartition("/")[2]: value for each in figures for name, value in each.items()}
+        return {name: value for each in figures for name, value in each.items()}
 
     def suspend(self) -> None:
         """Give slots and process groups back until the next planned pass. Collective."""
@@ -102,7 +102,10 @@ class WorkerPlugin(ABC):
             return None
         if self.options.mode == "live":
             return MicroBatchRoutes(_NO_IDS)
-        layers, is_read = self.routes(micro_batch, chunks)
+        routes = self.routes(micro_batch, chunks)
+        if routes is None:
+            return None
+        layers, is_read = routes
         if not layers:
             return MicroBatchRoutes(_NO_IDS)
         ids_NLK = torch.stack(list(layers), dim=1).cpu()
