@@ -130,6 +130,8 @@ class MegatronModelWrapper:
         self.actor_module = list(actor_module)
         config.finalize_model_grads_func = lambda *_args, **_options: None
         config.no_sync_func = None
+        # Of the provider, megatron_worker.py:476.
+        config.variable_seq_lengths = True
 
     def run_pending_grad_sync(self) -> None:
         from megatron.core.distributed import finalize_model_grads
