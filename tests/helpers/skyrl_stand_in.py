@@ -1,10 +1,12 @@
 """Stand-ins of the modules of SkyRL that its plugin touches, and a worker that trains a model of `megatron_runs`.
 
-SkyRL a9564572e, below skyrl/backends/skyrl_train: utils/replay_utils.py (:158 slices, :222 the setter, :376 the state of
-a schedule), distributed/megatron/token_metadata.py (:45 layout, :101 packing and context parallelism),
-workers/megatron/megatron_model_wrapper.py (:208 gradients are reduced in optim_step, :388 and :988 forward steps, :516
-and :1202 calls of the schedule), workers/megatron/megatron_worker.py (:1057 to :1362), workers/worker.py (:384) and
-distributed/megatron/megatron_utils.py (:202 to :277 what is offloaded). Attention on a CPU takes a mask in place of
+SkyRL a9564572e, below skyrl/backends/skyrl_train: utils/replay_utils.py (:165 layers, :189 the setter, :311 the state of a
+schedule), distributed/megatron/token_metadata.py (:40 layout, :86 packing and context parallelism),
+workers/megatron/megatron_model_wrapper.py (:228 gradients are reduced in optim_step, :390 and :987 forward steps, :507
+and :1183 calls of the schedule), workers/megatron/megatron_worker.py (:897 init_model, :1001 forward, :1111
+forward_backward, :1308 optim_step), workers/worker.py (:384) and distributed/megatron/megatron_utils.py (:202 to :277)
+of what is offloaded; skyrl/train/dataset/preprocess.py (:255) of a batch's routes.
+Attention on a CPU takes a mask in place of
 packed_seq_params. With SKYRL=folder of its source the first two are SkyRL's own.
 """
 
@@ -344,6 +346,10 @@ def skyrl_modules() -> Iterator[None]:
     before, folder = set(sys.modules), os.environ.get("SKYRL", "")
     with ExitStack() as stack:
         stack.callback(lambda: [sys.modules.pop(name) for name in set(sys.modules) - before if name.startswith(_ROOTS)])
+        if folder:
+            # Of a later Megatron than the tests'.
+            own[_HYBRID] = {"HybridModel": type("HybridModel", (), {})}
+            packages.add(_HYBRID.rpartition(".")[0])
         for name in (*sorted(packages), *own):
             module: Any = ModuleType(name)
             module.__path__ = []
@@ -361,4 +367,5 @@ def skyrl_modules() -> Iterator[None]:
         yield
 
 
-_ROOTS = ("skyrl", "ray", "trimtab.integrations.skyrl_worker")
+_HYBRID = "megatron.core.models.hybrid.hybrid_model"
+_ROOTS = ("skyrl", "ray", "trimtab.integrations.skyrl_worker", "megatron.core.models.hybrid")

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,8 +22,7 @@ from helpers.rank_tests import runs_on_ranks
 from helpers.roll_stand_in import use_routers
 from helpers.skyrl_stand_in import REPLAY, WORKERS, random_micro_batch, skyrl_modules, worker_config
 from trimtab.errors import InputError
-from trimtab.integrations import skyrl
-from trimtab.integrations.options import PluginOptions
+from trimtab.integrations.skyrl_hook import replace_worker_when_imported
 from trimtab.runtime.live import balancer
 
 State = dict[str, Any]
@@ -92,7 +88,7 @@ def random_plans() -> Any:
 def balanced_worker(model: Any, text: str = "", **config: Any) -> Iterator[Any]:
     """Of the class that SkyRL imports after the hook of its process ran."""
     sys.modules.pop("trimtab.integrations.skyrl_worker", None)
-    skyrl.replace_worker_when_imported()
+    replace_worker_when_imported()
     with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text), random_plans():
         worker = import_module(WORKERS).PolicyWorker.actor(cfg=worker_config(**config))
         worker.init_model(model)
@@ -244,16 +240,22 @@ def test_models_that_can_t_be_balanced_are_refused_before_the_first_step(state: 
     del state
     with skyrl_modules():
         models = Models()
-        with mock.patch.object(models.other.config, "moe_shared_expert_overlap", True):
-            with pytest.raises(InputError, match="moe_shared_expert_overlap=True is not supported"):
-                balanced_worker(models.other).__enter__()
+        overlap = mock.patch.object(models.other.config, "moe_shared_expert_overlap", True)
+        with overlap, pytest.raises(InputError, match="moe_shared_expert_overlap=True is not supported"):
+            balanced_worker(models.other).__enter__()
 
 
 @runs_on_ranks()
 def test_a_missing_name_is_named_when_the_worker_is_made(state: State) -> None:
     del state
     with skyrl_modules():
-        with mock.patch.object(import_module(REPLAY), "setup_per_microbatch_replay_forward", lambda model: None):
-            fits = "setup_per_microbatch_replay_forward has no parameter rollout_expert_indices; .* fits SkyRL"
-            with pytest.raises(InputError, match=fits):
-                import_module("trimtab.integrations.skyrl_worker").SkyrlPlugin()
+        plugin = import_module("trimtab.integrations.skyrl_worker").SkyrlPlugin
+
+        def setup_per_microbatch_replay_forward(model: Any) -> None:
+            pass
+
+        replay, name = import_module(REPLAY), setup_per_microbatch_replay_forward.__name__
+        fits = f"{name} has no parameter rollout_expert_indices; .* fits SkyRL"
+        other = mock.patch.object(replay, name, setup_per_microbatch_replay_forward)
+        with other, pytest.raises(InputError, match=fits):
+            plugin()

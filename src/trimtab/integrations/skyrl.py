@@ -34,7 +34,7 @@ from trimtab.launch.launcher import LAUNCH_ORDER
 FITS = "SkyRL 0.3.0 and a9564572e"
 HOOK = f"{replace_worker_when_imported.__module__}.{replace_worker_when_imported.__name__}"
 _UTILS = "skyrl.train.utils.utils"
-NAMES = (f"{_UTILS}:prepare_runtime_environment(cfg)", "ray:init(runtime_env)")
+NAMES = (f"{_UTILS}:prepare_runtime_environment(cfg)",)
 """What this module replaces, in the process of the entry point; see `check_names`."""
 _REPLAY = "skyrl.backends.skyrl_train.utils.replay_utils"
 _LAYOUT = "skyrl.backends.skyrl_train.distributed.megatron.token_metadata"
@@ -65,7 +65,8 @@ def replace_worker() -> None:
     check_names(NAMES, fits=FITS)
     # Some of SkyRL's programs make the workers in this process.
     replace_worker_when_imported()
-    utils, ray = import_module(_UTILS), import_module("ray")
+    utils: Any = import_module(_UTILS)
+    ray: Any = import_module("ray")
     utils.prepare_runtime_environment = _with_variables(utils.prepare_runtime_environment, options)
     ray.init = _with_hook(ray.init)
 

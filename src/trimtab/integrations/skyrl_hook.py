@@ -27,9 +27,7 @@ def replace_worker_when_imported() -> None:
 class _Finder(MetaPathFinder):
     """Finds `WORKERS` as the other finders do, once."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != WORKERS:
             return None
         sys.meta_path.remove(self)
