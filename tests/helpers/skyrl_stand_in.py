@@ -1,6 +1,6 @@
 """Stand-ins of the modules of SkyRL that its plugin touches, and a worker that trains a model of `megatron_runs`.
 
-SkyRL a9564572e, below skyrl/backends/skyrl_train: utils/replay_utils.py (:165 layers, :189 the setter, :311 the state of a
+SkyRL a9564572e, below skyrl/backends/skyrl_train: utils/replay_utils.py (:165 layers, :189 the setter, :311 state of a
 schedule), distributed/megatron/token_metadata.py (:40 layout, :86 packing and context parallelism),
 workers/megatron/megatron_model_wrapper.py (:228 gradients are reduced in optim_step, :390 and :987 forward steps, :507
 and :1183 calls of the schedule), workers/megatron/megatron_worker.py (:897 init_model, :1001 forward, :1111

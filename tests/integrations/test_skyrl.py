@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from helpers.live_runs import quotas_of_few
 from helpers.random_plans import random_group_plans
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
-from helpers.rank_tests import runs_on_ranks
+from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from helpers.roll_stand_in import use_routers
 from helpers.skyrl_stand_in import REPLAY, WORKERS, random_micro_batch, skyrl_modules, worker_config
 from trimtab.errors import InputError
@@ -163,6 +164,38 @@ def test_a_pass_with_a_micro_batch_without_routes_is_that_of_skyrl(state: State)
         # The last call has routes in all of its micro-batches.
         assert replicas[:3] == [0, 0, 0]
         assert replicas[3] > 0
+
+
+@runs_on_ranks()
+def test_only_padding_and_last_tokens_are_not_read(state: State) -> None:
+    """Tokens without a recorded route are, if another one follows."""
+    del state
+    with skyrl_modules():
+        models = Models(layout={"tensor": 2})
+        with balanced_worker(models.other) as worker:
+            use_routers(models.other)
+            for batch in chain(*models.steps):
+                routes = worker._plugin.routes(batch, worker.actor_module)
+                expected = []
+                for length in batch["attention_mask"].sum(1).tolist():
+                    expected += [1] * (length - 1) + [0] * (1 + length % 2)
+                assert [*chain(*of_all_ranks(routes.is_read.tolist()))] == expected
+                assert all(len(ids) == len(routes.is_read) for ids in routes.layers)
+
+
+@runs_on_ranks()
+def test_slots_and_groups_are_given_back_when_the_model_is_offloaded(state: State) -> None:
+    del state
+    with skyrl_modules():
+        models = Models()
+        with balanced_worker(models.other) as worker:
+            use_routers(models.other)
+            worker.forward(models.steps[0])
+            (session,) = worker._plugin.adapter.sessions
+            assert session.session.topology.has_groups
+            worker.offload_to_cpu()
+            assert not session.session.topology.has_groups
+            worker.backload_to_gpu()
 
 
 @runs_on_ranks()
