@@ -276,4 +276,4 @@ def test_a_missing_name_is_named_when_the_worker_is_made(state: State) -> None:
         with mock.patch.object(module, "build_router_replay_tensors", build_router_replay_tensors):
             fits = "build_router_replay_tensors has no parameter routed_experts; this version of Trimtab fits NeMo-RL"
             with pytest.raises(InputError, match=fits):
-                import_module("trimtab.integrations.nemo_rl_worker").NemoRlPlugin()
+                import_module("trimtab.integrations.nemo_rl_worker").NemoRlPlugin().check_names()

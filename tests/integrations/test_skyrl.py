@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from itertools import chain
 from typing import Any
@@ -23,6 +24,8 @@ from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from helpers.roll_stand_in import use_routers
 from helpers.skyrl_stand_in import REPLAY, WORKERS, random_micro_batch, skyrl_modules, worker_config
 from trimtab.errors import InputError
+from trimtab.integrations.dry_replay import UNREAD
+from trimtab.integrations.routers import replayed_ids
 from trimtab.integrations.skyrl_hook import replace_worker_when_imported
 from trimtab.runtime.live import balancer
 
@@ -174,13 +177,14 @@ def test_only_padding_and_last_tokens_are_not_read(state: State) -> None:
         models = Models(layout={"tensor": 2})
         with balanced_worker(models.other) as worker:
             use_routers(models.other)
+            layers = list(models.other.moe_layers())
             for batch in chain(*models.steps):
-                routes = worker._plugin.routes(batch, worker.actor_module)
+                ids_NLK = replayed_ids(layers, partial(worker._plugin.set_targets, batch, worker.actor_module[0]))
                 expected = []
                 for length in batch["attention_mask"].sum(1).tolist():
-                    expected += [1] * (length - 1) + [0] * (1 + length % 2)
-                assert [*chain(*of_all_ranks(routes.is_read.tolist()))] == expected
-                assert all(len(ids) == len(routes.is_read) for ids in routes.layers)
+                    expected += [True] * (length - 1) + [False] * (1 + length % 2)
+                assert [*chain(*of_all_ranks((ids_NLK != UNREAD).all((1, 2)).tolist()))] == expected
+                assert set(ids_NLK[(ids_NLK < 0).any((1, 2))].flat) <= {UNREAD}
 
 
 @runs_on_ranks()
@@ -207,7 +211,10 @@ def test_reading_routes_leaves_the_routers_as_they_were(state: State) -> None:
         models = Models()
         with balanced_worker(models.other) as worker:
             use_routers(models.other)
-            worker._plugin.routes(models.steps[0][0], worker.actor_module)
+            replayed_ids(
+                list(models.other.moe_layers()),
+                partial(worker._plugin.set_targets, models.steps[0][0], worker.actor_module[0]),
+            )
             for router in RouterReplay.global_router_replay_instances:
                 assert router.router_replay_action is router.target_topk_idx is None
                 assert router.replay_backward_list == []
@@ -282,7 +289,7 @@ def test_models_that_can_t_be_balanced_are_refused_before_the_first_step(state: 
 def test_a_missing_name_is_named_when_the_worker_is_made(state: State) -> None:
     del state
     with skyrl_modules():
-        plugin = import_module("trimtab.integrations.skyrl_worker").SkyrlPlugin
+        plugin = import_module("trimtab.integrations.skyrl_worker").SkyrlPlugin()
 
         def setup_per_microbatch_replay_forward(model: Any) -> None:
             pass
@@ -291,4 +298,4 @@ def test_a_missing_name_is_named_when_the_worker_is_made(state: State) -> None:
         fits = f"{name} has no parameter rollout_expert_indices; .* fits SkyRL"
         other = mock.patch.object(replay, name, setup_per_microbatch_replay_forward)
         with other, pytest.raises(InputError, match=fits):
-            plugin()
+            plugin.check_names()

@@ -5,11 +5,13 @@ Options of Megatron that a framework hands on are in `megatron/option_tables.py`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trimtab.errors import InputError
-from trimtab.integrations.megatron.option_tables import OFF, Option
+from trimtab.integrations.megatron.option_tables import OFF, Option, names, refusals
+from trimtab.integrations.options import MODES, PluginMode, PluginOptions
 
 VARIABLE = "TRIMTAB_BALANCE"
 """The environment variable with `PluginOptions`, of all plugins but verl's."""
@@ -84,6 +86,11 @@ SKYRL_REPLAY = (
 """Options of SkyRL that are refused with recorded routing."""
 
 
+def read_options(modes: Sequence[PluginMode] = MODES) -> PluginOptions:
+    """The options of `VARIABLE`, with one of these modes. Raises InputError."""
+    return PluginOptions.from_text(os.environ.get(VARIABLE, ""), source=VARIABLE, modes=modes)
+
+
 def value_at(config: Any, path: str) -> Any:
     """The value at a dotted path of mappings and objects; None if it is not there."""
     for name in path.split("."):
@@ -105,6 +112,13 @@ def refused(options: Sequence[Option], given: Mapping[str, Any]) -> list[str]:
         for option in options
         if option.name in given and given[option.name] not in option.supported
     ]
+
+
+def megatron_refusals(*parts: Mapping[str, Any] | None) -> list[str]:
+    """Why options of Megatron in parts of a framework's config are refused, one line each."""
+    known = names()
+    given = {name: value for part in parts for name, value in (part or {}).items() if name in known}
+    return list(refusals(given).values())
 
 
 _COPIES = (

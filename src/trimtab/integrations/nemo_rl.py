@@ -16,9 +16,16 @@ from typing import Any
 
 from trimtab.integrations.entry_point import run_entry_point
 from trimtab.integrations.framework_names import check_names
-from trimtab.integrations.framework_options import NEMO_RL, raise_first, refused, value_at, wrong_mode
+from trimtab.integrations.framework_options import (
+    NEMO_RL,
+    megatron_refusals,
+    raise_first,
+    read_options,
+    refused,
+    value_at,
+    wrong_mode,
+)
 from trimtab.integrations.options import PluginOptions
-from trimtab.integrations.worker_plugin import megatron_refusals, read_options
 from trimtab.launch.launcher import LAUNCH_ORDER
 
 FITS = "NeMo-RL 0.7.0 and 7ea279abf"

@@ -35,7 +35,7 @@ def are_replaying(layers: Sequence[Any]) -> bool:
     return any(action == RouterReplayAction.REPLAY_FORWARD for action in actions)
 
 
-def replayed_targets(layers: Sequence[Any], set_targets: Callable[[], None]) -> list[torch.Tensor]:
+def replayed_ids(layers: Sequence[Any], set_targets: Callable[[], None]) -> Array:
     """The ids that a framework's own code gives to these routers, read from them and taken away again.
 
     Call it before a pass: ids that routers had are gone.
@@ -45,7 +45,7 @@ def replayed_targets(layers: Sequence[Any], set_targets: Callable[[], None]) -> 
         set_targets: gives ids to the routers, by `RouterReplay.set_target_indices`.
 
     Returns:
-        Ids `[n, K]` of this rank's n tokens, by layer.
+        Ids `[n, L, K]`, integers, of this rank's n tokens, on the host.
 
     Raises:
         InputError: if a router got none.
@@ -64,10 +64,5 @@ def replayed_targets(layers: Sequence[Any], set_targets: Callable[[], None]) -> 
     for layer, ids in zip(layers, targets, strict=True):
         if ids is None:
             raise InputError(f"the framework's replay gave no ids to the router of MoE layer {layer.layer_number}")
-    return targets
-
-
-def replayed_ids(layers: Sequence[Any], set_targets: Callable[[], None]) -> Array:
-    """Those of `replayed_targets`, `[n, L, K]` int64 on the host."""
-    found: Array = torch.stack(replayed_targets(layers, set_targets), dim=1).cpu().numpy()
+    found: Array = torch.stack(targets, dim=1).cpu().numpy()
     return found

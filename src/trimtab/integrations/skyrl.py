@@ -21,14 +21,15 @@ from trimtab.integrations.framework_options import (
     SKYRL,
     SKYRL_REPLAY,
     VARIABLE,
+    megatron_refusals,
     raise_first,
+    read_options,
     refused,
     value_at,
     wrong_mode,
 )
 from trimtab.integrations.options import PluginOptions
 from trimtab.integrations.skyrl_hook import WORKERS, replace_worker_when_imported
-from trimtab.integrations.worker_plugin import megatron_refusals, read_options
 from trimtab.launch.launcher import LAUNCH_ORDER
 
 FITS = "SkyRL 0.3.0 and a9564572e"
@@ -38,8 +39,9 @@ NAMES = (f"{_UTILS}:prepare_runtime_environment(cfg)",)
 """What this module replaces, in the process of the entry point; see `check_names`."""
 _REPLAY = "skyrl.backends.skyrl_train.utils.replay_utils"
 _LAYOUT = "skyrl.backends.skyrl_train.distributed.megatron.token_metadata"
+WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
 WORKER_NAMES = (
-    "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper:get_forward_backward_func",
+    f"{WRAPPER}:get_forward_backward_func",
     f"{_LAYOUT}:build_token_metadata_layout(attention_mask, device, packed, fp8_enabled)",
     f"{_REPLAY}:setup_per_microbatch_replay_forward(rollout_expert_indices, router_padding_mask, attention_mask, "
     "model, model_config, metadata_layout, remove_microbatch_padding)",

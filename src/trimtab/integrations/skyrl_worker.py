@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
-from trimtab.integrations.routers import moe_layers, replayed_targets
-from trimtab.integrations.skyrl import FITS, WORKER_NAMES
+from trimtab.integrations.dry_replay import UNREAD, DryReplayPlugin
+from trimtab.integrations.routers import moe_layers
+from trimtab.integrations.skyrl import FITS, WORKER_NAMES, WRAPPER
 from trimtab.integrations.skyrl_hook import WORKERS
-from trimtab.integrations.worker_plugin import SlicedRoutes, WorkerPlugin
 
 _ray: Any = import_module("ray")
 _workers: Any = import_module(WORKERS)
@@ -21,43 +20,41 @@ _layout: Any = import_module("skyrl.backends.skyrl_train.distributed.megatron.to
 _replay: Any = import_module("skyrl.backends.skyrl_train.utils.replay_utils")
 
 
-class SkyrlPlugin(WorkerPlugin):
+class SkyrlPlugin(DryReplayPlugin):
     """Routes `[B, T, L, K]` are in the micro-batches. SkyRL packs and slices them for this rank's routers."""
 
     package = "skyrl"
     fits = FITS
-    module = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
     names = WORKER_NAMES
 
-    def replays(self, arguments: Mapping[str, Any]) -> bool:
-        """A micro-batch says it."""
-        return True
+    def is_replayed(self, micro_batch: Any, layers: Sequence[Any]) -> bool:
+        return micro_batch["rollout_expert_indices"] is not None
 
-    def routes(self, micro_batch: Any, chunks: Sequence[nn.Module]) -> SlicedRoutes | None:
+    def set_targets(self, micro_batch: Any, chunk: nn.Module) -> None:
         routes_BTLK = micro_batch["rollout_expert_indices"]
-        if routes_BTLK is None:
-            return None
         is_token_BT = micro_batch["attention_mask"].bool()
         # The last token of a sequence predicts nothing. SkyRL adds padding with the first expert, 0.
-        is_read_BT = is_token_BT.flip(1).cumsum(1).flip(1) > 1
-        is_read_BTL1 = (is_read_BT & is_token_BT).to(routes_BTLK.dtype)[..., None, None]
-        is_read_BTL1 = is_read_BTL1.expand(-1, -1, routes_BTLK.shape[2], 1)
-        layers = moe_layers(chunks)
-        ids = replayed_targets(layers, partial(self._set_targets, routes_BTLK, micro_batch, chunks))
-        is_read = replayed_targets(layers, partial(self._set_targets, is_read_BTL1, micro_batch, chunks))
-        return SlicedRoutes(ids, is_read[0].view(-1) if is_read else None)
+        is_read_BT = is_token_BT & (is_token_BT.flip(1).cumsum(1).flip(1) > 1)
+        is_read_BTL1 = is_read_BT.to(routes_BTLK.dtype)[..., None, None].expand(-1, -1, routes_BTLK.shape[2], 1)
+        replays = [layer.router.router_replay for layer in moe_layers([chunk])]
+        _set_targets(is_read_BTL1, micro_batch, chunk)
+        is_read_N1 = replays[0].target_topk_idx
+        _set_targets(routes_BTLK, micro_batch, chunk)
+        if self.marks_unread:
+            for replay in replays:
+                replay.set_target_indices(replay.target_topk_idx.masked_fill(is_read_N1 == 0, UNREAD))
 
-    def _set_targets(self, routes_BTLK: torch.Tensor, micro_batch: Any, chunks: Sequence[nn.Module]) -> None:
-        """As SkyRL's forward step of packed sequences."""
-        from megatron.core.utils import get_model_config
 
-        mask = micro_batch["attention_mask"].bool()
-        layout = _layout.build_token_metadata_layout(mask, mask.device, packed=True, fp8_enabled=False)
-        for chunk in chunks:
-            _replay.setup_per_microbatch_replay_forward(
-                routes_BTLK, micro_batch["router_padding_mask"], mask, model=chunk,
-                model_config=get_model_config(chunk), metadata_layout=layout, remove_microbatch_padding=True,
-            )  # fmt: skip
+def _set_targets(values_BTLK: torch.Tensor, micro_batch: Any, chunk: nn.Module) -> None:
+    """As SkyRL's forward step of packed sequences."""
+    from megatron.core.utils import get_model_config
+
+    mask = micro_batch["attention_mask"].bool()
+    layout = _layout.build_token_metadata_layout(mask, mask.device, packed=True, fp8_enabled=False)
+    _replay.setup_per_microbatch_replay_forward(
+        values_BTLK, micro_batch["router_padding_mask"], mask, model=chunk, model_config=get_model_config(chunk),
+        metadata_layout=layout, remove_microbatch_padding=True,
+    )  # fmt: skip
 
 
 class BalancedPolicyWorker(_workers.MegatronPolicyWorkerBase):  # type: ignore[misc]
@@ -65,14 +62,13 @@ class BalancedPolicyWorker(_workers.MegatronPolicyWorkerBase):  # type: ignore[m
 
     def __init__(self, **kwargs: Any) -> None:
         self._plugin = SkyrlPlugin()
+        self._plugin.check_names()
         super().__init__(**kwargs)
 
     def init_model(self, *args: Any, **kwargs: Any) -> None:
         """As SkyRL's."""
-        from megatron.core.utils import get_model_config
-
         super().init_model(*args, **kwargs)
-        self._plugin.balance(self.actor_module, get_model_config(self.actor_module[0]))
+        self._plugin.balance(import_module(WRAPPER), self.actor_module)
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
         """As SkyRL's. Its metrics have the figures of balance."""
