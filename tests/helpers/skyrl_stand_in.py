@@ -281,15 +281,15 @@ class MegatronPolicyWorkerBase(Worker):
 
 
 def random_micro_batch(rng: np.random.Generator, length: int, experts: int, layers: int) -> dict[str, Any]:
-    """Sequences padded on the left, and their routes as preprocess.py makes them: tokens without a recorded route, the
-    last ones of a sequence and padding, have the first experts."""
+    """Sequences padded on the left, and their routes as preprocess.py makes them: tokens without a recorded route,
+    often the last ones of a sequence, and padding have the first experts."""
     tokens = torch.from_numpy(rng.integers(0, 64, (SEQUENCES, length)))
     lengths = torch.from_numpy(rng.integers(length // 2, length, SEQUENCES))
     from_end = length - torch.arange(length)
     mask = from_end <= lengths[:, None]
     ids = rng.permuted(np.broadcast_to(np.arange(experts), (SEQUENCES, length, layers, experts)), axis=-1)[..., :2]
-    # An end of sequence that SkyRL adds has no route either.
-    missing = torch.from_numpy(rng.integers(1, 3, SEQUENCES))
+    # SkyRL may cut a sequence, or add its end.
+    missing = torch.from_numpy(rng.integers(0, 3, SEQUENCES))
     padding = ~mask | (from_end <= missing[:, None])
     routes = torch.from_numpy(ids.astype(np.uint8))
     routes = torch.where(padding[..., None, None], torch.arange(2, dtype=torch.uint8), routes)

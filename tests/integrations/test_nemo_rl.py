@@ -59,7 +59,8 @@ class Models:
             # vLLM computes no routes of the last token.
             ids[np.arange(2), lengths - 1] = -1
             if unknown:
-                ids[0, 3, 0] = -1
+                # In a layer, or in all; other tokens read both.
+                ids[0, 3, 0] = ids[1, 2] = -1
             return micro_batch(tokens, lengths, torch.from_numpy(ids.astype(np.int8)), packed=packed)
 
         self.steps = [[batch(), batch()] for _ in range(2)]

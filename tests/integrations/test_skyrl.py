@@ -246,19 +246,21 @@ def test_live_mode_needs_no_recorded_routing(state: State) -> None:
 
 
 @pytest.mark.longer
-def test_stages_of_a_pipeline() -> None:
-    on_ranks(_run_pipeline, (), ranks=4, patched="megatron")
+@pytest.mark.parametrize("dense_stage", [False, True])
+def test_stages_of_a_pipeline(dense_stage: bool) -> None:
+    on_ranks(_run_pipeline, (dense_stage,), ranks=4, patched="megatron")
 
 
-def _run_pipeline() -> None:
-    """Each stage has the routes of its own layers."""
+def _run_pipeline(dense_stage: bool) -> None:
+    """Each stage has the routes of its own layers, of which the second may have none."""
     with skyrl_modules():
-        models = Models(layout={"pipeline": 2})
+        models = Models(layout={"pipeline": 2}, dense_stage=dense_stage)
         expected = models.results(plain_worker(models.plain))
         with balanced_worker(models.other) as worker:
             found = models.results(worker)
         assert_close(found, expected)
-        assert sum(metrics["moe/replicas"] for metrics in found["metrics"]) > 0
+        has_experts = any(True for _ in models.other.moe_layers())
+        assert (sum(metrics.get("moe/replicas", 0) for metrics in found["metrics"]) > 0) == has_experts
 
 
 @runs_on_ranks()
