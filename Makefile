@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl test-slime test-miles test-ms-swift mutants reliability lint bench clean
+.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift mutants reliability lint bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -49,6 +49,11 @@ test-miles: .venv/.ready  ## run the plugin in miles' Megatron, with its replay 
 	MILES=$(MILES) PYTHONPATH=$(MEGATRON) $(BIN)/python -m pytest tests/integrations/test_replay_plugins.py tests/integrations/test_framework_names.py -k miles
 
 # Released packages, without what they import.
+test-skyrl: .venv/.ready  ## run the replay of SkyRL's release with the plugin (about a minute)
+	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels skyrl==0.3.0
+	$(BIN)/python -m zipfile -e out/wheels/skyrl-0.3.0-py3-none-any.whl out/wheels/skyrl
+	SKYRL=out/wheels/skyrl $(BIN)/python -m pytest tests/integrations/test_skyrl.py
+
 test-ms-swift: .venv/.ready  ## run the functions of ms-swift's release with the plugin (about a minute)
 	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels ms-swift==4.6.0
 	$(BIN)/python -m zipfile -e out/wheels/ms_swift-4.6.0-py3-none-any.whl out/wheels/ms_swift

@@ -93,6 +93,24 @@ swift.megatron.utils.router_replay_utils:set_router_replay_data(layers_topk_idx,
 swift.megatron.utils.utils:get_packed_seq_params(args, position_ids)
 """,
     ),
+    "skyrl": (
+        "NovaSky-AI/SkyRL a9564572e",
+        """
+skyrl.train.utils.utils:prepare_runtime_environment(cfg)
+skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper:get_forward_backward_func
+skyrl.backends.skyrl_train.distributed.megatron.token_metadata:build_token_metadata_layout(attention_mask, device, \
+packed, fp8_enabled)
+skyrl.backends.skyrl_train.utils.replay_utils:setup_per_microbatch_replay_forward(rollout_expert_indices, \
+router_padding_mask, attention_mask, model, model_config, metadata_layout, remove_microbatch_padding)
+skyrl.backends.skyrl_train.workers.megatron.megatron_worker:PolicyWorker
+skyrl.backends.skyrl_train.workers.megatron.megatron_worker:MegatronPolicyWorkerBase.init_model(self, model_path, \
+num_training_steps)
+skyrl.backends.skyrl_train.workers.megatron.megatron_worker:MegatronPolicyWorkerBase.forward_backward(self, data, \
+loss_fn, loss_fn_config, return_per_token_outputs)
+skyrl.backends.skyrl_train.workers.megatron.megatron_worker:MegatronPolicyWorkerBase.actor_module
+skyrl.backends.skyrl_train.workers.worker:Worker.offload_to_cpu(self, offload_optimizer, offload_model)
+""",
+    ),
 }  # fmt: skip
 """By framework: repository and commit or release, and a name a line."""
 

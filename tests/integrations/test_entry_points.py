@@ -1,18 +1,21 @@
-"""`python -m trimtab.integrations.nemo_rl SCRIPT`: the framework's script gets Trimtab's worker class, or one line."""
+"""`python -m trimtab.integrations.nemo_rl SCRIPT`, and `.skyrl`: the framework's script gets Trimtab's worker class, or
+one line."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from trimtab.errors import InputError
-from trimtab.integrations import nemo_rl
+from trimtab.integrations import nemo_rl, skyrl
 from trimtab.integrations.entry_point import run_entry_point
 from trimtab.integrations.options import PluginOptions
 
@@ -48,6 +51,57 @@ if __name__ == "__main__":
     print(sys.argv[1:], student.worker, student.environment, teacher.worker, os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"])
     sys.exit(3)
 """,
+}
+
+
+_WORKERS = "skyrl/backends/skyrl_train/workers/megatron/megatron_worker.py"
+SKYRL = {
+    # skyrl/train/utils/utils.py:682 and :891, skyrl/train/entrypoints/main_base.py:345, megatron_worker.py:1701 of
+    # a9564572e.
+    "ray.py": """
+import json
+
+def init(address=None, *, runtime_env=None, log_to_driver=True):
+    print(json.dumps(runtime_env))
+
+def remote(**_):
+    return lambda actor: actor
+""",
+    "skyrl/train/utils/utils.py": """
+import ray
+
+def prepare_runtime_environment(cfg):
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+def initialize_ray(cfg):
+    ray.init(runtime_env={"env_vars": prepare_runtime_environment(cfg)}, log_to_driver=True)
+""",
+    "skyrl/train/entrypoints/main_base.py": """
+import sys
+from types import SimpleNamespace as Config
+from skyrl.train.utils.utils import initialize_ray
+
+if __name__ == "__main__":
+    megatron = Config(
+        moe_enable_routing_replay=True, ddp_config=Config(), transformer_config_kwargs={}, optimizer_config_kwargs={}
+    )
+    strategy = "fsdp" if "fsdp" in sys.argv else "megatron"
+    initialize_ray(Config(trainer=Config(strategy=strategy, policy=Config(megatron_config=megatron))))
+    if "make" in sys.argv:
+        from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import PolicyWorker
+        print(PolicyWorker.__module__)
+    sys.exit(3)
+""",
+    _WORKERS: """
+import ray
+
+class MegatronPolicyWorkerBase:
+    pass
+
+PolicyWorker = ray.remote(num_gpus=1)(MegatronPolicyWorkerBase)
+""",
+    "skyrl/backends/skyrl_train/distributed/megatron/token_metadata.py": "",
+    "skyrl/backends/skyrl_train/utils/replay_utils.py": "",
 }
 
 
@@ -177,3 +231,117 @@ def test_nemo_rl_s_options_are_refused_by_name(config: dict[str, Any], mode: Any
 def test_another_worker_class_is_refused() -> None:
     with pytest.raises(InputError, match=r"worker_extension_cls_fqn=my\.Worker replaces the worker too"):
         nemo_rl.check_supported(nemo_rl_config(), PluginOptions(), "my.Worker")
+
+
+def test_processes_of_skyrl_s_job_get_the_hook_and_the_options(tmp_path: Path) -> None:
+    write(tmp_path, SKYRL)
+    variables = {"TRIMTAB_BALANCE": "slots_per_rank=1", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+    found = run(tmp_path, "-m", "skyrl.train.entrypoints.main_base", "make", package="skyrl", **variables)
+    assert found.returncode == 3, found.stderr
+    environment, worker = found.stdout.splitlines()
+    assert json.loads(environment) == {
+        "env_vars": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | variables, "worker_process_setup_hook": skyrl.HOOK,
+    }  # fmt: skip
+    # SkyRL's Tinker server makes the workers in this process.
+    assert worker == "trimtab.integrations.skyrl_worker"
+
+
+@pytest.mark.parametrize("first", ["", "trimtab.integrations.skyrl_worker"], ids=["task", "actor"])
+def test_the_hook_replaces_the_worker_where_it_is_imported_and_loads_nothing_before(tmp_path: Path, first: str) -> None:
+    """A task imports SkyRL's module; the process of an actor Trimtab's class."""
+    write(tmp_path, SKYRL)
+    module, _, name = skyrl.HOOK.rpartition(".")
+    workers = _WORKERS.removesuffix(".py").replace("/", ".")
+    program = f"""
+import sys
+from {module} import {name}
+{name}()
+assert not {{"torch", "numpy", "ray"}} & sys.modules.keys()
+import {first or workers}
+from {workers} import MegatronPolicyWorkerBase, PolicyWorker
+assert PolicyWorker.__module__ == "trimtab.integrations.skyrl_worker"
+assert issubclass(PolicyWorker, MegatronPolicyWorkerBase)
+"""
+    environment = os.environ | {"PYTHONPATH": f"{SOURCE}:{tmp_path}"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+
+
+def test_refused_skyrl_policies_end_the_run_with_one_line(tmp_path: Path) -> None:
+    write(tmp_path, SKYRL)
+    found = run(tmp_path, "-m", "skyrl.train.entrypoints.main_base", "fsdp", package="skyrl")
+    assert (found.returncode, found.stdout) == (2, "")
+    (line,) = found.stderr.splitlines()
+    assert line.startswith("trimtab: skyrl can't be balanced: trainer.strategy is fsdp")
+
+
+def test_nothing_is_replaced_in_skyrl_in_mode_off(tmp_path: Path) -> None:
+    write(tmp_path, SKYRL)
+    found = run(
+        tmp_path, "-m", "skyrl.train.entrypoints.main_base", "make", package="skyrl", TRIMTAB_BALANCE="mode=off"
+    )
+    first, environment, worker = found.stdout.splitlines()
+    assert "mode=off" in first
+    assert json.loads(environment) == {"env_vars": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
+    assert worker == _WORKERS.removesuffix(".py").replace("/", ".")
+
+
+def test_another_setup_hook_of_ray_is_refused() -> None:
+    with mock.patch.dict(sys.modules, ray=SimpleNamespace(init=lambda **_: None)):
+        init = skyrl._with_hook(sys.modules["ray"].init)
+        with pytest.raises(InputError, match=r"worker_process_setup_hook=my\.hook is set"):
+            init(runtime_env={"worker_process_setup_hook": "my.hook"})
+
+
+def skyrl_config(trainer: dict[str, Any], megatron: dict[str, Any]) -> Any:
+    """The parts of SkyRLTrainConfig that are read, with the defaults of skyrl/train/config/config.py, and replay."""
+    of_megatron: dict[str, Any] = {
+        "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": None, "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none", "moe_grouped_gemm": True, "moe_enable_routing_replay": True,
+        "mtp_num_layers": None, "transformer_config_kwargs": {"recompute_granularity": "full"},
+        "ddp_config": SimpleNamespace(overlap_grad_reduce=False),
+        "optimizer_config_kwargs": {"optimizer_cpu_offload": False, "use_precision_aware_optimizer": False},
+    }  # fmt: skip
+    model = SimpleNamespace(lora=SimpleNamespace(rank=0), fake_int4_qat=SimpleNamespace(enabled=False))
+    policy = SimpleNamespace(model=model, megatron_config=SimpleNamespace(**of_megatron | megatron))
+    defaults = {
+        "strategy": "megatron", "mtp": SimpleNamespace(enabled=False), "remove_microbatch_padding": True,
+        "policy": policy,
+    }  # fmt: skip
+    config = SimpleNamespace(trainer=SimpleNamespace(**defaults))
+    for path, value in trainer.items():
+        *parents, name = path.split(".")
+        owner = config.trainer
+        for parent in parents:
+            owner = getattr(owner, parent)
+        setattr(owner, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("trainer", "megatron", "mode", "message"),
+    [
+        ({"strategy": "fsdp"}, {}, "plan", "trainer.strategy is fsdp"),
+        ({}, {"moe_enable_routing_replay": False}, "shadow", "mode=shadow needs .*moe_enable_routing_replay=true"),
+        ({}, {}, "live", "mode=live .* with recorded routing use mode=plan"),
+        ({"policy.model.lora.rank": 8}, {}, "plan", "trainer.policy.model.lora.rank=8 is not supported"),
+        ({"policy.model.fake_int4_qat.enabled": True}, {}, "plan", "fake_int4_qat.enabled=True is not supported"),
+        ({"mtp.enabled": True}, {}, "plan", "trainer.mtp.enabled=True is not supported"),
+        ({"remove_microbatch_padding": False}, {}, "plan", "remove_microbatch_padding=False is not supported"),
+        (
+            {}, {"transformer_config_kwargs": {"virtual_pipeline_model_parallel_size": 2}}, "plan",
+            "virtual_pipeline_model_parallel_size=2 is not supported",
+        ),
+        ({}, {"transformer_config_kwargs": {"fp8": "e4m3"}}, "plan", "fp8=e4m3 is not supported"),
+        ({}, {"mtp_num_layers": 1}, "plan", "mtp_num_layers=1 is not supported"),
+        ({}, {"tensor_model_parallel_size": 2}, "plan", "expert_tensor_parallel_size=None is not"),
+        ({}, {"ddp_config": SimpleNamespace(use_megatron_fsdp=True)}, "plan", "use_megatron_fsdp=True is not"),
+    ],
+)  # fmt: skip
+def test_skyrl_s_options_are_refused_by_name(
+    trainer: dict[str, Any], megatron: dict[str, Any], mode: Any, message: str
+) -> None:
+    skyrl.check_supported(skyrl_config({}, {}), PluginOptions())
+    live = skyrl_config({"remove_microbatch_padding": False}, {"moe_enable_routing_replay": False})
+    skyrl.check_supported(live, PluginOptions("live"))
+    with pytest.raises(InputError, match=f"^skyrl can't be balanced: .*{message}"):
+        skyrl.check_supported(skyrl_config(trainer, megatron), PluginOptions(mode))

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.framework_signatures import STORED, parameters_in, stored
 from trimtab.errors import InputError
-from trimtab.integrations import nemo_rl
+from trimtab.integrations import nemo_rl, skyrl
 from trimtab.integrations.dry_replay import MEGATRON_NAMES
 from trimtab.integrations.framework_names import check_names
 from trimtab.integrations.miles import MilesPlugin
@@ -27,6 +27,7 @@ PLUGINS: dict[str, tuple[Sequence[str], str]] = {
     "roll": ((*RollPlugin.names, *(f"{module}:ActorWorker" for module in WORKERS.values())), RollPlugin.fits),
     "ms_swift": (MsSwiftPlugin.names, MsSwiftPlugin.fits),
     "nemo_rl": ((*nemo_rl.NAMES, *nemo_rl.WORKER_NAMES), nemo_rl.FITS),
+    "skyrl": (skyrl.NAMES + skyrl.WORKER_NAMES + skyrl.LAYOUT_NAMES, skyrl.FITS),
 }
 """By package: the names that its plugin uses, and the versions that it fits."""
 

@@ -59,7 +59,8 @@ class Models:
             # vLLM computes no routes of the last token.
             ids[np.arange(2), lengths - 1] = -1
             if unknown:
-                ids[0, 3, 0] = -1
+                # In a layer, or in all; other tokens read both.
+                ids[0, 3, 0] = ids[1, 2] = -1
             return micro_batch(tokens, lengths, torch.from_numpy(ids.astype(np.int8)), packed=packed)
 
         self.steps = [[batch(), batch()] for _ in range(2)]
@@ -276,4 +277,4 @@ def test_a_missing_name_is_named_when_the_worker_is_made(state: State) -> None:
         with mock.patch.object(module, "build_router_replay_tensors", build_router_replay_tensors):
             fits = "build_router_replay_tensors has no parameter routed_experts; this version of Trimtab fits NeMo-RL"
             with pytest.raises(InputError, match=fits):
-                import_module("trimtab.integrations.nemo_rl_worker").NemoRlPlugin()
+                import_module("trimtab.integrations.nemo_rl_worker").NemoRlPlugin().check_names()

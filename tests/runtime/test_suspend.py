@@ -107,6 +107,22 @@ def test_a_session_goes_on_with_groups_that_replace_destroyed_ones() -> None:
     any_loop.move(loop, 3)
 
 
+@runs_on_ranks()
+def test_closed_sessions_keep_no_groups() -> None:
+    """Ranks may collect their garbage at different times."""
+    closed = Session(num_experts=8)
+    closed.close()
+    kept = [closed] * dist.get_rank()
+    del closed
+    gc.collect()
+    loop = start()
+    loop.session.suspend()
+    any_loop.plan(loop, 1)
+    update(loop)
+    any_loop.step(loop)
+    assert len(kept) == dist.get_rank()
+
+
 @runs_on_ranks(4)
 def test_gradients_before_suspension_are_finished_after_it() -> None:
     session = Session(num_experts=4, groups=2)

@@ -1,22 +1,25 @@
-"""`DryReplayPlugin`: balance in frameworks that give recorded routing to Megatron's routers, as ROLL and ms-swift."""
+"""`DryReplayPlugin`: balance in frameworks that give recorded routing to Megatron's routers: ROLL, NeMo-RL, SkyRL."""
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from torch import nn
 
 from trimtab.errors import InputError
-from trimtab.integrations.framework_options import VARIABLE, refused, wrong_mode
+from trimtab.integrations.framework_names import check_names
+from trimtab.integrations.framework_options import raise_first, read_options, refused, wrong_mode
 from trimtab.integrations.megatron.option_tables import Option, options_of, refusals
-from trimtab.integrations.options import MODES, PluginOptions
+from trimtab.integrations.options import MODES
 from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
 from trimtab.integrations.routers import are_replaying, moe_layers, replayed_ids
-from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
+from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter, innermost
+
+if TYPE_CHECKING:
+    from trimtab.integrations.megatron import MegatronSession
 
 MEGATRON_NAMES = (
     "megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function(router_replay)",
@@ -29,35 +32,54 @@ MEGATRON_NAMES = (
 """Names of Megatron, from 0.16 on, that a plugin needs beside those of the framework."""
 
 
-class DryReplayPlugin(ABC):
-    """A framework whose forward step gives recorded ids to the routers' `RouterReplay`.
+UNREAD = -1
+"""In all layers, the id of tokens whose output nothing uses. Other negative ids are unknown."""
 
-    Passes of the schedule that begin with the action REPLAY_FORWARD are planned, by the ids that the framework's own
-    code gives to the routers. Other passes run as without Trimtab. Experts keep their homes: these frameworks export
-    weights by position.
+
+class DryReplayPlugin(ABC):
+    """A framework that gives recorded ids to the routers' `RouterReplay`.
+
+    Passes of the schedule that replay routing are planned, by the ids that the framework's own code gives to the
+    routers. Other passes run as without Trimtab. Experts keep their homes: these frameworks export weights by position,
+    or copy those of other models into the same Parameters.
 
     Attributes:
         package, fits: the framework's package, and its versions for which the plugin was written.
+        names: names of the framework that the training process uses, see `check_names`.
         refused, refused_replay: options of the framework that are refused, and those refused with recorded routing.
         adapter: plans the passes; None before `plan_passes`.
+        marks_unread: whether `set_targets` may mark tokens as `UNREAD`; not if the model has a loss or bias over the
+            routes of all tokens, which then are as the framework replays them.
     """
 
     package: ClassVar[str]
     fits: ClassVar[str]
-    refused: ClassVar[tuple[Option, ...]]
+    names: ClassVar[tuple[str, ...]]
+    refused: ClassVar[tuple[Option, ...]] = ()
     refused_replay: ClassVar[tuple[Option, ...]] = ()
 
     def __init__(self) -> None:
-        text = os.environ.get(VARIABLE, "")
-        self.options = PluginOptions.from_text(text, source=VARIABLE, modes=(*MODES, "rehome"))
+        self.options = read_options((*MODES, "rehome"))
         self.adapter: ScheduleAdapter | None = None
+        self.marks_unread = True
+        self._only_known_models = False
 
     @abstractmethod
     def set_targets(self, micro_batch: Any, chunk: nn.Module) -> None:
-        """Give a micro-batch's ids to the routers of a chunk, by the framework's own function.
+        """Give a micro-batch's ids to the routers of a chunk, by the framework's own function; see `UNREAD`."""
 
-        Tokens whose output nothing uses have -1 in all layers.
-        """
+    def is_replayed(self, micro_batch: Any, layers: Sequence[Any]) -> bool:
+        """Whether the framework replays routing for a micro-batch in these MoE layers; by default, whether it has told
+        the routers so before the pass."""
+        return are_replaying(layers)
+
+    def replays(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the framework may replay routing in a call of the schedule with these arguments."""
+        return True
+
+    def check_names(self) -> None:
+        """Raise InputError unless the framework and Megatron have the names that the plugin uses."""
+        check_names((*self.names, *MEGATRON_NAMES), fits=self.fits)
 
     def refuse_options(self, given: Mapping[str, Any], *, replays: bool) -> None:
         """Raise InputError with the first option of the framework that is refused, and the number of others."""
@@ -75,28 +97,59 @@ class DryReplayPlugin(ABC):
         """The first line of the log, on rank 0."""
         print_on_first_rank(first_line(self.package, self.options, config, notes))
 
-    def plan_passes(self, owner: Any, name: str, *, is_schedule: bool = False) -> None:
-        """Replace a name of the schedule, see `ScheduleAdapter`."""
-        self.adapter = ScheduleAdapter(owner, self._ids_of, name, is_schedule=is_schedule)
+    def plan_passes(self, owner: Any, name: str = "get_forward_backward_func", *, is_schedule: bool = False) -> None:
+        """Replace a name of the schedule, see `ScheduleAdapter`. Models are balanced in their first pass."""
+        self.adapter = ScheduleAdapter(owner, self._ids_of, name, is_schedule=is_schedule, replays=self._may_plan)
         self.adapter.install()
+
+    def balance(self, owner: Any, model_chunks: Sequence[nn.Module]) -> None:
+        """Print the first line, and plan the passes of this model alone. Call it when it is built and loaded, on all
+        ranks.
+
+        Args:
+            owner: the framework's module that has `get_forward_backward_func`.
+
+        Raises:
+            InputError: if the model is refused; see `megatron.balance`.
+        """
+        model: Any = innermost(model_chunks[0])
+        self.print_first_line(model.config)
+        self.plan_passes(owner)
+        self._only_known_models = True
+        assert self.adapter is not None
+        self.adapter.balance(model_chunks, self.options)
 
     def figures(self) -> dict[str, float]:
         """Figures of the passes since the last call, see `step_figures`; empty if none was balanced."""
         found: dict[str, float] = {}
-        for session in self.adapter.sessions if self.adapter else ():
+        for session in self._sessions():
             found |= step_figures(session)
         return found
+
+    def suspend(self) -> None:
+        """Give slots and process groups back until the next planned pass. Collective."""
+        for session in self._sessions():
+            if session.session is not None:
+                session.session.suspend()
 
     def uninstall(self) -> None:
         """Give the schedule and all models back as they were. Call it between steps, on all ranks."""
         if self.adapter is not None:
             self.adapter.uninstall()
 
+    def _sessions(self) -> list[MegatronSession]:
+        return self.adapter.sessions if self.adapter else []
+
+    def _may_plan(self, arguments: Mapping[str, Any]) -> bool:
+        return self.options.mode == "live" or self.replays(arguments)
+
     def _ids_of(self, micro_batch: Any, chunks: Sequence[nn.Module]) -> MicroBatchRoutes | None:
         """The routing of a micro-batch; see `ScheduleAdapter`."""
         assert self.adapter is not None
+        if self._only_known_models and self.adapter.session_of(chunks) is None:
+            return None
         layers, is_live = moe_layers(chunks), self.options.mode == "live"
-        if not layers or not (is_live or are_replaying(layers)):
+        if not layers or not (is_live or self.is_replayed(micro_batch, layers)):
             return None
         # First, so that what one rank can't read is raised on all of them.
         session = self.adapter.balance(chunks, self.options)
@@ -107,16 +160,13 @@ class DryReplayPlugin(ABC):
             for chunk in chunks:
                 self.set_targets(micro_batch, chunk)
 
-        ids_NLK = replayed_ids(layers, set_targets)
         assert session.session is not None
-        if session.session.auxiliary_loss():
-            return MicroBatchRoutes(ids_NLK)
-        return MicroBatchRoutes(ids_NLK, np.all(ids_NLK < 0, axis=(1, 2)))
+        self.marks_unread = not session.session.auxiliary_loss()
+        ids_NLK = replayed_ids(layers, set_targets)
+        return MicroBatchRoutes(ids_NLK, np.all(ids_NLK == UNREAD, axis=(1, 2)) if self.marks_unread else None)
 
     def _raise(self, problems: Sequence[str]) -> None:
-        if problems:
-            more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
-            raise InputError(f"{self.package} can't be balanced: {problems[0]}{more}")
+        raise_first(self.package, problems)
 
 
 def with_result(plain: Callable[..., Any], use: Callable[[Any], None]) -> Callable[..., Any]:

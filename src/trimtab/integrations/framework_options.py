@@ -5,10 +5,13 @@ Options of Megatron that a framework hands on are in `megatron/option_tables.py`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trimtab.integrations.megatron.option_tables import OFF, Option
+from trimtab.errors import InputError
+from trimtab.integrations.megatron.option_tables import OFF, Option, names, refusals
+from trimtab.integrations.options import MODES, PluginMode, PluginOptions
 
 VARIABLE = "TRIMTAB_BALANCE"
 """The environment variable with `PluginOptions`, of all plugins but verl's."""
@@ -84,6 +87,43 @@ MS_SWIFT_RAY = tuple(
 )
 """And with Ray too."""
 
+SKYRL = (
+    Option("trainer.policy.model.lora.rank", (None, 0), _ADAPTERS, _WHOLE),
+    Option("trainer.policy.model.fake_int4_qat.enabled", OFF, "replicas are not quantized", "leave it out"),
+    Option("trainer.mtp.enabled", OFF, _UNRECORDED, "leave it out"),
+)
+SKYRL_REPLAY = (
+    Option(
+        "trainer.remove_microbatch_padding", (None, True),
+        "SkyRL replays routes of padded sequences in another order than that of Megatron's tokens",
+        _LIVE,
+    ),
+    Option(
+        "trainer.policy.megatron_config.transformer_config_kwargs.virtual_pipeline_model_parallel_size", (None, 1),
+        "SkyRL replays the routes of one chunk of the model", _LIVE,
+    ),
+)  # fmt: skip
+"""Options of SkyRL that are refused with recorded routing."""
+
+
+def read_options(modes: Sequence[PluginMode] = MODES) -> PluginOptions:
+    """The options of `VARIABLE`, with one of these modes. Raises InputError."""
+    return PluginOptions.from_text(os.environ.get(VARIABLE, ""), source=VARIABLE, modes=modes)
+
+
+def value_at(config: Any, path: str) -> Any:
+    """The value at a dotted path of mappings and objects; None if it is not there."""
+    for name in path.split("."):
+        config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return config
+
+
+def raise_first(package: str, problems: Sequence[str]) -> None:
+    """Raise InputError with the first problem, if there is one, and the number of others."""
+    if problems:
+        more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise InputError(f"{package} can't be balanced: {problems[0]}{more}")
+
 
 def refused(options: Sequence[Option], given: Mapping[str, Any]) -> list[str]:
     """Why given options can't be balanced, one line each."""
@@ -92,6 +132,13 @@ def refused(options: Sequence[Option], given: Mapping[str, Any]) -> list[str]:
         for option in options
         if option.name in given and given[option.name] not in option.supported
     ]
+
+
+def megatron_refusals(*parts: Mapping[str, Any] | None) -> list[str]:
+    """Why options of Megatron in parts of a framework's config are refused, one line each."""
+    known = names()
+    given = {name: value for part in parts for name, value in (part or {}).items() if name in known}
+    return list(refusals(given).values())
 
 
 _COPIES = (
@@ -104,6 +151,8 @@ _SWITCHES = {
     "roll": "set actor_train.router_replay.mode=R3",
     "nemo_rl": "set policy.router_replay.enabled=true",
     "ms_swift": "add --router_replay_mode R3 (GRPO)",
+    "skyrl": "set trainer.policy.megatron_config.moe_enable_routing_replay=true and "
+    "generator.inference_engine.enable_return_routed_experts=true",
 }
 """What gives a framework recorded routing, by package."""
 

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from trimtab.errors import InputError
-from trimtab.integrations.dry_replay import MEGATRON_NAMES, DryReplayPlugin, with_result
-from trimtab.integrations.framework_names import check_names
+from trimtab.integrations.dry_replay import UNREAD, DryReplayPlugin, with_result
 from trimtab.integrations.framework_options import MS_SWIFT, MS_SWIFT_RAY, MS_SWIFT_REPLAY, refused
 from trimtab.integrations.megatron.option_tables import options_of, refusals
 from trimtab.integrations.schedule import innermost
@@ -38,7 +37,9 @@ def install() -> None:
     if base is None:
         print("Trimtab in ms-swift: this process has no Megatron trainer, nothing is balanced", flush=True)
         return
-    MsSwiftPlugin().check_names()
+    plugin = MsSwiftPlugin()
+    if plugin.options.mode != "off":
+        plugin.check_names()
     # Read by NCCL when it makes a communicator.
     for name, value in LAUNCH_ORDER.items():
         os.environ.setdefault(name, value)
@@ -82,11 +83,6 @@ class MsSwiftPlugin(DryReplayPlugin):
 
     _args: Any
 
-    def check_names(self) -> None:
-        """Raise InputError unless ms-swift has the names that this plugin uses."""
-        if self.options.mode != "off":
-            check_names((*self.names, *MEGATRON_NAMES), fits=self.fits)
-
     def check(self, args: Any) -> None:
         """Check ms-swift's arguments. Raises InputError."""
         if self.options.mode == "off":
@@ -98,16 +94,14 @@ class MsSwiftPlugin(DryReplayPlugin):
 
     def install(self, trainer: Any) -> None:
         """Balance the passes of a trainer whose model is built and loaded. Collective. Raises InputError."""
-        self.print_first_line(trainer.config)
         if self.options.mode == "off":
+            self.print_first_line(trainer.config)
             return
         self._args = trainer.args
         # ms-swift switches padding_free off when it builds some models.
         self.check(trainer.args)
         self.refuse_model(trainer.config)
-        self.plan_passes(import_module(_BASE), "get_forward_backward_func")
-        assert self.adapter is not None
-        self.adapter.balance(trainer.wrapped_models, self.options)
+        self.balance(import_module(_BASE), trainer.wrapped_models)
         trainer.train_step = with_result(trainer.train_step, lambda _: trainer._train_metrics.update(self.figures()))
         if hasattr(trainer, "compute_per_token_logps"):
             trainer.compute_per_token_logps = self._planned_log_probs(trainer, trainer.compute_per_token_logps)
@@ -134,7 +128,9 @@ class MsSwiftPlugin(DryReplayPlugin):
                 f"and they have {list(is_read.shape[1:3])}"
             )
         # uint8 where the trainer has recorded them.
-        routes = routes.int().masked_fill(is_read.to(routes.device) == 0, -1)
+        routes = routes.int()
+        if self.marks_unread:
+            routes = routes.masked_fill(is_read.to(routes.device) == 0, UNREAD)
         replay.set_router_replay_data(routes, config)
 
     def _planned_log_probs(self, trainer: Any, plain: Callable[..., Any]) -> Callable[..., Any]:

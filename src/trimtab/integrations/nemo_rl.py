@@ -14,12 +14,18 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
-from trimtab.errors import InputError
 from trimtab.integrations.entry_point import run_entry_point
 from trimtab.integrations.framework_names import check_names
-from trimtab.integrations.framework_options import NEMO_RL, refused, wrong_mode
+from trimtab.integrations.framework_options import (
+    NEMO_RL,
+    megatron_refusals,
+    raise_first,
+    read_options,
+    refused,
+    value_at,
+    wrong_mode,
+)
 from trimtab.integrations.options import PluginOptions
-from trimtab.integrations.worker_plugin import megatron_refusals, read_options
 from trimtab.launch.launcher import LAUNCH_ORDER
 
 FITS = "NeMo-RL 0.7.0 and 7ea279abf"
@@ -93,29 +99,19 @@ def check_supported(config: Mapping[str, Any], options: PluginOptions, extension
         config: NeMo-RL's `policy`.
         extension: the `worker_extension_cls_fqn` that the script gives.
     """
-    megatron = _read(config, "megatron_cfg") or {}
+    megatron = value_at(config, "megatron_cfg") or {}
     problems = []
     if not megatron.get("enabled"):
         problems.append("policy.megatron_cfg.enabled is not true, and only Megatron has experts on several ranks")
     if extension is not None:
         problems.append(f"worker_extension_cls_fqn={extension} replaces the worker too; leave one of them out")
-    replays = bool(_read(config, "router_replay.enabled"))
+    replays = bool(value_at(config, "router_replay.enabled"))
     wrong = wrong_mode("nemo_rl", options.mode, replays)
     problems += [wrong] if wrong else []
-    problems += refused(NEMO_RL, {option.name: _read(config, option.name) for option in NEMO_RL})
+    problems += refused(NEMO_RL, {option.name: value_at(config, option.name) for option in NEMO_RL})
     parts = ("model_overrides", "optimizer", "distributed_data_parallel_config")
     problems += megatron_refusals(megatron, *(megatron.get(name) for name in parts))
-    if problems:
-        more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise InputError(f"nemo_rl can't be balanced: {problems[0]}{more}")
-
-
-def _read(config: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; None if it is not there."""
-    value: Any = config
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
+    raise_first("nemo_rl", problems)
 
 
 if __name__ == "__main__":

@@ -9,29 +9,37 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab.integrations.dry_replay import UNREAD, DryReplayPlugin
 from trimtab.integrations.nemo_rl import FITS, WORKER_NAMES, WORKERS
-from trimtab.integrations.worker_plugin import SlicedRoutes, WorkerPlugin
+from trimtab.integrations.routers import moe_layers
 
 
-class NemoRlPlugin(WorkerPlugin):
+class NemoRlPlugin(DryReplayPlugin):
     """Routes are in the micro-batches, in the order of this rank's tokens but for sequence parallelism."""
 
     package = "nemo_rl"
     fits = FITS
-    module = "nemo_rl.models.megatron.train"
     names = WORKER_NAMES
 
     def replays(self, arguments: Mapping[str, Any]) -> bool:
         """The reference's pass has routes too, and does not replay them."""
         return bool(getattr(arguments["forward_step_func"], "keywords", {}).get("use_router_replay"))
 
-    def routes(self, micro_batch: Any, chunks: Sequence[nn.Module]) -> SlicedRoutes:
-        routes = micro_batch.routed_experts_cp_sharded
+    def is_replayed(self, micro_batch: Any, layers: Sequence[Any]) -> bool:
+        return True
+
+    def set_targets(self, micro_batch: Any, chunk: nn.Module) -> None:
         slices = import_module("nemo_rl.models.megatron.router_replay").build_router_replay_tensors
-        layers = slices(list(chunks), routes)
+        routes = micro_batch.routed_experts_cp_sharded
         # As routes with one expert for each token, so that the same code cuts them.
         is_read = _is_read(micro_batch)[:, :, None, None].expand(-1, -1, routes.shape[2], 1)
-        return SlicedRoutes(layers, slices(list(chunks), is_read)[0].view(-1) if layers else None)
+        parts = zip(moe_layers([chunk]), slices([chunk], routes), slices([chunk], is_read), strict=True)
+        for layer, ids, is_read_N1 in parts:
+            # NeMo-RL has -1 where a route is unknown.
+            marked = ids.masked_fill(ids < 0, UNREAD - 1)
+            if self.marks_unread:
+                marked = marked.masked_fill(is_read_N1 == 0, UNREAD)
+            layer.router.router_replay.set_target_indices(marked)
 
 
 def _is_read(micro_batch: Any) -> torch.Tensor:
@@ -64,10 +72,9 @@ class BalancedPolicyWorkerImpl(_Impl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._plugin = NemoRlPlugin()
+        self._plugin.check_names()
         super().__init__(*args, **kwargs)
-        from megatron.core.utils import get_model_config
-
-        self._plugin.balance(self.model, get_model_config(self.model))
+        self._plugin.balance(import_module("nemo_rl.models.megatron.train"), [self.model])
 
     def train(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As NeMo-RL's. Its `moe_metrics` have the figures of balance."""
@@ -83,7 +90,7 @@ class BalancedPolicyWorkerImpl(_Impl):
         super().offload_before_refit()
 
     def _with_figures(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        figures = self._plugin.figures()
+        figures = {name.rpartition("/")[2]: value for name, value in self._plugin.figures().items()}
         if figures:
             metrics["moe_metrics"] = metrics.get("moe_metrics", {}) | figures
         return metrics

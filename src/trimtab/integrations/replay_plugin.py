@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -14,9 +13,9 @@ import torch
 
 from trimtab.errors import InputError
 from trimtab.integrations.framework_names import check_names
-from trimtab.integrations.framework_options import VARIABLE, refused, wrong_mode
+from trimtab.integrations.framework_options import read_options, refused, wrong_mode
 from trimtab.integrations.megatron.option_tables import Option, options_of, refusals
-from trimtab.integrations.options import MODES, PluginOptions
+from trimtab.integrations.options import MODES
 from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
 from trimtab.integrations.routers import asks_router_replay, moe_layers
 from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
@@ -58,8 +57,7 @@ class ReplayPlugin(ABC):
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        text = os.environ.get(VARIABLE, "")
-        self.options = PluginOptions.from_text(text, source=VARIABLE, modes=(*MODES, "rehome"))
+        self.options = read_options((*MODES, "rehome"))
         self._replaced: list[tuple[Any, str, Any]] = []
         self._routers: dict[int, Any] = {}
         self._asks_router_replay = False

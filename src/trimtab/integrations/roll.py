@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from trimtab.errors import InputError
-from trimtab.integrations.dry_replay import MEGATRON_NAMES, DryReplayPlugin, with_result
-from trimtab.integrations.framework_names import check_names
+from trimtab.integrations.dry_replay import UNREAD, DryReplayPlugin, with_result
 from trimtab.integrations.framework_options import ROLL, ROLL_REPLAY
 from trimtab.integrations.schedule import innermost
 
@@ -61,7 +60,7 @@ class RollPlugin(DryReplayPlugin):
                 f"roll can't be balanced: strategy_name is {config.strategy_args.strategy_name}, which has no expert "
                 "parallelism of Megatron; use megatron_train, or mode=off"
             )
-        check_names((*self.names, *MEGATRON_NAMES), fits=self.fits)
+        self.check_names()
         given = vars(config) | config.strategy_args.strategy_config | {"lora_target": config.model_args.lora_target}
         self.refuse_options(given, replays=config.router_replay.mode != "disable")
 
@@ -82,7 +81,7 @@ class RollPlugin(DryReplayPlugin):
         is_read_BT = torch.zeros_like(is_token_BT)
         is_read_BT[:, :-1] = is_token_BT[:, 1:].flip(1).cumsum(1).flip(1) > 0
         routes_BTLK = tensors["routed_experts"].to(torch.int32)
-        routes_BTLK = routes_BTLK.masked_fill(~is_read_BT[..., None, None], -1)
+        routes_BTLK = routes_BTLK.masked_fill(~is_read_BT[..., None, None], UNREAD)
         model = innermost(chunk)
         import_module(_REPLAY).set_router_replay_data(
             routes_BTLK, tensors["attention_mask"], model.config, getattr(model, "vp_stage", 0)

@@ -38,26 +38,29 @@ def are_replaying(layers: Sequence[Any]) -> bool:
 def replayed_ids(layers: Sequence[Any], set_targets: Callable[[], None]) -> Array:
     """The ids that a framework's own code gives to these routers, read from them and taken away again.
 
-    Call it before a pass: what routers had is gone.
+    Call it before a pass: ids that routers had are gone.
 
     Args:
         layers: MoE layers whose routers have a `RouterReplay`.
         set_targets: gives ids to the routers, by `RouterReplay.set_target_indices`.
 
     Returns:
-        Ids `[n, L, K]` int64 of this rank's n tokens, on the host.
+        Ids `[n, L, K]`, integers, of this rank's n tokens, on the host.
 
     Raises:
         InputError: if a router got none.
     """
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
+    # The setter may reach further routers than these, and tell them to replay.
+    actions = [(each, each.router_replay_action) for each in RouterReplay.global_router_replay_instances]
     try:
         set_targets()
         targets = [layer.router.router_replay.target_topk_idx for layer in layers]
     finally:
-        # The setter may reach further routers than these.
         RouterReplay.clear_global_indices()
+        for router, action in actions:
+            router.router_replay_action = action
     for layer, ids in zip(layers, targets, strict=True):
         if ids is None:
             raise InputError(f"the framework's replay gave no ids to the router of MoE layer {layer.layer_number}")

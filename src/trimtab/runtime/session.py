@@ -165,3 +165,4 @@ class Session(SessionSteps, SessionState, SessionGradients):
         if self._step is not None and self._step.slices is not None:
             self._step.slices.end(0.0)
         self._experts.close()
+        self.topology.release()

@@ -74,9 +74,14 @@ class Topology:
         """Whether it has process groups; not after `drop_groups`."""
         return self in _in_use
 
+    def release(self) -> None:
+        """Let `drop_groups` of other sessions destroy the groups of this one, whose end ranks would otherwise notice at
+        different times. Not a collective."""
+        _in_use.discard(self)
+
     def drop_groups(self) -> None:
         """Destroy the groups that were created here, but for those that other sessions use. Collective."""
-        _in_use.discard(self)
+        self.release()
         names = [field.name for field in fields(self) if isinstance(getattr(self, field.name), dist.ProcessGroup)]
         destroy_groups({getattr(other, name) for other in _in_use for name in names})
         for name in names:

@@ -1,0 +1,303 @@
+"""SkyRL's plugin on stand-ins of its modules, or with SKYRL=folder its own slices: as its own replay of routing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from itertools import chain
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.live_runs import quotas_of_few
+from helpers.random_plans import random_group_plans
+from helpers.rank_pool import RankPool, on_ranks, shared_pool
+from helpers.rank_tests import of_all_ranks, runs_on_ranks
+from helpers.roll_stand_in import use_routers
+from helpers.skyrl_stand_in import REPLAY, WORKERS, random_micro_batch, skyrl_modules, worker_config
+from trimtab.errors import InputError
+from trimtab.integrations.dry_replay import UNREAD
+from trimtab.integrations.routers import replayed_ids
+from trimtab.integrations.skyrl_hook import replace_worker_when_imported
+from trimtab.runtime.live import balancer
+
+State = dict[str, Any]
+EXPERTS = 8
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = shared_pool(2, "megatron")
+    yield pool
+    pool.forget()
+
+
+class Models:
+    """Two equal models, and two steps of three micro-batches with recorded routing."""
+
+    def __init__(self, *, layout: dict[str, Any] | None = None, **case: Any) -> None:
+        from megatron.core import parallel_state
+
+        from helpers.megatron_runs import LENGTH, Layout, MegatronCase, Model, use_layout
+
+        of_ranks = Layout(dist.get_world_size(), 2, **layout or {})
+        use_layout(of_ranks)
+        defaults: dict[str, Any] = {"recompute": "uniform", "router_replay": True, "distributed_optimizer": True}
+        self.plain = Model(of_ranks, MegatronCase(**defaults | case))
+        self.other = self.plain.copy()
+        rng = np.random.default_rng(parallel_state.get_data_parallel_rank())
+        layers = self.plain.config.num_layers
+        self.steps = [[random_micro_batch(rng, LENGTH, EXPERTS, layers) for _ in range(3)] for _ in range(2)]
+
+    def results(self, worker: Any) -> dict[str, Any]:
+        """Losses and gradients by name, of two steps as RayPPOTrainer has them with all models on the same devices, and
+        metrics. A step has two calls of `forward_backward`, whose gradients are reduced once."""
+        use_routers(worker.of_test)
+        found: dict[str, Any] = {"metrics": []}
+        for number, data in enumerate(self.steps):
+            for micro_batch, entropies in enumerate(worker.forward(data).loss_fn_outputs):
+                found[f"{number} entropies {micro_batch}"] = entropies
+            for part, batches in enumerate((data[:2], data[2:])):
+                metrics = worker.forward_backward(batches, loss_fn=None).metrics
+                found[f"{number} loss {part}"] = metrics["policy_loss"]
+                found["metrics"].append(metrics)
+            worker.optim_step()
+            found |= {f"{number} {name}": gradient for name, gradient in worker.reduced.items()}
+            worker.offload_to_cpu(offload_optimizer=True, offload_model=True)
+            worker.backload_to_gpu()
+        parameters = worker.of_test.named_parameters()
+        return found | {f"parameter {name}": each.data.clone() for name, each in parameters.items()}
+
+
+def random_plans() -> Any:
+    from trimtab.runtime import step_planner
+
+    rng = np.random.default_rng(0)
+
+    def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> Any:
+        return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
+
+    return mock.patch.object(step_planner, "plan_schedule", plans)
+
+
+@contextmanager
+def balanced_worker(model: Any, text: str = "", **config: Any) -> Iterator[Any]:
+    """Of the class that SkyRL imports after the hook of its process ran."""
+    sys.modules.pop("trimtab.integrations.skyrl_worker", None)
+    replace_worker_when_imported()
+    with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text), random_plans():
+        worker = import_module(WORKERS).PolicyWorker.actor(cfg=worker_config(**config))
+        worker.init_model(model)
+        try:
+            yield worker
+        finally:
+            worker._plugin.uninstall()
+
+
+def plain_worker(model: Any, **config: Any) -> Any:
+    worker = import_module(WORKERS).MegatronPolicyWorkerBase(cfg=worker_config(**config))
+    worker.init_model(model)
+    return worker
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Relative, by name."""
+    errors = {}
+    assert found.keys() == expected.keys()
+    for name in expected.keys() - {"metrics"}:
+        one, other = (torch.as_tensor(each, dtype=torch.float64) for each in (found[name], expected[name]))
+        errors[name] = float((one - other).norm() / other.norm().clamp(min=1e-6))
+    return errors
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any], limit: float = 1e-5) -> None:
+    errors = differences(found, expected)
+    assert max(errors.values()) <= limit, max(errors, key=errors.__getitem__)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"context": 2}], ids=["", "TP", "CP"])
+@runs_on_ranks()
+def test_steps_are_those_of_skyrl_s_own_replay(state: State, layout: dict[str, Any]) -> None:
+    """Padding and last tokens are not read, and the routes of all others are those that SkyRL replays."""
+    del state
+    with skyrl_modules():
+        models = Models(layout=layout)
+        expected = models.results(plain_worker(models.plain))
+        with balanced_worker(models.other) as worker:
+            found = models.results(worker)
+        assert_close(found, expected)
+        for metrics in found["metrics"]:
+            assert metrics["moe/replicas"] > 0
+            assert metrics["moe/unplanned_micro_steps"] == metrics["moe/mixed_instances"] == 0
+            assert metrics["memory/pool_bytes"] > 0
+
+
+@runs_on_ranks()
+def test_a_loss_over_all_routes_keeps_those_of_padding(state: State) -> None:
+    del state
+    with skyrl_modules():
+        models = Models(balanced_routers=True)
+        expected = models.results(plain_worker(models.plain))
+        with balanced_worker(models.other) as worker:
+            found = models.results(worker)
+        assert_close(found, expected)
+
+
+@runs_on_ranks()
+def test_a_pass_with_a_micro_batch_without_routes_is_that_of_skyrl(state: State) -> None:
+    """Its routers choose as if nothing had been read."""
+    del state
+    with skyrl_modules():
+        models = Models()
+        models.steps[0] = [batch | {"rollout_expert_indices": None} for batch in models.steps[0]]
+        models.steps[1][0] |= {"rollout_expert_indices": None}
+        expected = models.results(plain_worker(models.plain))
+        with balanced_worker(models.other) as worker:
+            found = models.results(worker)
+        replicas = [metrics.get("moe/replicas", 0) for metrics in found["metrics"]]
+        assert_close(found, expected)
+        # The last call has routes in all of its micro-batches.
+        assert replicas[:3] == [0, 0, 0]
+        assert replicas[3] > 0
+
+
+@runs_on_ranks()
+def test_only_padding_and_last_tokens_are_not_read(state: State) -> None:
+    """Tokens without a recorded route are, if another one follows."""
+    del state
+    with skyrl_modules():
+        models = Models(layout={"tensor": 2})
+        with balanced_worker(models.other) as worker:
+            use_routers(models.other)
+            layers = list(models.other.moe_layers())
+            for batch in chain(*models.steps):
+                ids_NLK = replayed_ids(layers, partial(worker._plugin.set_targets, batch, worker.actor_module[0]))
+                expected = []
+                for length in batch["attention_mask"].sum(1).tolist():
+                    expected += [True] * (length - 1) + [False] * (1 + length % 2)
+                assert [*chain(*of_all_ranks((ids_NLK != UNREAD).all((1, 2)).tolist()))] == expected
+                assert set(ids_NLK[(ids_NLK < 0).any((1, 2))].flat) <= {UNREAD}
+
+
+@runs_on_ranks()
+def test_slots_and_groups_are_given_back_when_the_model_is_offloaded(state: State) -> None:
+    del state
+    with skyrl_modules():
+        models = Models()
+        with balanced_worker(models.other) as worker:
+            use_routers(models.other)
+            worker.forward(models.steps[0])
+            (session,) = worker._plugin.adapter.sessions
+            assert session.session.topology.has_groups
+            worker.offload_to_cpu()
+            assert not session.session.topology.has_groups
+            worker.backload_to_gpu()
+
+
+@runs_on_ranks()
+def test_reading_routes_leaves_the_routers_as_they_were(state: State) -> None:
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    del state
+    with skyrl_modules():
+        models = Models()
+        with balanced_worker(models.other) as worker:
+            use_routers(models.other)
+            replayed_ids(
+                list(models.other.moe_layers()),
+                partial(worker._plugin.set_targets, models.steps[0][0], worker.actor_module[0]),
+            )
+            for router in RouterReplay.global_router_replay_instances:
+                assert router.router_replay_action is router.target_topk_idx is None
+                assert router.replay_backward_list == []
+
+
+@runs_on_ranks()
+def test_shadow_changes_no_bit(state: State) -> None:
+    del state
+    with skyrl_modules():
+        models = Models()
+        expected = models.results(plain_worker(models.plain))
+        with balanced_worker(models.other, "mode=shadow") as worker:
+            found = models.results(worker)
+        assert_close(found, expected, 0)
+        assert all(metrics["moe/replicas"] > 0 for metrics in found["metrics"])
+
+
+@runs_on_ranks()
+def test_live_mode_needs_no_recorded_routing(state: State) -> None:
+    del state
+    with skyrl_modules():
+        models = Models(router_replay=False)
+        expected = models.results(plain_worker(models.plain, replays=False))
+        few = mock.patch.object(balancer, "choose_quotas", quotas_of_few)
+        with few, balanced_worker(models.other, "mode=live", replays=False) as worker:
+            found = models.results(worker)
+        assert_close(found, expected)
+        assert all(metrics["moe/max_vio_before"] > 0 for metrics in found["metrics"])
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("dense_stage", [False, True])
+def test_stages_of_a_pipeline(dense_stage: bool) -> None:
+    on_ranks(_run_pipeline, (dense_stage,), ranks=4, patched="megatron")
+
+
+def _run_pipeline(dense_stage: bool) -> None:
+    """Each stage has the routes of its own layers, of which the second may have none."""
+    with skyrl_modules():
+        models = Models(layout={"pipeline": 2}, dense_stage=dense_stage)
+        expected = models.results(plain_worker(models.plain))
+        with balanced_worker(models.other) as worker:
+            found = models.results(worker)
+        assert_close(found, expected)
+        has_experts = any(True for _ in models.other.moe_layers())
+        assert (sum(metrics.get("moe/replicas", 0) for metrics in found["metrics"]) > 0) == has_experts
+
+
+@runs_on_ranks()
+def test_routes_that_skyrl_can_t_slice_are_an_error_on_all_ranks(state: State) -> None:
+    del state
+    with skyrl_modules():
+        models = Models()
+        with balanced_worker(models.other) as worker:
+            use_routers(models.other)
+            batch = models.steps[0][0]
+            if dist.get_rank():
+                batch["rollout_expert_indices"] = batch["rollout_expert_indices"][:, :, :1]
+            with pytest.raises(InputError, match="routing of micro-batch 0 can't be read"):
+                worker.forward([batch])
+
+
+@runs_on_ranks()
+def test_models_that_can_t_be_balanced_are_refused_before_the_first_step(state: State) -> None:
+    del state
+    with skyrl_modules():
+        models = Models()
+        overlap = mock.patch.object(models.other.config, "moe_shared_expert_overlap", True)
+        with overlap, pytest.raises(InputError, match="moe_shared_expert_overlap=True is not supported"):
+            balanced_worker(models.other).__enter__()
+
+
+@runs_on_ranks()
+def test_a_missing_name_is_named_when_the_worker_is_made(state: State) -> None:
+    del state
+    with skyrl_modules():
+        plugin = import_module("trimtab.integrations.skyrl_worker").SkyrlPlugin()
+
+        def setup_per_microbatch_replay_forward(model: Any) -> None:
+            pass
+
+        replay, name = import_module(REPLAY), setup_per_microbatch_replay_forward.__name__
+        fits = f"{name} has no parameter rollout_expert_indices .* fits SkyRL"
+        other = mock.patch.object(replay, name, setup_per_microbatch_replay_forward)
+        with other, pytest.raises(InputError, match=fits):
+            plugin.check_names()
