@@ -17,6 +17,8 @@ from trimtab.report.number_text import seconds as seconds_text
 TRIMTAB, BALANCED = "trimtab", "balanced"
 # A case is behind another balancer if its median ratio is above this.
 BEHIND = 0.005
+# Of predictions, as a part of the simulated time.
+NEAR = 0.03
 COLUMNS: Columns = {
     "case": "{case}",
     "`trimtab`": quantity("trimtab_s", seconds_text),
@@ -137,8 +139,10 @@ def page_blocks(figures: Figures) -> dict[str, str]:
     farthest = max((case["predicted"] for case in cases), key=abs)
     count, seeds = len(cases), len(figures["seeds"])
     steps = figures["settings"]["sizes"]["steps"] - 1
+    near = sum(abs(row["predicted"]) <= NEAR for row in figures["cases"])
     about = (
-        f"{count} cases, {seeds} seeds each, mean of {steps} steps. The planner's prediction of a step is at most "
+        f"{count} cases, {seeds} seeds each, mean of {steps} steps. The planner's prediction of the last step is "
+        f"within {NEAR:.0%} of the simulated time in {near} of {len(figures['cases'])} simulations, and at most "
         f"{abs(farthest):.1%} from the simulated time."
     )
     return {

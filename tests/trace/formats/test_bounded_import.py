@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import mmap
 import multiprocessing
 import os
@@ -89,14 +90,14 @@ def test_limits_grow_with_the_file() -> None:
     assert large.memory == small.memory + 16 * 99 * SMALL_FILE
 
 
-def test_a_file_that_ends_the_reader_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_ends_the_reader_is_named(tmp_path: Path) -> None:
     """The second one, although the first is read by the same process."""
-    # Larger files with the limits of a small one: they take some seconds on any machine.
-    monkeypatch.setattr("trimtab.trace.formats.bounded_import.SMALL_FILE", 4 * SMALL_FILE)
-    small, large, content = tmp_path / "a.jsonl", tmp_path / "b.jsonl", all_dumps()["vllm:jsonl"].content
+    small, large, content = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz", all_dumps()["vllm:jsonl"].content
     small.write_bytes(content)
-    large.write_bytes(content * (4 * SMALL_FILE // len(content)))
-    with pytest.raises(InputError, match=r"b\.jsonl: takes more than 1 s of processor time"):
+    # A small file, so with the limits of one, that takes many times as long on any machine.
+    large.write_bytes(gzip.compress(content * (20 * SMALL_FILE // len(content)), compresslevel=1, mtime=0))
+    assert large.stat().st_size < SMALL_FILE
+    with pytest.raises(InputError, match=r"b\.jsonl\.gz: takes more than 1 s of processor time"):
         list(bounded_import([small, large], "vllm", MODEL, Summary(), Limits(seconds=1)))
 
 
