@@ -297,7 +297,7 @@ def test_a_missing_name_is_named_when_the_worker_is_made(state: State) -> None:
             pass
 
         replay, name = import_module(REPLAY), setup_per_microbatch_replay_forward.__name__
-        fits = f"{name} has no parameter rollout_expert_indices .* fits SkyRL"
+        fits = f"{name} has no parameter rollout_expert_indices.* fits SkyRL"
         other = mock.patch.object(replay, name, setup_per_microbatch_replay_forward)
         with other, pytest.raises(InputError, match=fits):
             plugin.check_names()
