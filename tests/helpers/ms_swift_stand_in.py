@@ -24,7 +24,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -382,86 +381,6 @@ def build_routed_experts_batch(
     routes = [each.routed_experts.long() for each in samples]
     pairs = zip(routes, lengths, strict=True)
     return torch.cat([F.pad(each, (0, 0, 0, 0, 0, length - len(each))) for each, length in pairs])[None]
-
-
-def random_batch(rng: np.random.Generator, length: int, layers: Sequence[int], context: int = 1) -> dict[str, Any]:
-    """A micro-batch of two packed sequences, as ms-swift collates them after a rollout.
-
-    Args:
-        length: tokens of the micro-batch, with padding.
-        layers: 1 for each MoE layer of the model, 0 for others, which have routes of zeros.
-        context: ranks of context parallelism; each sequence is padded to two parts for each of them.
-    """
-    samples, part = [], 2 * context if context > 1 else 1
-    tokens: list[int] = []
-    labels: list[int] = []
-    positions: list[int] = []
-    for missing in (0, 1):
-        count = int(rng.integers(length // 4, length // 2 - 1))
-        prompt = int(rng.integers(1, count - 1))
-        ids = rng.permuted(np.broadcast_to(np.arange(8), (count, len(layers), 8)), axis=-1)[..., :2]
-        # vLLM may leave out the last token.
-        routes = torch.from_numpy(ids * np.asarray(layers)[:, None])[: count - missing]
-        samples.append(SimpleNamespace(routed_experts=routes, encoded={"length": count}))
-        own, padded = rng.integers(0, 64, count).tolist(), -(-count // part) * part
-        tokens += own + [0] * (padded - count)
-        labels += [-100] * prompt + own[prompt:] + [-100] * (padded - count)
-        positions += range(padded)
-    rest = length - len(tokens)
-    positions += list(range(part)) * (rest // part) if context > 1 else [0] * rest
-    position_ids = torch.tensor([positions])
-    lengths = get_packed_seq_params(None, position_ids).cu_seqlens_q.diff()
-    routes = swift(RL_UTILS).build_routed_experts_batch(
-        samples, seq_lengths=lengths, max_seq_len=int(lengths.max()),
-        template=SimpleNamespace(padding_side="right", padding_free=True), device="cpu", router_replay_mode="R3",
-        expected_lens=[each.encoded["length"] for each in samples],
-    )  # fmt: skip
-    return {
-        "input_ids": torch.tensor([tokens + [0] * rest]), "labels": torch.tensor([labels + [-100] * rest]),
-        "position_ids": position_ids, "routed_experts": routes,
-        "seq_lens": [each.encoded["length"] for each in samples],
-        "grpo_batch": SimpleNamespace(completion_mask=torch.ones(2, length, dtype=torch.bool), seq_lengths=lengths),
-    }  # fmt: skip
-
-
-def arguments(actor: Any = None, reference: Any = None, config: Any = None, **more: Any) -> SimpleNamespace:
-    """ms-swift's arguments, those that are read."""
-    layout = getattr(actor, "layout", None)
-    values: dict[str, Any] = {
-        "of_tests": SimpleNamespace(actor=actor, reference=reference, config=config), "rlhf_type": "grpo",
-        "router_replay_mode": "R3", "tuner_type": "full", "padding_free": True, "task_type": "causal_lm",
-        "is_multimodal": False, "use_ray": False, "cp_partition_mode": "zigzag", "sequence_packing_scheduler": None,
-        "virtual_pipeline_model_parallel_size": None, "dsa_indexer_loss_coeff": 0.0, "mtp_num_layers": None,
-        "tensor_model_parallel_size": getattr(layout, "tensor", 1), "expert_tensor_parallel_size": 1,
-        "pipeline_model_parallel_size": getattr(layout, "pipeline", 1),
-        "context_parallel_size": getattr(layout, "context", 1),
-        "micro_batch_size": 1, "num_microbatches": 2, "global_batch_size": 2, "seq_length": 16,
-    }  # fmt: skip
-    return SimpleNamespace(**values | more)
-
-
-def with_packed_mask(model: Any) -> None:
-    """Attention on a CPU takes a mask in place of the boundaries of packed sequences."""
-    names = ("input_ids", "position_ids", "attention_mask")
-
-    def replace(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        length = kwargs["input_ids"].shape[1]
-        ends = kwargs["packed_seq_params"].cu_seqlens_q[1:] * length // kwargs["packed_seq_params"].cu_seqlens_q[-1]
-        position = torch.arange(length)
-        sequence = torch.searchsorted(ends, position, right=True)
-        is_hidden = (position > position[:, None]) | (sequence != sequence[:, None])
-        return args, {name: kwargs[name] for name in names} | {"attention_mask": is_hidden[None, None]}
-
-    for each in model.models:
-        each.register_forward_pre_hook(replace, with_kwargs=True)
-
-
-def use_routers(*models: Any) -> None:
-    """The routers of a process are those of the actor, then of the reference."""
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
-    replays = [layer.router.router_replay for model in models for layer in model.moe_layers()]
-    RouterReplay.global_router_replay_instances[:] = [getattr(replay, "plain", replay) for replay in replays]
 
 
 def import_external_file(path: Path) -> None:

@@ -442,14 +442,6 @@ def with_causal_mask(model: Any, length: int) -> None:
         )
 
 
-def use_routers(model: Any) -> None:
-    """In ROLL a process has the routers of one model."""
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
-    replays = [layer.router.router_replay for layer in model.moe_layers()]
-    RouterReplay.global_router_replay_instances[:] = [getattr(replay, "plain", replay) for replay in replays]
-
-
 def routes_of(batch: DataProto) -> Array:
     found: Array = batch.batch["routed_experts"].numpy()
     return found

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.planner_steps import free_replicas
-from helpers.random_plans import random_group_plans
+from helpers.plugin_runs import plans_at_random
 from trimtab.array_type import Array
 from trimtab.planner import PlanSettings
 
@@ -312,7 +312,7 @@ def run(case: SlimeCase) -> tuple[Results, list[dict[str, float]]]:
     ):
         model, optimizer = _build(case)
         names: Callable[[], list[Any]] = lambda: list(model[0].named_parameters())  # noqa: E731
-        with _random_plans() if case.plans == "random" else _eager_plans():
+        with plans_at_random() if case.plans == "random" else _eager_plans():
             for number, tensors, figures in _rollouts(case, args, model, optimizer, names):
                 found |= {f"{number} {name}": tensor for name, tensor in tensors.items()}
                 logged += figures
@@ -331,19 +331,6 @@ def _installed(case: SlimeCase, args: Any) -> Iterator[Any]:
     else:
         with mock.patch.dict(os.environ, TRIMTAB_BALANCE=case.balance):
             yield install(args)
-
-
-@contextmanager
-def _random_plans() -> Iterator[None]:
-    from trimtab.runtime import step_planner
-
-    rng = np.random.default_rng(3)
-
-    def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> Any:
-        return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
-
-    with mock.patch.object(step_planner, "plan_schedule", plans):
-        yield
 
 
 @contextmanager

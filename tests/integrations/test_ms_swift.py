@@ -8,30 +8,27 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from copy import copy
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from helpers import ms_swift_stand_in as stand_in
 from helpers.ms_swift_modules import ms_swift
-from helpers.ms_swift_stand_in import arguments, import_external_file, random_batch, swift, use_routers
-from helpers.random_plans import random_group_plans
+from helpers.ms_swift_runs import MICRO_BATCHES, STEPS, Runs, arguments, figures, sessions
+from helpers.ms_swift_stand_in import import_external_file, swift
+from helpers.plugin_runs import differences, use_routers
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.integrations.ms_swift import PLUGIN_FILE, read_tokens
 
 State = dict[str, Any]
-STEPS, MICRO_BATCHES = 2, 2
 
 
 @pytest.fixture(scope="module")
@@ -41,139 +38,6 @@ def pool() -> Iterator[RankPool]:
     pool.forget()
 
 
-class Run:
-    """A trainer and its steps: log-probabilities of reference and actor, then an optimizer step.
-
-    Attributes:
-        planned: replicas of each pass of log-probabilities, of actor and reference; None if it was not planned.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.planned: list[int | None] = []
-
-    def steps(self, batches: list[list[dict[str, Any]]]) -> dict[str, Any]:
-        """Log-probabilities, losses and gradients, by name. Memory is freed before, as during generation."""
-        tests = self.trainer.args.of_tests
-        use_routers(tests.actor, tests.reference)
-        found: dict[str, Any] = {}
-        for step, batch in enumerate(batches):
-            self._sleep()
-            micro_batches = []
-            for number, each in enumerate(batch):
-                for session in sessions(self):
-                    session.report = None
-                data = self.trainer._maybe_compute_logps(copy(each) | {"grpo_batch": copy(each["grpo_batch"])})
-                starts = stand_in.get_packed_seq_params(None, each["position_ids"]).cu_seqlens_q
-                is_read = stand_in.split_cp_inputs(each["labels"].roll(-1, -1) != -100, starts, 1)
-                for name in ("ref", "old"):
-                    values = getattr(data["grpo_batch"], f"{name}_per_token_logps")
-                    if values is not None:
-                        found[f"{step} {name} {number}"] = values.masked_fill(~is_read, 0)
-                micro_batches.append(data)
-                self.planned += [session.report and session.report.replicas for session in sessions(self)]
-            # The optimizer's step follows in the same call.
-            optimizer = self.trainer.optimizer
-            with mock.patch.object(optimizer, "step", partial(self._keep, found, step, optimizer.step)):
-                self.trainer.run_train_step(iter(micro_batches))
-        found["loss"] = torch.tensor([step["loss"] for step in self.trainer.logged[-STEPS:]])
-        return found
-
-    def _sleep(self) -> None:
-        models = self.trainer.wrapped_models
-        if models[0].ddp_config.use_distributed_optimizer:
-            trainers = swift(stand_in.TRAINERS)
-            trainers.offload_megatron_model_to_cpu(models)
-            trainers.load_megatron_model_to_gpu(models)
-
-    def _keep(self, found: dict[str, Any], step: int, plain: Any) -> Any:
-        parameters = self.trainer.args.of_tests.actor.named_parameters()
-        found |= {f"{step} grad {name}": parameter.main_grad.clone() for name, parameter in parameters.items()}
-        return plain()
-
-
-class Runs:
-    """Runs of equal models on the same batches, in ms-swift as it is and with the plugin.
-
-    Attributes:
-        other: the last run with the plugin.
-    """
-
-    other: Run
-
-    def __init__(self, layout: Any = None, **case: Any) -> None:
-        from megatron.core import parallel_state
-
-        from helpers.megatron_runs import LENGTH, Layout, MegatronCase, Model, use_layout
-
-        layout = layout or Layout(2, 2)
-        use_layout(layout)
-        options: dict[str, Any] = {"double": True, "recompute": "uniform", "router_replay": True}
-        self.model = Model(layout, MegatronCase(**options | case))
-        self.reference = self.model.copy()
-        stand_in.with_packed_mask(self.reference)
-        # In ms-swift it is not in DDP.
-        for chunk in self.reference.chunks:
-            if chunk.use_forward_hook:
-                chunk.disable_forward_pre_hook(param_sync=False)
-        rng = np.random.default_rng(parallel_state.get_data_parallel_rank())
-        layers = self.model.config.moe_layer_freq
-        self.batches = [
-            [random_batch(rng, LENGTH, layers, layout.context) for _ in range(MICRO_BATCHES)] for _ in range(STEPS)
-        ]
-
-    def trainer(self, **more: Any) -> Any:
-        actor = self.model.copy()
-        stand_in.with_packed_mask(actor)
-        trainer = swift(stand_in.GRPO).MegatronGRPOTrainer
-        return trainer(arguments(actor, self.reference, **more), SimpleNamespace(padding_free=True))
-
-    def expected(self, **more: Any) -> dict[str, Any]:
-        return Run(self.trainer(**more)).steps(self.batches)
-
-    @contextmanager
-    def balanced(self, text: str = "", **more: Any) -> Iterator[Run]:
-        """A trainer of a process with the flag, and replicas drawn at random."""
-        from trimtab.runtime import step_planner
-
-        rng = np.random.default_rng(0)
-
-        def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> Any:
-            return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
-
-        trainer = swift(stand_in.BASE).BaseMegatronTrainer
-        with (
-            mock.patch.dict(os.environ, TRIMTAB_BALANCE=text),
-            mock.patch.object(trainer, "__init__", trainer.__init__),
-        ):
-            sys.modules.pop(PLUGIN_FILE.stem, None)
-            import_external_file(PLUGIN_FILE)
-            self.other = Run(self.trainer(**more))
-        try:
-            with mock.patch.object(step_planner, "plan_schedule", plans):
-                yield self.other
-        finally:
-            self.other.trainer.trimtab_plugin.uninstall()
-
-
-def sessions(run: Run) -> list[Any]:
-    plugin = getattr(run.trainer, "trimtab_plugin", None)
-    return [] if plugin is None or plugin.adapter is None else plugin.adapter.sessions
-
-
-def errors_of(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Relative differences, by name."""
-    assert found.keys() == expected.keys()
-    return {
-        name: float((found[name].double() - value.double()).norm() / value.double().norm().clamp(min=1e-6))
-        for name, value in expected.items()
-    }
-
-
-def figures(run: Run) -> list[dict[str, float]]:
-    return [{name: value for name, value in step.items() if "/" in name} for step in run.trainer.logged[-STEPS:]]
-
-
 def compare(layout: Any = None, largest: float = 1e-11, mode: str = "R3", **case: Any) -> None:
     with ms_swift():
         runs = Runs(layout, **case)
@@ -181,7 +45,7 @@ def compare(layout: Any = None, largest: float = 1e-11, mode: str = "R3", **case
         with runs.balanced(router_replay_mode=mode):
             found = runs.other.steps(runs.batches)
             assert not any(session.have_moved for session in sessions(runs.other))
-        errors = errors_of(found, expected)
+        errors = differences(found, expected)
         assert max(errors.values()) < largest, max(errors, key=errors.__getitem__)
         assert all(error == 0 for name, error in errors.items() if name.startswith("0 ref"))
         planned = [replicas for replicas in runs.other.planned if replicas is not None]
@@ -260,7 +124,7 @@ def test_shadow_and_off_change_no_bit(state: State) -> None:
         for mode in ("shadow", "off"):
             with runs.balanced(f"mode={mode}") as other:
                 found = other.steps(runs.batches)
-            assert max(errors_of(found, expected).values()) == 0
+            assert max(differences(found, expected).values()) == 0
             assert all(("moe/max_vio_before" in step) == (mode == "shadow") for step in figures(other))
 
 
@@ -276,7 +140,7 @@ def test_live_mode_needs_no_recorded_routing(state: State) -> None:
         with runs.balanced("mode=live", router_replay_mode="disabled") as other:
             found = other.steps(runs.batches)
             assert len(sessions(other)) == 1
-        errors = errors_of(found, expected)
+        errors = differences(found, expected)
         assert max(errors.values()) < 1e-11, max(errors, key=errors.__getitem__)
         assert all(error == 0 for name, error in errors.items() if name.startswith("0 ref"))
         assert all(step["moe/max_vio_before"] > 0 for step in figures(other))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from helpers.live_runs import quotas_of_few
 from helpers.nemo_rl_stand_in import WORKERS, micro_batch, nemo_rl_modules
-from helpers.random_plans import random_group_plans
+from helpers.plugin_runs import differences, plans_at_random
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
@@ -82,21 +82,8 @@ class Models:
 
 
 @contextmanager
-def random_plans() -> Iterator[None]:
-    from trimtab.runtime import step_planner
-
-    rng = np.random.default_rng(0)
-
-    def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> Any:
-        return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
-
-    with mock.patch.object(step_planner, "plan_schedule", plans):
-        yield
-
-
-@contextmanager
 def balanced_worker(model: Any, text: str = "", config: Any = CONFIG) -> Iterator[Any]:
-    with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text), random_plans():
+    with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text), plans_at_random():
         # As NeMo-RL's RayWorkerBuilder finds the class.
         module, _, name = WORKER.rpartition(".")
         worker = getattr(import_module(module), name).actor(config, model=model)
@@ -108,18 +95,6 @@ def balanced_worker(model: Any, text: str = "", config: Any = CONFIG) -> Iterato
 
 def plain_worker(model: Any, config: Any = CONFIG) -> Any:
     return import_module(WORKERS).MegatronPolicyWorkerImpl(config, model=model)
-
-
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Relative, by name."""
-    errors = {}
-    for name in expected.keys() - {"metrics"}:
-        if isinstance(expected[name], list) and not expected[name]:
-            # A pipeline stage without a loss.
-            continue
-        one, other = (torch.as_tensor(each, dtype=torch.float64) for each in (found[name], expected[name]))
-        errors[name] = float((one - other).norm() / other.norm().clamp(min=1e-6))
-    return errors
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.examples import examples
-from helpers.random_plans import random_group_plans
+from helpers.plugin_runs import differences, plans_at_random
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
 from helpers.rank_tests import runs_on_ranks
 from helpers.replay_stand_ins import (
@@ -68,17 +68,11 @@ class Models:
     @contextmanager
     def installed(self, text: str = "", **more: Any) -> Iterator[ReplayPlugin]:
         """The framework with its plugin, and replicas drawn at random."""
-        from trimtab.runtime import step_planner
-
-        rng = np.random.default_rng(0)
-
-        def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> Any:
-            return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
 
         with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text):
             plugin = import_module(f"trimtab.integrations.{self.framework.package}").install(arguments(**more))
         try:
-            with mock.patch.object(step_planner, "plan_schedule", plans):
+            with plans_at_random():
                 yield plugin
         finally:
             plugin.uninstall()
@@ -88,17 +82,6 @@ class Models:
 def models_of(package: str, layout: Any = None) -> Iterator[Models]:
     with stand_in(package) as framework:
         yield Models(framework, layout)
-
-
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Relative, by name; queues are to be equal."""
-    assert found["consumed"] == expected["consumed"]
-    assert found.keys() == expected.keys()
-    errors = {}
-    for name, value in expected.items():
-        one, other = (torch.as_tensor(each, dtype=torch.float64) for each in (found[name], value))
-        errors[name] = float((one - other).norm() / other.norm().clamp(min=1e-6))
-    return errors
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.random_plans import random_group_plans
+from helpers.plugin_runs import differences, plans_at_random, use_routers
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
 from helpers.rank_tests import runs_on_ranks
 from helpers.roll_stand_in import (
@@ -30,7 +30,6 @@ from helpers.roll_stand_in import (
     random_batch,
     roll,
     some_loss,
-    use_routers,
     with_causal_mask,
     worker_config,
 )
@@ -122,13 +121,6 @@ class Runs:
     @contextmanager
     def balanced(self, text: str = "", name: str = "ActorWorker", **config: Any) -> Iterator[Any]:
         """The worker with the plugin, initialized as ROLL does, and replicas drawn at random."""
-        from trimtab.runtime import step_planner
-
-        rng = np.random.default_rng(0)
-
-        def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> Any:
-            return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
-
         values, self.other = worker_config(**config), self.copy()
         with (
             mock.patch.dict(os.environ, TRIMTAB_BALANCE=text),
@@ -137,7 +129,7 @@ class Runs:
             worker = getattr(import_module("trimtab.integrations.roll"), name)(values)
             worker.initialize(None)
         try:
-            with mock.patch.object(step_planner, "plan_schedule", plans):
+            with plans_at_random():
                 yield worker
         finally:
             self.other.strategy.load_states()
@@ -148,15 +140,6 @@ class Runs:
 def sessions(worker: Any) -> list[Any]:
     plugin = worker.trimtab_plugin
     return [] if plugin.adapter is None else plugin.adapter.sessions
-
-
-def errors_of(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Relative differences, by name."""
-    assert found.keys() == expected.keys()
-    return {
-        name: float((found[name].double() - value.double()).norm() / value.double().norm().clamp(min=1e-6))
-        for name, value in expected.items()
-    }
 
 
 def figures(run: Run) -> list[dict[str, float]]:
@@ -171,7 +154,7 @@ def compare(layout: Any = None) -> None:
         with runs.balanced() as worker:
             found = runs.other.rollout(runs.batches)
             assert not any(session.have_moved for session in sessions(worker))
-        errors = errors_of(found, expected)
+        errors = differences(found, expected)
         assert max(errors.values()) < 1e-11, max(errors, key=errors.__getitem__)
         assert all(error == 0 for name, error in errors.items() if name.startswith("0 unrecorded"))
         for step in figures(runs.other):
@@ -241,7 +224,7 @@ def test_shadow_and_off_change_no_bit(state: State) -> None:
         for mode in ("shadow", "off"):
             with runs.balanced(f"mode={mode}"):
                 found = runs.other.rollout(runs.batches)
-            assert max(errors_of(found, expected).values()) == 0
+            assert max(differences(found, expected).values()) == 0
             assert all(("moe/max_vio_before" in step) == (mode == "shadow") for step in figures(runs.other))
 
 
@@ -257,7 +240,7 @@ def test_live_mode_needs_no_recorded_routing(state: State) -> None:
         expected = runs.expected(**config)
         with runs.balanced("mode=live", "DPOActorWorker", **config):
             found = runs.other.rollout(runs.batches)
-        errors = errors_of(found, expected)
+        errors = differences(found, expected)
         assert max(errors.values()) < 1e-11, max(errors, key=errors.__getitem__)
         assert all(step["moe/max_vio_before"] > 0 for step in figures(runs.other))
 

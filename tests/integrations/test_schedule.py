@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.live_runs import quotas_of_few
-from helpers.random_plans import random_group_plans
+from helpers.plugin_runs import plans_at_random
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from integrations.test_megatron_modes import MICRO_BATCHES, Pair, Results, State, pair_of, parts_of
@@ -74,19 +74,13 @@ class Recorded:
 @contextmanager
 def installed(pair: Pair, options: PluginOptions = PLAN, **more: Any) -> Iterator[tuple[Framework, Any, Recorded]]:
     """The second model in an adapter, with replicas drawn at random."""
-    from trimtab.runtime import step_planner
 
     framework, ids_of = Framework(), Recorded(pair.other, pair.tokens_MBS, pair.routing)
     adapter = ScheduleAdapter(framework, ids_of)
-    rng = np.random.default_rng(0)
-
-    def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> Any:
-        return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
-
     adapter.install()
     adapter.balance(pair.other.chunks, options, **more)
     try:
-        with mock.patch.object(step_planner, "plan_schedule", plans):
+        with plans_at_random():
             yield framework, adapter, ids_of
     finally:
         adapter.uninstall()

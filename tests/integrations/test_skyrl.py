@@ -14,14 +14,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from helpers.live_runs import quotas_of_few
-from helpers.random_plans import random_group_plans
+from helpers.plugin_runs import differences, plans_at_random, use_routers
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
-from helpers.roll_stand_in import use_routers
 from helpers.skyrl_stand_in import REPLAY, WORKERS, random_micro_batch, skyrl_modules, worker_config
 from trimtab.errors import InputError
 from trimtab.integrations.dry_replay import UNREAD
@@ -77,23 +75,12 @@ class Models:
         return found | {f"parameter {name}": each.data.clone() for name, each in parameters.items()}
 
 
-def random_plans() -> Any:
-    from trimtab.runtime import step_planner
-
-    rng = np.random.default_rng(0)
-
-    def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> Any:
-        return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
-
-    return mock.patch.object(step_planner, "plan_schedule", plans)
-
-
 @contextmanager
 def balanced_worker(model: Any, text: str = "", **config: Any) -> Iterator[Any]:
     """Of the class that SkyRL imports after the hook of its process ran."""
     sys.modules.pop("trimtab.integrations.skyrl_worker", None)
     replace_worker_when_imported()
-    with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text), random_plans():
+    with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text), plans_at_random():
         worker = import_module(WORKERS).PolicyWorker.actor(cfg=worker_config(**config))
         worker.init_model(model)
         try:
@@ -106,16 +93,6 @@ def plain_worker(model: Any, **config: Any) -> Any:
     worker = import_module(WORKERS).MegatronPolicyWorkerBase(cfg=worker_config(**config))
     worker.init_model(model)
     return worker
-
-
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Relative, by name."""
-    errors = {}
-    assert found.keys() == expected.keys()
-    for name in expected.keys() - {"metrics"}:
-        one, other = (torch.as_tensor(each, dtype=torch.float64) for each in (found[name], expected[name]))
-        errors[name] = float((one - other).norm() / other.norm().clamp(min=1e-6))
-    return errors
 
 
 def assert_close(found: dict[str, Any], expected: dict[str, Any], limit: float = 1e-5) -> None:

@@ -85,13 +85,13 @@ class DryReplayPlugin(ABC):
         """Raise InputError with the first option of the framework that is refused, and the number of others."""
         problem = wrong_mode(self.package, self.options.mode, replays)
         of_mode = () if self.options.mode == "live" else self.refused_replay
-        self._raise([problem] * bool(problem) + refused((*self.refused, *of_mode), given))
+        raise_first(self.package, [problem] * bool(problem) + refused((*self.refused, *of_mode), given))
 
     def refuse_model(self, config: Any) -> None:
         """The same for a model, by its TransformerConfig."""
         if not getattr(config, "num_moe_experts", None):
             raise InputError(f"{self.package} can't be balanced: the model has no experts")
-        self._raise(list(refusals(options_of(config)).values()))
+        raise_first(self.package, list(refusals(options_of(config)).values()))
 
     def print_first_line(self, config: Any, notes: Sequence[str] = ()) -> None:
         """The first line of the log, on rank 0."""
@@ -164,9 +164,6 @@ class DryReplayPlugin(ABC):
         self.marks_unread = not session.session.auxiliary_loss()
         ids_NLK = replayed_ids(layers, set_targets)
         return MicroBatchRoutes(ids_NLK, np.all(ids_NLK == UNREAD, axis=(1, 2)) if self.marks_unread else None)
-
-    def _raise(self, problems: Sequence[str]) -> None:
-        raise_first(self.package, problems)
 
 
 def with_result(plain: Callable[..., Any], use: Callable[[Any], None]) -> Callable[..., Any]:

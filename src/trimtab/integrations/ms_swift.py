@@ -15,7 +15,7 @@ from torch import nn
 
 from trimtab.errors import InputError
 from trimtab.integrations.dry_replay import UNREAD, DryReplayPlugin, with_result
-from trimtab.integrations.framework_options import MS_SWIFT, MS_SWIFT_RAY, MS_SWIFT_REPLAY, refused
+from trimtab.integrations.framework_options import MS_SWIFT, MS_SWIFT_RAY, MS_SWIFT_REPLAY, raise_first, refused
 from trimtab.integrations.megatron.option_tables import options_of, refusals
 from trimtab.integrations.schedule import innermost
 from trimtab.launch.launcher import LAUNCH_ORDER
@@ -90,7 +90,7 @@ class MsSwiftPlugin(DryReplayPlugin):
         given, replays = vars(args), args.router_replay_mode != "disabled"
         self.refuse_options(given, replays=replays)
         problems = refused(MS_SWIFT_RAY, given) if replays and given.get("use_ray") else []
-        self._raise([*problems, *refusals(options_of(args)).values()])
+        raise_first(self.package, [*problems, *refusals(options_of(args)).values()])
 
     def install(self, trainer: Any) -> None:
         """Balance the passes of a trainer whose model is built and loaded. Collective. Raises InputError."""
@@ -159,7 +159,7 @@ def read_tokens(labels_BT: torch.Tensor, positions_BT: torch.Tensor) -> torch.Te
     label, in their sequence.
 
     Args:
-        labels_BT: -100 where there is none. A token predicts the next one's, as ms-swift rolls them.
+        labels_BT: of tokens, -100 where there is none. The output for a token predicts the label of the token after it.
         positions_BT: of tokens in their sequences, from 0. Padding is in sequences of its own, or behind a sequence.
     """
     predicts = (labels_BT.roll(-1, -1) != -100).flatten()

@@ -13,7 +13,7 @@ import torch
 
 from trimtab.errors import InputError
 from trimtab.integrations.framework_names import check_names
-from trimtab.integrations.framework_options import read_options, refused, wrong_mode
+from trimtab.integrations.framework_options import raise_first, read_options, refused, wrong_mode
 from trimtab.integrations.megatron.option_tables import Option, options_of, refusals
 from trimtab.integrations.options import MODES
 from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
@@ -211,9 +211,7 @@ class ReplayPlugin(ABC):
         problems = [] if given.get("num_experts") else ["the model has no experts: num_experts is not set"]
         problems += self._refused_modes() + refused(self.refused, given)
         problems += refusals(options_of(self.args)).values()
-        if problems:
-            more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
-            raise InputError(f"{self.package} can't be balanced: {problems[0]}{more}")
+        raise_first(self.package, problems)
 
     def _refused_modes(self) -> list[str]:
         mode = self.options.mode

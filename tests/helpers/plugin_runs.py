@@ -1,0 +1,44 @@
+"""What tests of the plugins of frameworks share: plans drawn at random, the routers of a process, and differences."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from helpers.random_plans import random_group_plans
+
+
+def plans_at_random() -> Any:
+    """A context in which sessions of nodes of two ranks get plans with replicas drawn at random, the same on all
+    ranks."""
+    from trimtab.runtime import step_planner
+
+    rng = np.random.default_rng(0)
+
+    def plans(loads: Any, schedule: Any, placement: Any, *_: Any, **__: Any) -> Any:
+        return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
+
+    return mock.patch.object(step_planner, "plan_schedule", plans)
+
+
+def use_routers(*models: Any) -> None:
+    """The process has the routers of these models, in this order, as a process of a framework."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    replays = [layer.router.router_replay for model in models for layer in model.moe_layers()]
+    RouterReplay.global_router_replay_instances[:] = [getattr(replay, "plain", replay) for replay in replays]
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Relative differences of numbers and tensors, by name; `metrics` are not compared."""
+    assert found.keys() == expected.keys()
+    errors = {}
+    for name in expected.keys() - {"metrics"}:
+        one, other = (torch.as_tensor(each, dtype=torch.float64) for each in (found[name], expected[name]))
+        # A pipeline stage without a loss has none on both sides.
+        assert one.shape == other.shape
+        errors[name] = float((one - other).norm() / other.norm().clamp(min=1e-6))
+    return errors
