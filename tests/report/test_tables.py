@@ -83,3 +83,16 @@ def test_the_most_uneven_layers_come_first() -> None:
     assert [line[0] for line in lines] == ["14", "11", "13", "16", "10", "mean"]
     assert len(lines) == SHOWN_LAYERS + 1
     assert lines[0][1:] == ["4.75", "47.5%"]
+
+
+def test_names_of_rows_are_whole_in_a_usual_terminal() -> None:
+    """Wide headers wrap, in tables that are wider than a terminal alone."""
+    columns = ("policy", "step time", "moves left out", *(f"part {number} of ideal" for number in range(5)))
+    rows = tuple(Row(name, ("18.948 s",) * 7) for name in ("eplb_every_step", "eplb_oracle"))
+    stream = StringIO()
+    Console(width=80, file=stream).print(
+        terminal_table(TableData("Wide", columns[:6], tuple(replace(row, cells=row.cells[:5]) for row in rows)))
+    )
+    assert [row.name for row in rows if row.name not in stream.getvalue()] == []
+    narrow = terminal_table(TableData("Narrow", columns[:3], tuple(replace(row, cells=row.cells[:2]) for row in rows)))
+    assert "moves left out" in printed(narrow)

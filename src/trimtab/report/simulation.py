@@ -94,9 +94,9 @@ def answers(cases: Sequence[SimulatedCase]) -> str:
     if len(cases) == 1:
         return answer(cases[0])
     first = {case.dispatcher: case for case in reversed(cases)}
-    is_swept = len({(case.ranks, case.slots, case.micro_steps) for case in cases}) > 1
+    differ_in_dispatcher = len(first) == len(cases)
     return "\n".join(
-        f"{case.text if is_swept else f'{case.dispatcher} sent'.capitalize()}: {answer(case)}"
+        f"{f'{case.dispatcher} sent'.capitalize() if differ_in_dispatcher else case.text}: {answer(case)}"
         for case in cases
         if first[case.dispatcher] is case
     )
