@@ -188,13 +188,24 @@ def test_reading_routes_leaves_the_routers_as_they_were(state: State) -> None:
         models = Models()
         with balanced_worker(models.other) as worker:
             use_routers(models.other)
-            replayed_ids(
-                list(models.other.moe_layers()),
-                partial(worker._plugin.set_targets, models.steps[0][0], worker.actor_module[0]),
-            )
-            for router in RouterReplay.global_router_replay_instances:
-                assert router.router_replay_action is router.target_topk_idx is None
-                assert router.replay_backward_list == []
+            layers = list(models.other.moe_layers())
+            set_targets = partial(worker._plugin.set_targets, models.steps[0][0], worker.actor_module[0])
+
+            def assert_as_before() -> None:
+                for router in RouterReplay.global_router_replay_instances:
+                    assert router.router_replay_action is router.target_topk_idx is None
+                    assert router.replay_backward_list == []
+
+            replayed_ids(layers, set_targets)
+            assert_as_before()
+
+            def fail() -> None:
+                set_targets()
+                raise ZeroDivisionError
+
+            with pytest.raises(ZeroDivisionError):
+                replayed_ids(layers, fail)
+            assert_as_before()
 
 
 @runs_on_ranks()
