@@ -66,8 +66,7 @@ class SequentialExperts:
     def tensors(self) -> list[list[nn.Parameter]]:
         """See `Experts`."""
         return [
-            # Not as attributes, which `nn.Module` looks up slowly: several hundred are read in every micro-step.
-            [mlp._modules[linear]._parameters[name] for mlp in self._module.local_experts]
+            [_parameter(mlp._modules[linear], name) for mlp in self._module.local_experts]
             for linear, name in self._names
         ]
 
@@ -118,8 +117,8 @@ class GroupedExperts:
         """See `Experts`."""
         experts = range(self._module.num_local_experts)
         return [
-            [getattr(getattr(self._module, linear), f"{name}{expert}") for expert in experts]
-            for linear, name in self._names
+            [_parameter(product, f"{name}{expert}") for expert in experts]
+            for product, name in ((self._module._modules[linear], name) for linear, name in self._names)
         ]
 
     def names(self) -> list[list[str]]:
@@ -183,6 +182,13 @@ class GroupedExperts:
             return None
         dtype: torch.dtype = first.main_grad.dtype
         return dtype
+
+
+def _parameter(module: Any, name: str) -> nn.Parameter:
+    """A module's Parameter. Attributes are slow in `nn.Module`, and many hundred are read in every micro-step."""
+    found: nn.Parameter | None = module._parameters.get(name)
+    # A parametrized one is computed.
+    return getattr(module, name) if found is None else found
 
 
 def _without_parameters(module: nn.Module) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from torch.overrides import TorchFunctionMode
 
 
 class _NoStream:
@@ -22,17 +23,23 @@ class _NoStream:
         return lambda *_args, **_options: _NoStream()
 
 
-class _OnCpu(TorchFunctionMode):
-    """Tensors that Megatron creates on "cuda" or in pinned memory are created on the CPU."""
+# Functions that create tensors. Megatron gives them "cuda" as their device, and pinned memory.
+_CREATES = (
+    "arange", "as_tensor", "empty", "empty_like", "full", "full_like", "ones", "ones_like", "rand", "randint", "randn",
+    "tensor", "zeros", "zeros_like",
+)  # fmt: skip
 
-    def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs:
-            return function(*args)
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs = {**kwargs, "device": "cpu"}
-        if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        return function(*args, **kwargs)
+
+def _on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(create)
+    def create_on_cpu(*args: Any, **options: Any) -> torch.Tensor:
+        if str(options.get("device", "")).startswith("cuda"):
+            options["device"] = "cpu"
+        if options.get("pin_memory"):
+            options["pin_memory"] = False
+        return create(*args, **options)
+
+    return create_on_cpu
 
 
 def use_cpu() -> None:
@@ -56,7 +63,8 @@ def use_cpu() -> None:
     tensor.cuda = lambda self, *_args, **_options: self
     tensor.record_stream = lambda _self, _stream: None
     tensor.type = _type_on_cuda
-    _OnCpu().__enter__()
+    for name in _CREATES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
     norm: Any = WrappedTorchNorm
     norm.__new__ = staticmethod(_norm)
     modules: Any = moe_utils, token_dispatcher

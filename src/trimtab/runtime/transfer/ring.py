@@ -33,6 +33,10 @@ from trimtab.runtime.transfer.streams import BackgroundCopies, Wait
 from trimtab.runtime.transfer.visits import Instance, Visits
 
 
+# Visits ahead in which replicas are looked for. Few layers with replicas are further apart.
+AHEAD = 8
+
+
 @dataclass(eq=False)
 class _Arrival:
     """The replicas of an instance on this rank: buffer in the ring, number, and waits for their transfers."""
@@ -173,7 +177,7 @@ class ReplicaRing:
         """
         assert self._replicas is not None
         window: list[Instance] = []
-        coming = self._visits.coming(len(self._homes), len(self._homes))
+        coming = self._visits.coming(AHEAD, len(self._homes))
         for instance in itertools.chain(now, coming):
             if self._replicas.count(*instance) and instance not in window:
                 window.append(instance)
