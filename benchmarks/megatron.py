@@ -64,10 +64,6 @@ def add_to(parser: Parser) -> None:
     add_options(parser, "--pairs", type=positive, default=40, help="timed rounds of all four variants")
     add_options(parser, "--seeds", type=positive, default=8, help="skewed routings: those of seeds 0 to N - 1")
     add_options(
-        parser, "--dispatcher", choices=("megatron", "trimtab"), default="megatron",
-        help="what sends rows in planned steps",
-    )  # fmt: skip
-    add_options(
         parser, "--rehome", action="store_true",
         help="instead, train on drifting routing: plain, EPLB's homes, mode rehome, and mode plan",
     )  # fmt: skip
@@ -118,9 +114,7 @@ class _Models:
     def __init__(self, settings: MegatronBenchmark) -> None:
         self.plain, self.planned = MegatronModel(settings), MegatronModel(settings)
         # With rates every step is planned alike; without, some do nothing to measure that.
-        self.session = balance(
-            self.planned.ddp, slots_per_rank=settings.slots, dispatcher=settings.dispatcher, rates=LOCAL_CPU
-        )
+        self.session = balance(self.planned.ddp, slots_per_rank=settings.slots, rates=LOCAL_CPU)
 
     def plain_step(self, routing: Routing) -> Callable[[], None]:
         """A step of Megatron alone."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +40,6 @@ class MegatronBenchmark:
     Attributes:
         pairs: timed rounds of all variants.
         seeds: skewed routings, of the seeds 0 to seeds - 1, at most one for each pair. Rounds use them in turn.
-        dispatcher: of planned Megatron; see `trimtab.integrations.megatron.balance`.
         json: file for the figures; None for none.
         micro_batches: micro-batches of a step.
         sequences: sequences of a micro-batch on each rank.
@@ -54,7 +53,6 @@ class MegatronBenchmark:
 
     pairs: int = 40
     seeds: int = 8
-    dispatcher: Literal["megatron", "trimtab"] = "megatron"
     json: Path | None = None
     micro_batches: int = 2
     sequences: int = 4

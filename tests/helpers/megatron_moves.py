@@ -43,7 +43,7 @@ class Pair:
         self.plain = Model(layout, case)
         self.moving = self.plain.copy()
         self.plain.optimizer.reload_model_params()
-        self.session = balance(self.moving.chunks, dispatcher=case.dispatcher, **options)  # type: ignore[arg-type]
+        self.session = balance(self.moving.chunks, **options)
         self.session.register_optimizer(self.moving.optimizer)
         self.moved = self.replicas = 0
         # The ranks of an expert-parallel group and of those with the same experts draw the same homes.

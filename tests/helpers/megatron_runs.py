@@ -63,7 +63,6 @@ class MegatronCase:
     distributed_optimizer: bool = False
     adam: bool = False
     overlap: bool = False
-    dispatcher: str = "megatron"
     random_plans: bool = True
     router_replay: bool = False
     double: bool = False
@@ -311,7 +310,7 @@ class _Comparison:
         options: dict[str, Any] = {"slots_per_rank": 2} if case.random_plans else {"slots_per_rank": 6, "exact": True}
         if case.live is not None:
             options = {"slots_per_rank": 2, "mode": "live", "policy": case.live}
-        self.session = balance(self.balanced.chunks, dispatcher=case.dispatcher, **options)  # type: ignore[arg-type]
+        self.session = balance(self.balanced.chunks, **options)
         self.plan_rng = np.random.default_rng((case.seed, dist.get_rank() // 2))
         self.replicas = 0
         self.has_experts = any(True for _ in self.plain.moe_layers())

@@ -26,7 +26,7 @@ LAYOUTS = {
 }
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "layout": tuple(LAYOUTS), "recompute": ("none", "moe", "uniform", "block"),
-    "distributed_optimizer": (False, True), "overlap": (False, True), "dispatcher": ("megatron", "trimtab"),
+    "distributed_optimizer": (False, True), "overlap": (False, True),
     "random_plans": (True, False), "router_replay": (False, True),
 }  # fmt: skip
 MORE: dict[str, list[MegatronCase]] = {
@@ -73,7 +73,7 @@ def cases_of(layout: str) -> list[MegatronCase]:
 # By policy, without recorded routing.
 LIVE: dict[str, list[MegatronCase]] = {
     "EP 2": [
-        MegatronCase(1, double=True, live="quota", recompute="uniform", dispatcher="trimtab"),
+        MegatronCase(1, double=True, live="quota", recompute="uniform"),
         MegatronCase(2, double=True, live="predict", recompute="moe", router_replay=True),
         MegatronCase(3, live="predict", distributed_optimizer=True, overlap=True),
         MegatronCase(4, 3, double=True, live="auto", recompute="block"),
@@ -104,8 +104,7 @@ def compare(layout: Layout, cases: list[MegatronCase]) -> None:
 def test_expert_gradients_of_data_ranks_are_reduced_in_the_same_order() -> None:
     """Buckets end within a layer, in which the two expert-parallel groups have different replicas."""
     cases = [
-        MegatronCase(seed, examples(short=3, long=4), double=True, overlap=True, dispatcher=dispatcher)
+        MegatronCase(seed, examples(short=3, long=4), double=True, overlap=True)
         for seed in range(examples(short=1, long=5))
-        for dispatcher in ("megatron", "trimtab")
     ]
     on_ranks(compare, (LAYOUTS["EP 2 x expert-DP 2"], cases), ranks=4, patched="megatron")

@@ -31,9 +31,7 @@ CASES = {
     "grouped": MegatronCase(grouped=True, double=True, bias=True, recompute="moe_act"),
     "grouped fused": MegatronCase(grouped=True, fused=True, double=True, pipelined_layers=True),
     "grouped fused frozen": MegatronCase(grouped=True, fused=True, double=True, frozen=True, recompute="moe"),
-    "grouped fused overlap": MegatronCase(
-        grouped=True, fused=True, overlap=True, distributed_optimizer=True, dispatcher="trimtab"
-    ),
+    "grouped fused overlap": MegatronCase(grouped=True, fused=True, overlap=True, distributed_optimizer=True),
     "fused": MegatronCase(fused=True),
     "deepep": MegatronCase(flex="deepep", double=True),
 }
@@ -128,13 +126,13 @@ def test_deepep_gets_planned_experts_with_weight_0(state: State) -> None:
     assert torch.allclose(manager.token_probs, weights)
 
 
-@pytest.mark.parametrize("name", ["deepep", "grouped", "grouped fused overlap"])
+@pytest.mark.parametrize("name", ["deepep", "grouped"])
 @runs_on_ranks()
 def test_plans_price_what_the_dispatcher_sends(state: State, name: str) -> None:
     from trimtab.integrations.megatron import balance
 
     model = Model(LAYOUT, CASES[name])
-    session = balance(model.chunks, dispatcher=CASES[name].dispatcher).session  # type: ignore[arg-type]
+    session = balance(model.chunks).session
     assert session is not None
     assert {homes.dispatch_forwards for homes in session.homes} == {name == "deepep"}
 
@@ -151,10 +149,9 @@ def test_refuses_by_name(state: State) -> None:
         with pytest.raises(InputError, match=message):
             balance(model.chunks, slots_per_rank=slots)
 
-    deepep, hybridep, grouped = MegatronCase(flex="deepep"), MegatronCase(flex="hybridep"), MegatronCase(grouped=True)
+    deepep, grouped = MegatronCase(flex="deepep"), MegatronCase(grouped=True)
     message = r"moe_flex_dispatcher_backend=ncclep is not supported.*set it to deepep or hybridep"
     refused(message, deepep, lambda layer: vars(layer.config).update(moe_flex_dispatcher_backend="ncclep"))
-    refused("HybridEP needs a multiple of 4 .*: use slots_per_rank=2", hybridep, lambda layer: None, slots=1)
     message = "has experts in TEGroupedMLP; use SequentialMLP, or TEGroupedMLP with one weight"
     refused(message, grouped, lambda layer: vars(layer.experts).update(_with_fused_impl=True))
     refused(message, grouped, lambda layer: setattr(layer.experts.linear_fc1, "weight0", None))

@@ -287,14 +287,13 @@ def test_wrong_routing_is_refused_on_all_ranks(state: State) -> None:
         assert pair.error(pair.step(pair.other, session.planned(pair.function, pair.routing))) < 1e-12
 
 
-@pytest.mark.parametrize("dispatcher", ["megatron", "trimtab"])
 @runs_on_ranks()
-def test_unknown_routes_are_the_routers_choice(state: State, dispatcher: str) -> None:
+def test_unknown_routes_are_the_routers_choice(state: State) -> None:
     pair = pair_of(state)
     routing = [ids.copy() for ids in pair.routing]
     routing[0][::3, 0] = -1
     routing[1][5:, 1] = -1
-    with pair.balanced(dispatcher=dispatcher) as session:
+    with pair.balanced() as session:
         planned = session.planned(pair.function, routing)
         assert pair.error(pair.step(pair.other, planned)) < 1e-12
         metrics = session.take_metrics()

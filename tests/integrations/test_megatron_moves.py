@@ -42,7 +42,6 @@ MORE = [
     MegatronCase(distributed_optimizer=True, overlap=True),
     MegatronCase(distributed_optimizer=True, grouped=True),
     MegatronCase(adam=True, double=True, frozen=True),
-    MegatronCase(adam=True, double=True, dispatcher="trimtab"),
 ]
 # In the short form.
 CASES_OF = {"EP 2": CASES, "EP 2 x expert-DP 2": CASES[2:], "PP 2 x EP 2": CASES[::3]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,3 +195,34 @@ def test_the_package_has_its_public_names_alone() -> None:
     assert callable(megatron.balance)
     with pytest.raises(AttributeError, match=r"trimtab\.integrations\.megatron' has no attribute 'nothing'"):
         megatron.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("backend", "homes", "slots", "nodes", "variable", "found"),
+    [
+        ("deepep", 5, 2, [0, 0], None, 2),
+        ("hybridep", 4, 1, [0, 0], None, 2),
+        ("hybridep", 4, 2, [0, 0], None, 2),
+        # All ranks have a multiple of 4, a node has not.
+        ("hybridep", 4, 1, [0, 0, 1, 1], None, 2),
+        ("hybridep", 4, 1, [0, 1, 0, 1], "4", 1),
+        ("hybridep", 5, 0, None, None, 3),
+        ("hybridep", 5, 1, [0, 0, 0], None, 3),
+    ],
+)
+def test_hybrid_ep_gets_slots_that_its_kernels_need(
+    backend: str, homes: int, slots: int, nodes: list[int] | None, variable: str | None, found: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
+
+    from trimtab.integrations.megatron.support import HYBRID_EP_RANKS, fitting_slots
+
+    monkeypatch.delenv(HYBRID_EP_RANKS, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(HYBRID_EP_RANKS, variable)
+    layer: Any = SimpleNamespace(
+        token_dispatcher=MoEFlexTokenDispatcher.__new__(MoEFlexTokenDispatcher), num_local_experts=homes,
+        config=SimpleNamespace(moe_flex_dispatcher_backend=backend),
+    )  # fmt: skip
+    assert fitting_slots(layer, slots, nodes) == found

@@ -49,7 +49,7 @@ class PlanReport:
         "max/mean - 1 of rank loads, mean over instances, at the present homes", key="moe/max_vio_before"
     )
     max_vio_after: float = measured("the same under the plan", key="moe/max_vio_after")
-    replicas: int = measured("replicas in all instances", key="moe/replicas")
+    replicas: int = measured("replicas in all instances; expected ones if `is_sliced`", key="moe/replicas")
     homes_moved: int = measured("experts that change rank, over all layers", key="moe/homes_moved")
     micro_steps: int = measured("micro-steps of the step")
     unplanned_micro_steps: int = measured("micro-steps that run without a plan")

@@ -18,7 +18,6 @@ from trimtab.integrations.megatron.option_tables import moe_pattern
 from trimtab.integrations.megatron.physical_dispatch import (
     MegatronRows,
     PlannedDispatcher,
-    TrimtabRows,
     physical_dispatcher,
 )
 from trimtab.integrations.megatron.replay import SessionReplay
@@ -38,12 +37,12 @@ class BalancedLayer:
         is_exported: whether an exporter runs, which may ask for a `state_dict()`.
     """
 
-    def __init__(self, moe_layer: MoELayer, session: Session, groups: Any, dispatcher: str) -> None:
+    def __init__(self, moe_layer: MoELayer, session: Session, groups: Any) -> None:
         self._moe_layer = moe_layer
         experts = experts_of(moe_layer.experts)
         assert experts is not None
         self._experts: Experts = experts
-        forwards = dispatcher == "megatron" and isinstance(moe_layer.token_dispatcher, MoEFlexTokenDispatcher)
+        forwards = isinstance(moe_layer.token_dispatcher, MoEFlexTokenDispatcher)
         config = moe_layer.config
         groups_of = (config.moe_router_num_groups or 1, config.moe_router_group_topk or 1)
         self._layer: FrameworkLayer = session.add_framework_layer(
@@ -55,11 +54,8 @@ class BalancedLayer:
         # Megatron before 0.16 and forks of it have none; their routers have to ask `SessionReplay` in another way.
         plain_replay = getattr(moe_layer.router, "router_replay", None)
         replay = SessionReplay(self._layer, plain_replay, lambda: session.settings.executes_plans)
-        start = TrimtabRows.start
-        if dispatcher == "megatron":
-            physical = physical_dispatcher(moe_layer, session.slots_per_rank, session.topology.positions, groups)
-            joins = isinstance(experts, GroupedExperts)
-            start = partial(MegatronRows.start, physical, joins)  # type: ignore[assignment]
+        physical = physical_dispatcher(moe_layer, session.slots_per_rank, session.topology.positions, groups)
+        start = partial(MegatronRows.start, physical, isinstance(experts, GroupedExperts))
         self._dispatcher = PlannedDispatcher(moe_layer, self._layer, replay, start)
         self._compute_homes = moe_layer.experts.forward
         moe_layer.router.router_replay = replay
@@ -131,4 +127,4 @@ class BalancedLayer:
                 replica_rows = self._experts.compute(
                     replica_rows, call.layer_call.layout.replica_groups.counts, call.replica_probs, replicas.tensors
                 )
-        return call.join(outputs, replica_rows), bias
+        return torch.cat([outputs, replica_rows]), bias

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from trimtab.integrations.megatron.physical_dispatch import (
     PlannedDispatcher,
 )
 from trimtab.integrations.megatron.reduction_order import ReductionOrder
-from trimtab.integrations.megatron.support import auxiliary_loss, check_slots, check_supported
+from trimtab.integrations.megatron.support import auxiliary_loss, check_supported, fitting_slots
 from trimtab.planner import Placement
 from trimtab.runtime import MicroStep, PlanReport, Session
 from trimtab.runtime.session_settings import Mode
@@ -42,7 +42,6 @@ def balance(
     pg_collection: Any = None,
     slots_per_rank: int = 2,
     mode: Mode = "plan",
-    dispatcher: Literal["megatron", "trimtab"] = "megatron",
     nodes: Sequence[int] | None = None,
     **options: Any,
 ) -> MegatronSession:
@@ -55,11 +54,9 @@ def balance(
     Args:
         model_chunks: the model of this rank, or its chunks in an interleaved pipeline, in order.
         pg_collection: Megatron's `ProcessGroupCollection`; the groups of `parallel_state` by default.
-        slots_per_rank: most replicas of one layer on a rank.
+        slots_per_rank: most replicas of one layer on a rank. With HybridEP up to 3 more, where its kernels need them.
         mode: see `Session`. In `shadow` and `off` Megatron runs as without this call. `rehome` needs an optimizer.
             `live` balances what `MegatronSession.live` runs, by any `policy` but `feplb`.
-        dispatcher: `megatron` sends rows by Megatron's own dispatcher, built for physical experts: all-to-all, or flex
-            with DeepEP or HybridEP; `trimtab` by ours.
         nodes: the node number of each rank of the expert-parallel group, in its order; by host name by default.
         options: others of `Session`.
 
@@ -75,22 +72,22 @@ def balance(
         return MegatronSession(None, chunks, [])
     if any(isinstance(layer.token_dispatcher, PlannedDispatcher) for layer in layers):
         raise InputError("the model is balanced already; call remove() of its MegatronSession first")
-    if dispatcher not in ("megatron", "trimtab"):
-        raise InputError(f"dispatcher is {dispatcher!r}; it should be one of megatron, trimtab")
+    if "dispatcher" in options:
+        raise InputError(
+            "balance() has no option dispatcher any more: rows go by Megatron's own dispatcher; leave it out"
+        )
     config = layers[0].config
     check_supported(config, layers, chunks)
-    if dispatcher == "megatron":
-        check_slots(layers[0], slots_per_rank)
     groups = pg_collection or get_default_pg_collection()
     expert_dp = getattr(groups, "expt_dp", None) or parallel_state.get_expert_data_parallel_group()
+    nodes = nodes if nodes is not None else _nodes(layers[0].ep_group)
     session = Session(
         num_experts=config.num_moe_experts, expert_group=layers[0].ep_group,
         expert_dp_group=expert_dp if expert_dp.size() > 1 else None,
-        nodes=nodes if nodes is not None else _nodes(layers[0].ep_group), mode=mode, slots_per_rank=slots_per_rank,
-        **options,
+        nodes=nodes, mode=mode, slots_per_rank=fitting_slots(layers[0], slots_per_rank, nodes), **options,
     )  # fmt: skip
     session.auxiliary_loss = partial(auxiliary_loss, config)
-    balanced = [BalancedLayer(layer, session, groups, dispatcher) for layer in layers]
+    balanced = [BalancedLayer(layer, session, groups) for layer in layers]
     return MegatronSession(session, chunks, balanced)
 
 
@@ -100,7 +97,8 @@ class MegatronSession:
     Attributes:
         session: the session, for metrics and modes. Its own `plan`, `finish_gradients` and `move` are not used. None on
             a pipeline stage without MoE layers, where Megatron runs as without this object.
-        report: the plan of the last step; None before the first, and without MoE layers.
+        report: the plan of the last step; None before the first, and without MoE layers. Its replicas are expected ones
+            where they are planned while the step runs, see `PlanReport`.
     """
 
     def __init__(self, session: Session | None, chunks: Sequence[nn.Module], layers: Sequence[BalancedLayer]) -> None:

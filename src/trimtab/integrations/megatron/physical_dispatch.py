@@ -1,10 +1,10 @@
-"""Dispatch of planned and live calls: by Megatron's own dispatcher, built for physical experts, or by Trimtab's."""
+"""Dispatch of planned and live calls by Megatron's own dispatcher, built for physical experts."""
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,42 +16,9 @@ from megatron.core.transformer.moe.token_dispatcher import (
     _DeepepManager,
 )
 
-from trimtab.runtime.layer.dispatch import Dispatched, RowDispatcher
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.layer.layer_call import LayerCall
 from trimtab.runtime.state.expert_places import ExpertPlaces
-
-
-class Rows(Protocol):
-    """The rows of one call, with the methods of Megatron's dispatchers.
-
-    Attributes:
-        layer_call: the call.
-        are_joined: whether `dispatch_postprocess` returns rows of home experts and replicas together.
-        replica_rows, replica_probs: else, rows `[B, H]` and weights `[B]` of this rank's replicas, if any rank has a
-            replica in the call.
-    """
-
-    layer_call: LayerCall
-    are_joined: bool
-    replica_rows: torch.Tensor
-    replica_probs: torch.Tensor
-
-    def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def dispatch_postprocess(
-        self, hidden: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
-
-    def join(self, home_outputs: torch.Tensor, replica_outputs: torch.Tensor) -> torch.Tensor:
-        """The outputs of all local experts, for `combine_preprocess`."""
-        ...
-
-    def combine_preprocess(self, outputs: torch.Tensor) -> torch.Tensor: ...
-
-    def token_combine(self, outputs: torch.Tensor) -> torch.Tensor: ...
-
-    def combine_postprocess(self, outputs: torch.Tensor) -> torch.Tensor: ...
 
 
 class PlannedDispatcher:
@@ -65,7 +32,7 @@ class PlannedDispatcher:
 
     def __init__(self, moe_layer: MoELayer, layer: FrameworkLayer, replay: Any, make_rows: Any) -> None:
         self.plain = moe_layer.token_dispatcher
-        self.rows: Rows | None = None
+        self.rows: MegatronRows | None = None
         self._layer, self._replay, self._make_rows, self._router = layer, replay, make_rows, moe_layer.router
         self._homes, self._places = layer.homes.places, layer.places()
         self._order = torch.from_numpy(self._places.by_position)
@@ -150,12 +117,20 @@ def _own_topk(router: Any) -> str:
 
 
 class MegatronRows:
-    """Rows that one of Megatron's dispatchers sends. See `Rows`.
+    """The rows of one call, which one of Megatron's dispatchers sends, with the methods of these.
 
     Args:
         dispatcher: built for physical experts.
-        weights: `[T, K]`, the router's weights of its experts.
+
+    Attributes:
+        layer_call: the call.
+        are_joined: whether `dispatch_postprocess` returns rows of home experts and replicas together.
+        replica_rows, replica_probs: else, rows `[B, H]` and weights `[B]` of this rank's replicas, if any rank has a
+            replica in the call.
     """
+
+    replica_rows: torch.Tensor
+    replica_probs: torch.Tensor
 
     @classmethod
     def start(
@@ -169,6 +144,7 @@ class MegatronRows:
         """The rows of a call, and what Megatron's `dispatch_preprocess` returns.
 
         Args:
+            weights: `[T, K]`, the router's weights of its experts.
             joins: whether replicas can be computed in one product with home experts. Live calls do not, since their
                 replicas are still on the way.
         """
@@ -201,9 +177,6 @@ class MegatronRows:
         hidden, self.replica_rows = hidden.split(parts)
         probs, self.replica_probs = probs.split(parts)
         return hidden, counts, probs
-
-    def join(self, home_outputs: torch.Tensor, replica_outputs: torch.Tensor) -> torch.Tensor:
-        return torch.cat([home_outputs, replica_outputs])
 
 
 class PhysicalAlltoAll(MoEAlltoAllTokenDispatcher):
@@ -304,46 +277,3 @@ def _physical_experts(moe_layer: MoELayer, num_slots: int) -> dict[str, Any]:
         "local_expert_indices": list(range(first, first + local)),
         "config": config,
     }
-
-
-class TrimtabRows:
-    """Rows that Trimtab's dispatcher sends. See `Rows`. The router's weights are applied where rows come back."""
-
-    @classmethod
-    def start(
-        cls, hidden: torch.Tensor, weights: torch.Tensor, layer_call: LayerCall
-    ) -> tuple[TrimtabRows, torch.Tensor, torch.Tensor]:
-        """The rows of a call; nothing is sent yet."""
-        return cls(hidden.shape, layer_call), hidden.reshape(-1, hidden.shape[-1]), weights
-
-    def __init__(self, shape: torch.Size, layer_call: LayerCall) -> None:
-        self.layer_call, self.are_joined = layer_call, False
-        self._shape, self._dispatcher = shape, RowDispatcher()
-        self._arrived: Dispatched | None = None
-        self._replica_outputs: list[torch.Tensor] = []
-
-    def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = self.layer_call.layout.physical_ids
-        self._arrived = arrived = self._dispatcher.dispatch(hidden, ids, probs, self.layer_call)
-        self.replica_rows = arrived.replica_rows
-        self.replica_probs = probs.new_ones(len(arrived.replica_rows))
-        return arrived.home_rows, probs.new_ones(len(arrived.home_rows))
-
-    def dispatch_postprocess(
-        self, hidden: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return hidden, torch.tensor(self.layer_call.layout.home_groups.counts), probs
-
-    def join(self, home_outputs: torch.Tensor, replica_outputs: torch.Tensor) -> torch.Tensor:
-        self._replica_outputs = [replica_outputs]
-        return home_outputs
-
-    def combine_preprocess(self, outputs: torch.Tensor) -> torch.Tensor:
-        return outputs
-
-    def token_combine(self, outputs: torch.Tensor) -> torch.Tensor:
-        assert self._arrived is not None
-        return self._dispatcher.combine([outputs, *self._replica_outputs], self._arrived)
-
-    def combine_postprocess(self, outputs: torch.Tensor) -> torch.Tensor:
-        return outputs.view(self._shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from trimtab.errors import InputError
 from trimtab.integrations.megatron.experts import experts_of
 from trimtab.integrations.megatron.option_tables import options_of, refusals
 
+HYBRID_EP_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 EXPERTS_ADVICE = "use SequentialMLP, or TEGroupedMLP with one weight for each expert and without fused operations"
 
 
@@ -41,21 +43,24 @@ def check_supported(config: Any, layers: Sequence[MoELayer], chunks: Sequence[nn
         raise InputError(f"this Megatron model can't be balanced: {found[0]}{more}")
 
 
-def check_slots(layer: MoELayer, slots_per_rank: int) -> None:
-    """Raises InputError if HybridEP has no kernel for H + S experts on a rank.
+def fitting_slots(layer: MoELayer, slots_per_rank: int, nodes: Sequence[int] | None) -> int:
+    """The least number of slots, `slots_per_rank` or more, with which the layer's dispatcher works.
 
-    It needs a multiple of 4 experts in each NVLink domain. All ranks are whole domains, so their experts are a multiple
-    of 4 too.
+    HybridEP needs a multiple of 4 experts, H + S for each rank, in every NVLink domain (`csrc/hybrid_ep/config.cuh` in
+    DeepEP's branch hybrid-ep). Domains have as many ranks as a variable says, or are whole nodes.
+
+    Args:
+        nodes: the node of each rank of the expert-parallel group; None if they have different numbers of ranks.
     """
-    dispatcher, ranks, homes = layer.token_dispatcher, layer.ep_group.size(), layer.num_local_experts
-    if type(dispatcher) is not MoEFlexTokenDispatcher or layer.config.moe_flex_dispatcher_backend != "hybridep":
-        return
-    fitting = next(slots for slots in range(slots_per_rank, slots_per_rank + 4) if ranks * (homes + slots) % 4 == 0)
-    if fitting != slots_per_rank:
-        raise InputError(
-            f"slots_per_rank={slots_per_rank} gives {ranks} ranks {homes} + {slots_per_rank} experts each; HybridEP "
-            f"needs a multiple of 4 on all ranks: use slots_per_rank={fitting}"
-        )
+    if (
+        type(layer.token_dispatcher) is not MoEFlexTokenDispatcher
+        or layer.config.moe_flex_dispatcher_backend != "hybridep"
+    ):
+        return slots_per_rank
+    homes, ranks = layer.num_local_experts, 1 if nodes is None else list(nodes).count(nodes[0])
+    text = os.environ.get(HYBRID_EP_RANKS, "")
+    ranks = int(text) if text.isdecimal() else ranks
+    return next(slots for slots in range(slots_per_rank, slots_per_rank + 4) if ranks * (homes + slots) % 4 == 0)
 
 
 def auxiliary_loss(config: Any) -> str:
