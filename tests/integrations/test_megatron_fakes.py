@@ -116,7 +116,7 @@ def test_deepep_gets_planned_experts_with_weight_0(state: State) -> None:
     from trimtab.integrations.megatron.physical_dispatch import MegatronRows, physical_dispatcher
 
     layer = next(Model(LAYOUT, MegatronCase(flex="deepep")).moe_layers())
-    physical = physical_dispatcher(layer, 2, (0, 1), get_default_pg_collection())
+    physical = physical_dispatcher(layer, 2, get_default_pg_collection())
     ids = torch.tensor([[11, 4], [5, 8], [10, 9]], dtype=torch.uint16)
     weights = torch.tensor([[0.0, 1.0], [0.3, 0.7], [0.0, 0.0]])
     layer_call: Any = SimpleNamespace(layout=SimpleNamespace(physical_ids=ids), is_live=False)

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
 from trimtab.array_type import Array
@@ -41,9 +43,10 @@ def arrived_at(rank: int, layouts: list[Layout], ids_R: list[Array]) -> list[Row
     rows: list[Row] = []
     for source, (layout, ids_NK) in enumerate(zip(layouts, ids_R, strict=True)):
         sent: list[Row] = [(-1, -1, -1)] * ids_NK.size
-        for token, places in enumerate(layout.row_places.tolist()):
+        assert layout.places is not None
+        for token, places in enumerate(layout.places.row_places.tolist()):
             for k, place in enumerate(places):
-                assert int(layout.row_tokens[place]) == token
+                assert int(layout.places.row_tokens[place]) == token
                 sent[place] = (source, token, int(ids_NK[token, k]))
         start = sum(layout.send_splits[:rank])
         rows += sent[start : start + layout.send_splits[rank]]
@@ -77,17 +80,20 @@ def test_every_copy_computes_its_planned_tokens() -> None:
         placed = []
         for rank, ids in enumerate(ids_R):
             experts = PhysicalExperts.of(homes, rank, range(num_ranks), 3)
-            placed.append(place_rows(planned_rows(np.ascontiguousarray(ids), counts_RE, experts, replicas)))
+            placed.append(
+                place_rows(planned_rows(np.ascontiguousarray(ids), counts_RE, experts, replicas), has_places=True)
+            )
         layouts = [layout.on(torch.device("cpu")) for layout in placed]
         expected = rows_by_copy(ids_R, home_E, replicas)
         for rank, layout in enumerate(layouts):
             arrived = arrived_at(rank, layouts, ids_R)
-            home = [arrived[row] for row in layout.home_rows.tolist()]
+            assert layout.places is not None
+            home = [arrived[row] for row in layout.places.home_rows.tolist()]
             by_row = sorted(np.flatnonzero(home_E == rank).tolist(), key=lambda expert: homes.rows_E[expert])
             for expert, count in zip(by_row, layout.home_groups.counts, strict=True):
                 assert home[:count] == expected[rank, "home", expert], seed
                 home = home[count:]
-            replica = [arrived[row] for row in layout.replica_rows.tolist()]
+            replica = [arrived[row] for row in layout.places.replica_rows.tolist()]
             for slot, count in enumerate(layout.replica_groups.counts):
                 assert replica[:count] == expected[rank, "replica", slot], seed
                 replica = replica[count:]
@@ -131,3 +137,34 @@ def test_rows_keep_their_planned_copy_unless_their_expert_is_another() -> None:
             for source, group in np.ndindex(arriving_RG.shape):
                 number = rank * rows.experts.num_local + group
                 assert arriving_RG[source, group] == (physical[source] == number).sum(), seed
+
+
+@given(ranks=st.integers(1, 5), per_rank=st.integers(1, 3), slots=st.integers(0, 2), seed=st.integers(0, 2**32 - 1))
+def test_a_framework_gets_what_its_own_count_of_the_ids_gives(ranks: int, per_rank: int, slots: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_experts, local = ranks * per_rank, per_rank + slots
+    positions = rng.permutation(ranks)
+    homes: Any = SimpleNamespace(
+        home_E=np.repeat(np.arange(ranks), per_rank), rows_E=np.tile(np.arange(per_rank), ranks)
+    )
+    ids_R = [rng.integers(num_experts, size=(rng.integers(0, 9), 2)) for _ in range(ranks)]
+    counts_RE = np.stack([np.bincount(ids.reshape(-1), minlength=num_experts) for ids in ids_R])
+    nothing = InstanceReplicas.none(ranks)
+    layouts = []
+    for rank, ids in enumerate(ids_R):
+        experts = PhysicalExperts.of(homes, rank, positions.tolist(), slots)
+        layouts.append(place_rows(planned_rows(ids, counts_RE, experts, nothing), has_places=False))
+    for rank, layout in enumerate(layouts):
+        outer = int(positions[rank])
+        # By the framework's number of each rank: what it sends to each physical expert, counted from the ids alone.
+        sent = {
+            int(positions[r]): np.bincount(layouts[r].physical_ids.reshape(-1).long(), minlength=ranks * local)
+            for r in range(ranks)
+        }
+        sent_RP = np.stack([sent[r] for r in range(ranks)])
+        assert layout.send_splits == sent_RP[outer].reshape(ranks, local).sum(axis=1).tolist()
+        arriving_RG = sent_RP[:, outer * local : (outer + 1) * local]
+        assert layout.recv_splits == arriving_RG.sum(axis=1).tolist()
+        assert layout.arriving is not None
+        np.testing.assert_array_equal(layout.on(torch.device("cpu")).arriving, arriving_RG)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(layout.arriving_RG, arriving_RG)

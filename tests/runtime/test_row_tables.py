@@ -70,7 +70,7 @@ def a_step(micro_steps: int) -> RunningStep:
     workload = Workload.from_trace(trace, schedule)
     plan = random_plan(rng, workload, schedule, slots=1, placement=Placement.contiguous(2, 4, 1))
     homes: Any = SimpleNamespace(
-        home_E=np.zeros(4, np.int16), rows_E=np.arange(4), device=torch.device("cpu"), places=None
+        sends_rows=True, home_E=np.zeros(4, np.int16), rows_E=np.arange(4), device=torch.device("cpu"), places=None
     )
     transfers: Any = object()
     topology: Any = SimpleNamespace(rank=0, positions=(0,), num_ranks=1)

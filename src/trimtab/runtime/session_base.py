@@ -190,7 +190,7 @@ class SessionBase:
                 "'quota', 'predict', 'auto' or 'off'"
             )
         homes = self._experts.add_layer(parameters, self._initial_E, joins_in_backward=True)
-        homes.dispatch_forwards, homes.expert_groups = dispatch_forwards, expert_groups
+        homes.sends_rows, homes.dispatch_forwards, homes.expert_groups = False, dispatch_forwards, expert_groups
         return FrameworkLayer(self._calls, homes)
 
     def replicated_parameters(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -54,7 +54,7 @@ class BalancedLayer:
         # Megatron before 0.16 and forks of it have none; their routers have to ask `SessionReplay` in another way.
         plain_replay = getattr(moe_layer.router, "router_replay", None)
         replay = SessionReplay(self._layer, plain_replay, lambda: session.settings.executes_plans)
-        physical = physical_dispatcher(moe_layer, session.slots_per_rank, session.topology.positions, groups)
+        physical = physical_dispatcher(moe_layer, session.slots_per_rank, groups)
         start = partial(MegatronRows.start, physical, isinstance(experts, GroupedExperts))
         self._dispatcher = PlannedDispatcher(moe_layer, self._layer, replay, start)
         self._compute_homes = moe_layer.experts.forward

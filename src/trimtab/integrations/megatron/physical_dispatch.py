@@ -6,7 +6,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -186,7 +185,6 @@ class PhysicalAlltoAll(MoEAlltoAllTokenDispatcher):
     Args:
         moe_layer: the layer whose dispatcher it stands beside.
         num_slots: slots of a rank, S.
-        positions: the position of every rank in the expert-parallel group; see `Topology`.
 
     Attributes:
         layer_call: the call that runs now.
@@ -194,24 +192,17 @@ class PhysicalAlltoAll(MoEAlltoAllTokenDispatcher):
 
     layer_call: LayerCall
 
-    def __init__(self, moe_layer: MoELayer, num_slots: int, positions: tuple[int, ...], pg_collection: Any) -> None:
+    def __init__(self, moe_layer: MoELayer, num_slots: int, pg_collection: Any) -> None:
         super().__init__(**_physical_experts(moe_layer, num_slots), pg_collection=pg_collection)
-        self._positions = np.array(positions)
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Sizes of this rank's exchange, from the layout. Returns the rows `[H + S]` of its physical experts."""
         layout = self.layer_call.layout
-        splits = np.empty((2, len(self._positions)), np.int64)
-        splits[:, self._positions] = layout.send_splits, layout.recv_splits
-        arriving_RG = np.empty_like(layout.arriving_RG)
-        arriving_RG[self._positions] = layout.arriving_RG
-        self.num_out_tokens = layout.row_tokens.numel()
-        self.input_splits, self.output_splits = splits.tolist()
-        counts = torch.from_numpy(arriving_RG)
-        self.num_global_tokens_per_local_expert = counts
-        if self.config.moe_permute_fusion:
-            # Its kernels read the counts on the device.
-            self.num_global_tokens_per_local_expert = counts.pin_memory().to(routing_map.device, non_blocking=True)
+        self.num_out_tokens = layout.physical_ids.numel()
+        self.input_splits, self.output_splits = layout.send_splits, layout.recv_splits
+        counts = torch.from_numpy(layout.arriving_RG)
+        # Fused kernels read the counts on the device.
+        self.num_global_tokens_per_local_expert = layout.arriving if self.config.moe_permute_fusion else counts
         return counts.sum(dim=0)
 
 
@@ -257,13 +248,10 @@ class PhysicalFlex(MoEFlexTokenDispatcher):
 PhysicalDispatcher = PhysicalAlltoAll | PhysicalFlex
 
 
-def physical_dispatcher(
-    moe_layer: MoELayer, num_slots: int, positions: tuple[int, ...], pg_collection: Any
-) -> PhysicalDispatcher:
+def physical_dispatcher(moe_layer: MoELayer, num_slots: int, pg_collection: Any) -> PhysicalDispatcher:
     """A dispatcher for physical experts, of the kind that the layer has. See `PhysicalAlltoAll`."""
-    if isinstance(moe_layer.token_dispatcher, MoEFlexTokenDispatcher):
-        return PhysicalFlex(moe_layer, num_slots, pg_collection)
-    return PhysicalAlltoAll(moe_layer, num_slots, positions, pg_collection)
+    is_flex = isinstance(moe_layer.token_dispatcher, MoEFlexTokenDispatcher)
+    return (PhysicalFlex if is_flex else PhysicalAlltoAll)(moe_layer, num_slots, pg_collection)
 
 
 def _physical_experts(moe_layer: MoELayer, num_slots: int) -> dict[str, Any]:

@@ -96,13 +96,13 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
         call.mark(DISPATCH)
-        layout = call.layout
-        ctx.call, ctx.num_arrived = call, sum(layout.recv_splits)
+        places = call.places
+        ctx.call, ctx.num_arrived = call, sum(call.layout.recv_splits)
         # Saved, so that autograd frees them after the backward.
-        ctx.save_for_backward(layout.row_places, layout.home_rows, layout.replica_rows)
+        ctx.save_for_backward(places.row_places, places.home_rows, places.replica_rows)
         kind = lockstep.DISPATCH if call.has_graph else lockstep.DISPATCH_WITHOUT_GRADIENTS
-        arrived = call.send(kind, hidden.index_select(0, layout.row_tokens), back=False)
-        rows = arrived.index_select(0, layout.home_rows), arrived.index_select(0, layout.replica_rows)
+        arrived = call.send(kind, hidden.index_select(0, places.row_tokens), back=False)
+        rows = arrived.index_select(0, places.home_rows), arrived.index_select(0, places.replica_rows)
         call.mark(EXPERTS)
         return rows
 
@@ -125,16 +125,15 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, call: LayerCall, *outputs: torch.Tensor) -> torch.Tensor:
         call.mark(COMBINE)
-        layout = call.layout
-        arrived = outputs[0].new_empty(sum(layout.recv_splits), outputs[0].shape[1])
-        parts = (layout.home_rows, layout.replica_rows)[: len(outputs)]
+        places = call.places
+        arrived = outputs[0].new_empty(sum(call.layout.recv_splits), outputs[0].shape[1])
+        parts = (places.home_rows, places.replica_rows)[: len(outputs)]
         for rows, part in zip(parts, outputs, strict=True):
             arrived.index_put_((rows,), part)
         returned = call.send(lockstep.COMBINE, arrived, back=True)
         ctx.call = call
-        ctx.save_for_backward(weights, returned, layout.row_tokens, layout.row_places, *parts)
-        row_weights = weights.to(returned.dtype)
-        return F.embedding_bag(layout.row_places, returned, per_sample_weights=row_weights, mode="sum")
+        ctx.save_for_backward(weights, returned, places.row_tokens, places.row_places, *parts)
+        return _weighted_sums(returned, places.row_places, weights)
 
     @staticmethod
     @once_differentiable
@@ -142,14 +141,31 @@ class _Combine(torch.autograd.Function):
         weights, returned, row_tokens, row_places, *parts = ctx.saved_tensors
         grad_rows = grads[0].index_select(0, row_tokens)
         places = row_places.view(-1)
-        grad_weights = (grad_rows * returned).sum(dim=-1).index_select(0, places).view_as(weights).to(weights.dtype)
-        row_weights = grad_rows.new_empty(weights.numel())
-        row_weights.index_put_((places,), weights.reshape(-1).to(grad_rows.dtype))
+        precise = weights.dtype if _is_finer(weights, returned) else returned.dtype
+        products = (grad_rows.to(precise) * returned).sum(dim=-1)
+        grad_weights = products.index_select(0, places).view_as(weights).to(weights.dtype)
+        row_weights = weights.new_empty(weights.numel())
+        row_weights.index_put_((places,), weights.reshape(-1))
+        # Computed in the more precise dtype of the two.
         grad_rows.mul_(row_weights[:, None])
         arrived = ctx.call.send(lockstep.COMBINE_BACKWARD, grad_rows, back=False)
         grad_parts = [arrived.index_select(0, rows) for rows in parts]
         ctx.call.mark(EXPERTS + BACKWARD)
         return grad_weights, None, *grad_parts
+
+
+def _weighted_sums(rows: torch.Tensor, places_NK: torch.Tensor, weights_NK: torch.Tensor) -> torch.Tensor:
+    """For each token the weighted sum `[n, H]` of rows `[N, H]` at its places, rounded once to their dtype."""
+    high_NK = weights_NK.to(rows.dtype)
+    if _is_finer(weights_NK, rows):
+        # The sum takes weights in the dtype of the rows only, so that a weight is the sum of two.
+        low_NK = (weights_NK - high_NK).to(rows.dtype)
+        places_NK, high_NK = torch.cat([places_NK, places_NK], dim=1), torch.cat([high_NK, low_NK], dim=1)
+    return F.embedding_bag(places_NK, rows, per_sample_weights=high_NK, mode="sum")
+
+
+def _is_finer(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.finfo(one.dtype).eps < torch.finfo(other.dtype).eps
 
 
 def run_in_two_phases(

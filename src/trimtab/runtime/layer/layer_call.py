@@ -25,7 +25,7 @@ from trimtab.runtime.live.balancer import LiveCall, LiveMicroStep, Seconds
 from trimtab.runtime.ranks.lockstep import COUNTS, RETURNS, Lockstep, message_tag
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.exchange import RowExchange
-from trimtab.runtime.rows.layout import Layout, SecondPhase, place_rows
+from trimtab.runtime.rows.layout import Layout, RowPlaces, SecondPhase, place_rows
 from trimtab.runtime.rows.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.state.weight_watch import foreign_weights
@@ -155,9 +155,9 @@ class LayerCalls:
         counts_E, arriving_RH = counts_RE[rank], counts_RE[:, experts.is_here_E]
         if not call.moves or not call.replicas.count:
             planned = PlannedRows.of(ids_NK, counts_E, arriving_RH, experts, call.replicas)
-            return place_rows(planned).on(homes.device), call
+            return place_rows(planned, has_places=homes.sends_rows).on(homes.device), call
         nothing = InstanceReplicas.none(len(counts_RE))
-        layout = place_rows(PlannedRows.of(ids_NK, counts_E, arriving_RH, experts, nothing))
+        layout = place_rows(PlannedRows.of(ids_NK, counts_E, arriving_RH, experts, nothing), has_places=True)
         second = SecondPhase.of(homes, rank, layout.home_groups.counts, call.replicas).on(homes.device)
         return replace(layout.on(homes.device), replicas=call.replicas, second=second), call
 
@@ -184,7 +184,7 @@ class LayerCalls:
         unknown_U = planned.unknown_tokens
         if len(unknown_U) and routes is not None and routes.record is not None and not torch.is_grad_enabled():
             routes.record(homes.index, unknown_U, ids_NK[unknown_U])
-        return place_rows(rows.receiving(sent_RP)).on(homes.device)
+        return place_rows(rows.receiving(sent_RP), has_places=homes.sends_rows).on(homes.device)
 
     def _exchange_counts(self, homes: HomeExperts, ids_NK: Array, others: Sequence[int]) -> Array:
         """Rows of every rank by expert, and other integers of every rank: `[R, E + len(others)]`. Collective."""
@@ -273,6 +273,12 @@ class LayerCall:
         """The layout, while the forward runs."""
         assert self._layout is not None
         return self._layout
+
+    @property
+    def places(self) -> RowPlaces:
+        """The places of rows that Trimtab sends, while the forward runs."""
+        assert self.layout.places is not None
+        return self.layout.places
 
     @property
     def is_live(self) -> bool:

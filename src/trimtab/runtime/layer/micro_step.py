@@ -340,7 +340,7 @@ class RunningStep:
         )
         if may_deviate or self.plan.mixed_ML[index, layer]:
             return replace(tables, partial=planned)
-        return replace(tables, layout=place_rows(planned))
+        return replace(tables, layout=place_rows(planned, has_places=self.layers[layer].sends_rows))
 
     def has_slices(self, index: int) -> bool:
         """Whether the replicas of a micro-step are planned and agreed."""

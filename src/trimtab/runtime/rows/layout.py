@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -88,55 +89,67 @@ class SecondPhase:
         )
 
 
+class RowPlaces(NamedTuple):
+    """The places of one rank's rows: N sent, A arriving.
+
+    Attributes:
+        row_tokens: `[N]` int32, the local token (0 .. n-1) of each place in the send buffer.
+        row_places: `[n, K]` int32, the place in the send buffer of each (token, k).
+        home_rows, replica_rows: int32 indices into the arrived rows, grouped by home expert and by replica slot.
+    """
+
+    row_tokens: torch.Tensor
+    row_places: torch.Tensor
+    home_rows: torch.Tensor
+    replica_rows: torch.Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """One rank's rows of one instance: N sent, A arriving.
+    """One rank's rows of one instance.
 
     Attributes:
         physical_ids: `[n, K]` uint16, the physical expert of each (token, k), with ranks in the framework's order.
-        row_tokens: `[N]` int32, the local token (0 .. n-1) of each place in the send buffer.
-        row_places: `[n, K]` int32, the place in the send buffer of each (token, k).
-        send_splits, recv_splits: rows to and from each rank.
-        home_rows, replica_rows: int32 indices into the arrived rows, grouped by home expert and by replica slot.
+        send_splits, recv_splits: rows to and from each rank; without places in the framework's order.
         home_groups, replica_groups: number of rows of each home expert and of each replica slot in use.
-        arriving_RG: `[R, H + S]` int64 on the host, number of rows from each rank to each of this rank's physical
-            experts.
+        arriving_RG: `[R, H + S]` int64, number of rows from each rank to each of this rank's physical experts, as
+            splits; on the host.
         replicas: the instance's replicas on all ranks. Without any, no rank computes replica rows.
+        places: the places of rows; None if a framework's dispatcher chooses them.
+        arriving: without places, `arriving_RG` where the layout is.
         second: if whole experts have moved, their rows, which first reach the homes; None otherwise.
     """
 
     physical_ids: torch.Tensor
-    row_tokens: torch.Tensor
-    row_places: torch.Tensor
     send_splits: list[int]
     recv_splits: list[int]
-    home_rows: torch.Tensor
-    replica_rows: torch.Tensor
     home_groups: RowGroups
     replica_groups: RowGroups
     arriving_RG: Array
     replicas: InstanceReplicas
+    places: RowPlaces | None
+    arriving: torch.Tensor | None = None
     second: SecondPhase | None = None
 
     @property
     def rows(self) -> list[torch.Tensor]:
         """Its tensors, but for the ends of groups."""
-        return [self.physical_ids, self.row_tokens, self.row_places, self.home_rows, self.replica_rows]
+        return [self.physical_ids, *(self.places or ()), *(() if self.arriving is None else (self.arriving,))]
 
     @property
     def ends(self) -> list[torch.Tensor]:
         """The ends of groups, which autograd keeps longer than the other tensors."""
-        return [self.home_groups.ends, self.replica_groups.ends]
+        return [self.home_groups.ends, self.replica_groups.ends] if self.places else []
 
     def moved(self, rows: Iterator[torch.Tensor], ends: Iterator[torch.Tensor]) -> Layout:
         """The same layout with the next of `rows` and `ends`, copies of its own."""
+        physical_ids = next(rows)
+        if self.places is None:
+            return replace(self, physical_ids=physical_ids, arriving=next(rows))
         return replace(
             self,
-            physical_ids=next(rows),
-            row_tokens=next(rows),
-            row_places=next(rows),
-            home_rows=next(rows),
-            replica_rows=next(rows),
+            physical_ids=physical_ids,
+            places=RowPlaces(*(next(rows) for _ in self.places)),
             home_groups=replace(self.home_groups, ends=next(ends)),
             replica_groups=replace(self.replica_groups, ends=next(ends)),
         )
@@ -146,32 +159,41 @@ class Layout:
         return self.moved(iter(upload(self.rows, device)), iter(upload(self.ends, device)))
 
 
-def place_rows(planned: PlannedRows) -> Layout:
-    """The layout of one rank's rows of an instance without unknown rows, on the host."""
+def place_rows(planned: PlannedRows, *, has_places: bool) -> Layout:
+    """The layout of one rank's rows of an instance without unknown rows, on the host.
+
+    Args:
+        has_places: whether Trimtab sends the rows; else a framework's dispatcher.
+    """
     experts, num_homes = planned.experts, planned.experts.num_homes
+    sent_R, arriving_RG = planned.sent_P.reshape(experts.num_ranks, -1).sum(axis=1), planned.arriving_RG
+    group_sizes = arriving_RG.sum(axis=0)
+    num_here = int(np.count_nonzero(planned.replicas.ranks == experts.rank))
+    outer_NK = planned.physical_NK if experts.outer_ids_P is None else experts.outer_ids_P[planned.physical_NK]
+    if not has_places and experts.outer_ranks_R is not None:
+        sent_R, arriving_RG = sent_R[experts.outer_ranks_R], arriving_RG[experts.outer_ranks_R]
+    return Layout(
+        physical_ids=torch.from_numpy(outer_NK),
+        send_splits=sent_R.tolist(),
+        recv_splits=arriving_RG.sum(axis=1).tolist(),
+        home_groups=RowGroups.on_host(group_sizes[:num_homes]),
+        replica_groups=RowGroups.on_host(group_sizes[num_homes : num_homes + num_here]),
+        arriving_RG=arriving_RG,
+        replicas=planned.replicas,
+        places=_places(planned) if has_places else None,
+        arriving=None if has_places else torch.from_numpy(arriving_RG),
+    )
+
+
+def _places(planned: PlannedRows) -> RowPlaces:
     sent_P, arriving_RG = planned.sent_P, planned.arriving_RG
     row_tokens = torch.empty(planned.physical_NK.size, dtype=torch.int32)
     row_places = torch.empty(planned.physical_NK.shape, dtype=torch.int32)
     _place_rows(planned.physical_NK, np.cumsum(sent_P) - sent_P, row_tokens.numpy(), row_places.numpy())
     arrivals = torch.empty(int(arriving_RG.sum()), dtype=torch.int32)
     _group_arrivals(arriving_RG, arrivals.numpy())
-    group_sizes = arriving_RG.sum(axis=0)
-    home_total = int(group_sizes[:num_homes].sum())
-    num_here = int(np.count_nonzero(planned.replicas.ranks == experts.rank))
-    outer_NK = planned.physical_NK if experts.outer_ids_P is None else experts.outer_ids_P[planned.physical_NK]
-    return Layout(
-        physical_ids=torch.from_numpy(outer_NK),
-        row_tokens=row_tokens,
-        row_places=row_places,
-        send_splits=sent_P.reshape(experts.num_ranks, -1).sum(axis=1).tolist(),
-        recv_splits=arriving_RG.sum(axis=1).tolist(),
-        home_rows=arrivals[:home_total],
-        replica_rows=arrivals[home_total:],
-        home_groups=RowGroups.on_host(group_sizes[:num_homes]),
-        replica_groups=RowGroups.on_host(group_sizes[num_homes : num_homes + num_here]),
-        arriving_RG=arriving_RG,
-        replicas=planned.replicas,
-    )
+    home_total = int(arriving_RG[:, : planned.experts.num_homes].sum())
+    return RowPlaces(row_tokens, row_places, arrivals[:home_total], arrivals[home_total:])
 
 
 @kernel

@@ -135,6 +135,7 @@ class PhysicalExperts:
         home_ids_E: `[E]` int64, the physical expert of each expert at its home.
         outer_ids_P: `[R * (H + S)]` uint16, numbers of the physical experts in the framework's order of ranks; None if
             the session has the same order.
+        outer_ranks_R: `[R]` int64, the session's ranks in the framework's order; None as well.
     """
 
     rank: int
@@ -143,6 +144,7 @@ class PhysicalExperts:
     num_slots: int
     home_ids_E: Array
     outer_ids_P: Array | None = None
+    outer_ranks_R: Array | None = None
 
     @classmethod
     def of(cls, homes: HomeExperts, rank: int, positions: Sequence[int], num_slots: int) -> PhysicalExperts:
@@ -156,7 +158,7 @@ class PhysicalExperts:
         """
         num_ranks = len(positions)
         num_homes = len(homes.home_E) // num_ranks
-        num_local, outer_ids_P = num_homes + num_slots, None
+        num_local, outer_ids_P, outer_ranks_R = num_homes + num_slots, None, None
         if num_ranks * num_local >= UNKNOWN:
             raise InputError(
                 f"{num_ranks} ranks with {num_homes} experts and {num_slots} slots each are more than {UNKNOWN - 1} "
@@ -164,9 +166,9 @@ class PhysicalExperts:
             )
         if list(positions) != list(range(num_ranks)):
             outer_ids_RG = np.array(positions)[:, None] * num_local + np.arange(num_local)
-            outer_ids_P = outer_ids_RG.reshape(-1).astype(np.uint16)
+            outer_ids_P, outer_ranks_R = outer_ids_RG.reshape(-1).astype(np.uint16), np.argsort(positions)
         home_ids_E = homes.home_E * np.int64(num_local) + homes.rows_E
-        return cls(rank, num_ranks, num_homes, num_slots, home_ids_E, outer_ids_P)
+        return cls(rank, num_ranks, num_homes, num_slots, home_ids_E, outer_ids_P, outer_ranks_R)
 
     @property
     def num_local(self) -> int:

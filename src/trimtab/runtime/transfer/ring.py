@@ -32,7 +32,6 @@ from trimtab.runtime.transfer.peer_memory import PeerMemory
 from trimtab.runtime.transfer.streams import BackgroundCopies, Wait
 from trimtab.runtime.transfer.visits import Instance, Visits
 
-
 # Visits ahead in which replicas are looked for. Few layers with replicas are further apart.
 AHEAD = 8
 
