@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift mutants reliability lint bench clean
+.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-te test-backward-thread mutants reliability lint bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -28,7 +28,7 @@ test-long: .venv/.ready  ## run tests with many more random examples and combina
 
 nightly: .venv/.ready  ## what takes too long for every change: long tests, verl, mistakes, faults and fuzzing
 	$(PYTEST) -m long
-	$(MAKE) test-verl mutants reliability
+	$(MAKE) test-verl test-te test-backward-thread mutants reliability
 
 # MEGATRON=path/to/Megatron-LM runs them with the Megatron in that folder.
 test-megatron: .venv/.ready  ## run the long form of the Megatron tests (MEGATRON=folder: with that version)
@@ -58,6 +58,14 @@ test-ms-swift: .venv/.ready  ## run the functions of ms-swift's release with the
 	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels ms-swift==4.6.0
 	$(BIN)/python -m zipfile -e out/wheels/ms_swift-4.6.0-py3-none-any.whl out/wheels/ms_swift
 	MS_SWIFT=out/wheels/ms_swift $(BIN)/python -m pytest tests/integrations/test_ms_swift.py tests/integrations/test_framework_names.py
+
+test-te: .venv/.ready  ## run grouped experts with the Python of Transformer Engine's release, on the CPU (about a minute)
+	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels transformer-engine==2.20.2
+	$(BIN)/python -m zipfile -e out/wheels/transformer_engine-2.20.2-py3-none-any.whl out/wheels/transformer_engine
+	TRANSFORMER_ENGINE=out/wheels/transformer_engine $(BIN)/python -m pytest tests/integrations/test_megatron_fakes.py -k "grouped or gradients"
+
+test-backward-thread: .venv/.ready  ## run tests of ranks with backward on a thread of its own, as on a GPU (about 5 minutes)
+	BACKWARD_THREAD=1 $(PYTEST) -m 'not long' tests/runtime tests/integrations/test_megatron_equality.py tests/integrations/test_trl.py
 
 SEED ?= 1
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,12 +126,23 @@ def use_grouped_experts(block_spec: Any, *, fuse_wgrad_accumulation: bool) -> No
     from megatron.core.transformer.moe.moe_layer import MoESubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    linear = ModuleSpec(module=GroupedLinear, params={"fuse_wgrad_accumulation": fuse_wgrad_accumulation})
+    linear = ModuleSpec(module=_grouped_linear(), params={"fuse_wgrad_accumulation": fuse_wgrad_accumulation})
     linears = MLPSubmodules(linear_fc1=linear, linear_fc2=linear)
     for layer in block_spec.layer_specs:
         submodules = layer.submodules.mlp.submodules
         if isinstance(submodules, MoESubmodules):
             submodules.experts = ModuleSpec(TEGroupedMLP, submodules=linears)
+
+
+@cache
+def _grouped_linear() -> type[Any]:
+    """The class above; or Transformer Engine's own, if a folder with its wheel is named."""
+    folder = os.environ.get("TRANSFORMER_ENGINE")
+    if not folder:
+        return GroupedLinear
+    from helpers.real_te import grouped_linear_class
+
+    return grouped_linear_class(Path(folder))
 
 
 def use_extensions() -> None:

@@ -185,6 +185,10 @@ def _serve(rank: int, ranks: int, port: int, connection: Connection) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    if os.environ.get("BACKWARD_THREAD"):
+        from helpers.backward_thread import use_backward_thread
+
+        use_backward_thread()
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=10))
     state: dict[str, Any] = {}

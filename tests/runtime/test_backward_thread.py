@@ -1,0 +1,40 @@
+"""Loops whose backward runs on a thread of its own, as on a GPU; `make test-backward-thread` runs many more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.backward_thread import EngineOnThread, use_backward_thread
+from helpers.rank_pool import RankPool, shared_pool
+from helpers.rank_tests import runs_on_ranks
+from tests.runtime.test_loops import (
+    test_a_checkpointed_layer_runs_again_in_the_micro_step_of_its_first_run as test_checkpoints,
+)
+
+__all__ = ["test_checkpoints"]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Two ranks with such a thread."""
+    pool = shared_pool(2, "backward thread")
+    pool.call(_start)
+    yield pool
+    pool.forget()
+
+
+def _start(_state: dict[str, Any]) -> None:
+    use_backward_thread()
+
+
+@runs_on_ranks()
+def test_backwards_have_run_on_the_thread(state: dict[str, Any]) -> None:
+    engine: Any = torch.autograd.Variable._execution_engine
+    before = engine.count
+    torch.ones(1, requires_grad=True).sum().backward()
+    assert isinstance(engine, EngineOnThread)
+    assert engine.count == before + 1
