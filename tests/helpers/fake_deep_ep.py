@@ -138,7 +138,7 @@ class _Permuted(NamedTuple):
 
 class HybridEPBuffer:
     """HybridEP's buffer. Its memory is for the largest number of local experts, and is `enlarged` if needed; kernels
-    are `compiled` by number."""
+    are `compiled` by number. `waited` are those numbers of dispatches for whose sizes the host waited."""
 
     def __init__(
         self, group: dist.ProcessGroup, hidden_dim: int, max_num_of_tokens_per_rank: int, num_local_experts: int,
@@ -149,6 +149,7 @@ class HybridEPBuffer:
         self.group, self.tokens, self.experts = group, max_num_of_tokens_per_rank, num_local_experts
         self.enlarged = 0
         self.compiled: set[int] = set()
+        self.waited: set[int] = set()
 
     def dispatch_with_permute(
         self, *, hidden: torch.Tensor, routing_map: Any = None, probs: Any = None, scaling_factor: None = None,
@@ -161,9 +162,11 @@ class HybridEPBuffer:
         assert scaling_factor is pad_multiple is None
         arrived_probs = None
         if handle is None:
-            assert not non_blocking
-            assert num_permuted_tokens is None
+            assert non_blocking == (num_permuted_tokens is not None)
+            if not non_blocking:
+                self.waited.add(num_of_experts_per_rank)
             handle, arrived_probs = self._start(hidden, routing_map, probs, num_of_experts_per_rank)
+            assert not non_blocking or num_permuted_tokens == handle.pairs.shape[1]
         else:
             assert routing_map is probs is None
             assert num_permuted_tokens == handle.pairs.shape[1]
@@ -171,7 +174,8 @@ class HybridEPBuffer:
         assert handle.experts <= self.experts
         rows = _exchange(hidden[handle.sent.tokens], handle.sent, self.group)
         counts = torch.bincount(handle.pairs[1], minlength=handle.experts)
-        return rows[handle.pairs[0]], arrived_probs, None, counts, handle
+        # Without a wait they are on the device. Who reads them on the host gets an error here.
+        return rows[handle.pairs[0]], arrived_probs, None, counts.to("meta") if non_blocking else counts, handle
 
     def _start(
         self, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, experts: int

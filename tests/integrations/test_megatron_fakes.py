@@ -107,6 +107,8 @@ def test_one_hybridep_buffer_serves_home_and_physical_experts(state: State) -> N
     buffer: Any = fused_a2a._hybrid_ep_buffer
     # 8 experts on 2 ranks, with 2 slots each.
     assert (buffer.compiled, buffer.enlarged) == ({4, 6}, 1)
+    # Megatron's own calls wait for sizes, those of physical experts do not.
+    assert buffer.waited == {4}
 
 
 @runs_on_ranks()

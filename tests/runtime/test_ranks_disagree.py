@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any
@@ -19,7 +20,9 @@ from helpers import any_loop, loop_state
 from helpers.loop_state import Loop
 from helpers.random_plans import random_schedule
 from helpers.rank_pool import RankPool, shared_pool
+from helpers.rank_tests import runs_on_ranks
 from trimtab.cluster import ClusterSpec
+from trimtab.errors import RanksDisagreeError
 from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.ranks import lockstep
 from trimtab.runtime.session_settings import SessionSettings
@@ -232,3 +235,22 @@ def test_settings_must_be_equal_on_all_ranks(pool: RankPool, name: str) -> None:
 def test_versions_must_be_equal_on_all_ranks(pool: RankPool) -> None:
     for problem in pool.call(problem_of, plan_with_another, "version"):
         assert re.search(r"RanksDisagreeError: .*'1.0' on rank 0 and '1.1' on rank 1", problem)
+
+
+@pytest.mark.parametrize("mode", ["plan", "live"])
+@runs_on_ranks()
+def test_a_dispatcher_that_needs_equal_tokens_gets_them_or_an_error(state: State, mode: Any) -> None:
+    session = Session(num_experts=4, group=dist.new_group(), mode=mode, slots_per_rank=1)
+    layer = session.add_framework_layer(
+        lambda: [[torch.nn.Parameter(torch.ones(3, 3)) for _ in range(2)]], equal_tokens="HybridEP"
+    )
+    rank = dist.get_rank()
+    tokens = [5, 4 + rank]
+    if mode == "plan":
+        session.plan_micro_steps([np.arange(count)[:, None, None] % 4 for count in tokens])
+    for index, count in enumerate(tokens):
+        ids, hidden = torch.arange(count)[:, None] % 4, torch.ones(count, 3)
+        raises = pytest.raises(RanksDisagreeError, match="HybridEP") if index else nullcontext()
+        with raises, session.micro_step(index) if mode == "plan" else session.live_micro_step():
+            layer.begin(hidden, ids)
+    session.close()

@@ -166,7 +166,12 @@ class SessionBase:
         return layer
 
     def add_framework_layer(
-        self, parameters: ReadParameters, *, dispatch_forwards: bool = False, expert_groups: tuple[int, int] = (1, 1)
+        self,
+        parameters: ReadParameters,
+        *,
+        dispatch_forwards: bool = False,
+        expert_groups: tuple[int, int] = (1, 1),
+        equal_tokens: str = "",
     ) -> FrameworkLayer:
         """Add the next MoE layer, which a framework's own dispatcher and matrix products run. Not a collective.
 
@@ -180,6 +185,8 @@ class SessionBase:
             dispatch_forwards: whether the dispatcher sends a token to a node once and on from there, as DeepEP does; by
                 default every row is sent to its rank. Plans minimise the time of what is sent.
             expert_groups: groups of experts, and to how many of them the router limits a token's; see `ModelSpec`.
+            equal_tokens: the name of a dispatcher that needs the same number of tokens on all ranks; micro-steps with
+                others raise RanksDisagreeError.
 
         Raises:
             InputError: as `add_layer`, and if the policy is `feplb`.
@@ -191,6 +198,7 @@ class SessionBase:
             )
         homes = self._experts.add_layer(parameters, self._initial_E, joins_in_backward=True)
         homes.sends_rows, homes.dispatch_forwards, homes.expert_groups = False, dispatch_forwards, expert_groups
+        homes.equal_tokens = equal_tokens
         return FrameworkLayer(self._calls, homes)
 
     def replicated_parameters(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -266,7 +266,7 @@ class SessionMicroSteps(SessionBase):
             must_match={
                 "gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained,
                 # Choices in live micro-steps depend on them. Those of a plan were compared with it.
-                **(self.settings.shared if step is None else {}),
+                **(self.settings.shared if step is None else step.tokens_to_match(index) if problem is None else {}),
                 "homes and rows of experts": [places.digest for places in self._experts.places],
             },
             problem=problem or broken or self._experts.optimizers.untrained()

@@ -44,9 +44,11 @@ class BalancedLayer:
         self._experts: Experts = experts
         forwards = isinstance(moe_layer.token_dispatcher, MoEFlexTokenDispatcher)
         config = moe_layer.config
+        # Its kernels address rows by the number of tokens of a rank.
+        equal_tokens = "HybridEP" if forwards and config.moe_flex_dispatcher_backend == "hybridep" else ""
         groups_of = (config.moe_router_num_groups or 1, config.moe_router_group_topk or 1)
         self._layer: FrameworkLayer = session.add_framework_layer(
-            experts.tensors, dispatch_forwards=forwards, expert_groups=groups_of
+            experts.tensors, dispatch_forwards=forwards, expert_groups=groups_of, equal_tokens=equal_tokens
         )
         pattern = moe_pattern(moe_layer.config)
         self.number = sum(pattern[: moe_layer.layer_number - 1])

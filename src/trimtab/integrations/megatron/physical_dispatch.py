@@ -234,14 +234,18 @@ class PhysicalFlex(MoEFlexTokenDispatcher):
         self, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As Megatron's, but DeepEP gets the experts of the layout. Megatron finds them by the top-k of `probs`, which
-        misses experts whose weight is 0."""
+        misses experts whose weight is 0. HybridEP gets the sizes of the layout, too, for which the host would wait."""
         self.hidden_shape = hidden.shape
-        manager = self._comm_manager
+        manager, layout = self._comm_manager, self.layer_call.layout
         if isinstance(manager, _DeepepManager):
-            ids = self.layer_call.layout.physical_ids.to(torch.int64)
+            ids = layout.physical_ids.to(torch.int64)
             manager.token_indices, manager.token_probs = ids, probs.gather(1, ids)
         else:
-            manager.setup_metadata(routing_map, probs)
+            manager.routing_map, manager.token_probs = routing_map, probs
+            # With experts of a fixed size Megatron knows the sizes before, and leaves these attributes as they are.
+            manager.drop_and_pad = True
+            manager.tokens_per_expert = torch.from_numpy(layout.arriving_RG.sum(axis=0))
+            manager.num_permuted_tokens = int(layout.arriving_RG.sum())
         return hidden.view(-1, hidden.shape[-1]), manager.token_probs
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trimtab.array_type import Array
-from trimtab.errors import InputError
+from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.runtime.autograd.accumulation import Accumulation
 from trimtab.runtime.autograd.gradient_watch import GradientWatch
 from trimtab.runtime.autograd.torch_engine import is_within_compiled, running_backward, will_run
@@ -149,6 +149,12 @@ class LayerCalls:
         ids_NK = download(own_ids)
         values_RV = self._exchange_counts(homes, ids_NK, micro_step.balancer.measured(homes.index))
         counts_RE, measured_RS = values_RV[:, : len(homes.home_E)], values_RV[:, len(homes.home_E) :]
+        rows_R = counts_RE.sum(axis=1)
+        if homes.equal_tokens and (rows_R != rows_R[0]).any():
+            raise RanksDisagreeError(
+                f"MoE layer {homes.index}: ranks have {rows_R.tolist()} rows, and {homes.equal_tokens} needs the same "
+                "number of tokens on all ranks"
+            )
         call = micro_step.choose(homes.index, counts_RE, measured_RS)
         rank = self.topology.rank
         experts = PhysicalExperts.of(homes, rank, self.topology.positions, self.num_slots)

@@ -342,6 +342,12 @@ class RunningStep:
             return replace(tables, partial=planned)
         return replace(tables, layout=place_rows(planned, has_places=self.layers[layer].sends_rows))
 
+    def tokens_to_match(self, index: int) -> dict[str, object]:
+        """This rank's tokens in a micro-step, by a name for errors, if a dispatcher needs the same on all ranks."""
+        name = self.layers[0].equal_tokens
+        mine = self._tokens_of(index) if name else slice(0, 0)
+        return {f"tokens of a rank in a micro-step, as {name} needs them": mine.stop - mine.start} if name else {}
+
     def has_slices(self, index: int) -> bool:
         """Whether the replicas of a micro-step are planned and agreed."""
         return self.slices is None or self.slices.is_agreed(index)

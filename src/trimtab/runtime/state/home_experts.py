@@ -64,6 +64,7 @@ class HomeExperts:
         sends_rows: whether Trimtab sends the layer's rows; else a framework's dispatcher.
         dispatch_forwards: whether the layer's dispatcher sends a token to a node once; see `ClusterSpec`.
         expert_groups: groups of experts, and to how many of them the router limits a token's; see `ModelSpec`.
+        equal_tokens: the dispatcher that needs the same number of tokens on all ranks; empty if none does.
         known: the places of experts, which all sessions with the same parameters share.
     """
 
@@ -83,7 +84,7 @@ class HomeExperts:
         self._rank = rank
         self.likes = [_like(tensor) for tensor in self.tensors]
         self.joins_in_backward = joins_in_backward
-        self.sends_rows, self.dispatch_forwards, self.expert_groups = True, False, (1, 1)
+        self.sends_rows, self.dispatch_forwards, self.expert_groups, self.equal_tokens = True, False, (1, 1), ""
         self.dtype = compute_dtype or self.likes[0][1]
         self.are_staged = [dtype != self.dtype for _, dtype in self.likes]
         self.is_staged = any(self.are_staged)
