@@ -197,7 +197,7 @@ def _config(case: LayerCase, has_engine: bool) -> TransformerConfig:
         moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none", moe_enable_routing_replay=True,
         moe_grouped_gemm=has_engine, moe_permute_fusion=has_engine, gradient_accumulation_fusion=has_engine,
         use_cpu_initialization=not on_cuda, perform_initialization=True, bf16=on_cuda,
-        params_dtype=torch.bfloat16 if on_cuda else torch.float32, moe_router_dtype="fp32" if on_cuda else None,
+        params_dtype=torch.bfloat16 if on_cuda else torch.float32, moe_router_dtype="fp32" if has_engine else None,
         add_bias_linear=False, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
         bias_activation_fusion=has_engine,
     )  # fmt: skip

@@ -28,6 +28,8 @@ from trimtab.report.number_text import seconds
 # Experts of a rank, tokens and imbalance are those of a node of 8 GPUs.
 MODELS, RANKS_OF_MODEL = ("qwen3-30b-a3b", "qwen3-235b-a22b"), 8
 GPU_TOKENS, CPU_TOKENS = (4096, 8192), (256,)
+# What a micro-batch costs once, such as agreeing on it, is divided by the layers of a model. Models have 48 and 94.
+GPU_LAYERS, CPU_LAYERS = 8, 2
 GPU_RATIOS, CPU_RATIOS = (1.0, 1.25, 1.5, 2.0), (1.0, 1.5)
 CPU_MODEL = ModelSpec("doctor", 32, 4, hidden_size=64, expert_width=32)
 SLOTS = 2
@@ -55,7 +57,7 @@ def cases(ranks: int, on_cuda: bool) -> list[LayerCase]:
     models = [load_model(name) for name in MODELS] if on_cuda else [CPU_MODEL]
     ratios = (GPU_RATIOS if on_cuda else CPU_RATIOS) if ranks > 1 else (1.0,)
     return [
-        LayerCase(of_ranks(model, ranks), tokens, ratio)
+        LayerCase(of_ranks(model, ranks), tokens, ratio, layers=GPU_LAYERS if on_cuda else CPU_LAYERS)
         for model in models
         for tokens in (GPU_TOKENS if on_cuda else CPU_TOKENS)
         for ratio in ratios
