@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers.live_runs import quotas_of_few
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from helpers.trainers import assert_equal_states, make_sequences, plan_and_recompute, start, strengthen_experts
+from trimtab.planner import Placement
 from trimtab.rl import trainer as trainer_module
 from trimtab.rl.collectives import reduce
 from trimtab.rl.sequences import Sequence
@@ -203,3 +206,26 @@ def test_problems_are_divided_among_ranks(folder: Path) -> None:
     assert len(set(first[0]) & set(second[0])) <= 2
     assert (seeds[0], others[0]) == (seeds[2], others[2])
     assert len({*seeds, *others}) == 4
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@runs_on_ranks()
+def test_weights_of_moved_experts_reach_the_rollout(folder: Path, nodes: int) -> None:
+    """In one memory that the ranks of a node share, or gathered from several nodes."""
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(2 // nodes)):
+        trainer = start(folder, samples=8)
+    homes = trainer.session.placement.home.copy()
+    trainer.session.move(Placement(homes[:, ::-1].copy()))
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * (1 if parameter.ndim == 3 else 0))
+    trainer.session.weights_changed()
+    trainer.sync_rollout()
+    assert_synced(trainer)
+    weight = next(trainer.rollout_model.parameters())
+    dist.barrier()
+    if trainer.rank == 0:
+        weight.data.fill_(7)
+    dist.barrier()
+    assert of_all_ranks(bool((weight == 7).all())) == [True, nodes == 1]
+    trainer.close()

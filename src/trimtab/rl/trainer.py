@@ -24,6 +24,7 @@ from trimtab.rl.config import TrainConfig
 from trimtab.rl.demo_model import load_config, load_model, load_tokenizer
 from trimtab.rl.losses import token_log_probs
 from trimtab.rl.rollout import count_correct, held_out_problems, sample_groups
+from trimtab.rl.rollout_weights import RolloutWeights
 from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of
 from trimtab.rl.step_metrics import StepClock, live_metrics, rollout_metrics
 from trimtab.rl.task import TASKS, draw_problem
@@ -98,6 +99,7 @@ class Trainer:
             rates=default_rates(self.device),
         )
         distribute_experts(self.model, self.session)
+        self._rollout_weights = RolloutWeights(self.model, self.rollout_model, self.session)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model.train()
@@ -141,15 +143,13 @@ class Trainer:
         """Copy the weights that RL starts from to the rollout model, and to a value model with layers like the
         policy's. Collective.
         """
-        weights = self.sync_rollout()
+        self.sync_rollout()
         if self.algorithm.value_model is not None:
-            self.algorithm.value_model.start_from(weights)
+            self.algorithm.value_model.start_from(self.session.logical_state_dict(self.model))
 
-    def sync_rollout(self) -> dict[str, torch.Tensor]:
-        """Copy the trained weights, in logical expert order, to the rollout model, and return them. Collective."""
-        weights = self.session.logical_state_dict(self.model)
-        self.rollout_model.load_state_dict(weights)
-        return weights
+    def sync_rollout(self) -> None:
+        """Copy the trained weights to the rollout model. Collective."""
+        self._rollout_weights.copy()
 
     def measure_accuracy(self, when: str) -> None:
         """Measure the fraction of held-out problems that the rollout model solves greedily. Collective."""
