@@ -68,6 +68,11 @@ class Analysis:
     estimate: CostEstimate | None
     permuted: PermutedIds
 
+    def __repr__(self) -> str:
+        micro_steps, layers, ranks = self.loads_MLR.shape
+        balance = f"max/mean {self.total.max_over_mean.mean:.2f}, {self.total.lost:.0%} of expert time lost"
+        return f"Analysis({micro_steps} micro-steps of {layers} layers on {ranks} ranks, {balance})"
+
 
 def analyze(
     counts: TraceCounts,
