@@ -114,7 +114,7 @@ class Imbalance:
         """The first plan, micro-steps to the right and layers downward."""
         name = next(iter(self.loads))
         image = ax.imshow(self.max_over_mean(name).T, aspect="auto", interpolation="none", vmin=1, cmap="magma_r")
-        places = np.unique(np.linspace(0, len(self.layer_indices) - 1, min(6, len(self.layer_indices))).astype(int))
+        places = np.arange(0, len(self.layer_indices), -(-len(self.layer_indices) // 8))
         ax.set_yticks(places, [str(layer) for layer in self.layer_indices[places]])
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.set(xlabel="micro-step", ylabel="decoder layer")
