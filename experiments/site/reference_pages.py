@@ -94,9 +94,11 @@ def public_names(module: str) -> Iterator[str]:
             names = ast.literal_eval(node.value)
     if not names:
         names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    # Constants, and second names of functions.
+    assigned = {getattr(node.targets[0], "id", "") for node in tree.body if isinstance(node, ast.Assign)}
     for name in names:
-        if name[0].isupper() and name.isupper():
-            continue  # a constant
+        if name in assigned:
+            continue
         place = places.get(name, f"{LAZY.get(module, module)}.{name}")
         while place.count(".") < 3 and (deeper := _reexported(place)):
             place = deeper
