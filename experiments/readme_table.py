@@ -23,7 +23,7 @@ def stored(name: str) -> Any:
 def blocks() -> dict[str, str]:
     """The generated part of the README, by name."""
     rows = [["**Expected gain**", _gain()], ["**Measured**", _measured()], ["**Runs on**", _runs()]]
-    return {"facts": markdown_table(["", ""], [*rows, ["**Costs**", _costs()]]).replace("---:", "---")}
+    return {"facts": markdown_table(["", "in short"], [*rows, ["**Costs**", _costs()]]).replace("---:", "---")}
 
 
 def _gain() -> str:
