@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import trimtab
+from experiments import json_schemas
 from experiments.page_tables import markdown_table
 from trimtab.api.plan import PlanResult
 from trimtab.cli.main import COMMANDS
@@ -45,6 +46,7 @@ def reference_pages() -> dict[str, str]:
         "python": python_page,
         "command-line": command_page,
         "metrics": metrics_page,
+        "json": json_schemas.page,
         "balancers": balancers_page,
         "models-and-clusters": models_page,
     }
@@ -249,7 +251,7 @@ def models_page() -> str:
     """Sizes of all models, figures of all clusters, and the source of each."""
     names = preset_names("cluster")
     contents = {name: tomllib.loads(read_preset("cluster", name) or "") for name in names}
-    meanings = _attributes(ClusterSpec)
+    meanings = {name: _plain(text) for name, text in json_schemas.texts_of(ClusterSpec).items()}
     keys = [key for key in contents["h100x8"] if isinstance(contents["h100x8"][key], dict)]
     values = [[f"`{key}`", *(_number(contents[name][key]["value"]) for name in names)] for key in keys]
     parts = [
@@ -296,11 +298,3 @@ def _model_row(name: str) -> list[str]:
         f"{model.parameters / 1e9:.1f} B",
         f"{model.active_parameters / 1e9:.1f} B",
     ]
-
-
-def _attributes(kind: type) -> dict[str, str]:
-    """Texts of the attributes in a class's docstring, by name."""
-    found: dict[str, str] = {}
-    for line in re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", inspect.getdoc(kind) or "", re.MULTILINE):
-        found |= dict.fromkeys(re.split(", ", line[0]), _plain(" ".join(line[1].split())))
-    return found

@@ -262,7 +262,14 @@ class PlanResult(Summarised):
         return dict(json.loads(self.plan.settings)) if self.plan.settings else {}
 
     def figures(self) -> dict[str, Any]:
-        """What `trimtab plan --json` writes."""
+        """What `trimtab plan --json` writes.
+
+        trace: its files.
+        step: RL step.
+        cluster: ranks, nodes and slots; rates are those of the default.
+        token_budget: most tokens of a rank in a micro-step.
+        planning_s: seconds of planning, without counting and compilation.
+        """
         figures = {
             "schema": "trimtab-plan-1",
             "trace": self.source,

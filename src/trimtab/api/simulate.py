@@ -82,7 +82,20 @@ class SimulationResult(Summarised):
         return self.cases[0].outcomes
 
     def figures(self) -> dict[str, Any]:
-        """What `trimtab simulate --json` writes."""
+        """What `trimtab simulate --json` writes.
+
+        trace_hash: of the last step's sequences.
+        yardstick: digest of presets, other balancers and planning times; figures with other digests can't be compared.
+        seed: of permuted expert ids.
+        settings, cluster, model: of the first case.
+        policies: figures by balancer, of the first case.
+        ids_permuted: step times by balancer if expert ids are in random order.
+        sweep: every case, if there are several.
+        earlier_steps: RL steps before the last one, which balancers know.
+        steps: RL steps that are simulated.
+        layers_traced, layers_of_model: MoE layers; seconds and bytes are those of the model.
+        micro_steps: as requested; null with a token budget.
+        """
         case = self.case
         content = {
             "schema": "trimtab-simulate-1",
