@@ -88,7 +88,7 @@ def public_names(module: str) -> Iterator[str]:
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     names: list[str] = []
-    places = {}
+    places: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             places |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
@@ -222,7 +222,8 @@ def _read_docstring(file: str, kind: str, method: str) -> str:
 def balancers_page() -> str:
     """All balancers: what they know, where their copies are, and their source."""
     header = ["name", "knows", "copies", "in the node", "moves homes", "", "planning time"]
-    rows, texts = [], {}
+    rows: list[list[str]] = []
+    texts: dict[object, str] = {}
     for name, policy in POLICIES.items():
         traits = policy.traits
         about = inspect.getdoc(type(policy)) or ""

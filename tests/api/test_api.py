@@ -302,7 +302,8 @@ def test_reprs_are_one_line(folder: Path) -> None:
 def test_a_dump_is_imported_as_by_the_command(folder: Path, tmp_path: Path) -> None:
     write_npz(read_trace(folder / "trace.parquet"), tmp_path / "dump.npz")
     words = ["trace", "import", str(tmp_path / "dump.npz"), "-o", str(tmp_path / "out.parquet")]
-    for arguments in ({}, {"format": "arrays", "model": str(folder / "config.json")}):
+    every: list[dict[str, Any]] = [{}, {"format": "arrays", "model": str(folder / "config.json")}]
+    for arguments in every:
         options = [word for name, value in arguments.items() for word in (f"--{name}", value)]
         assert main([*words, *options]) == 0
         found, expected = trimtab.import_dump(tmp_path / "dump.npz", **arguments), read_trace(tmp_path / "out.parquet")
