@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-te test-backward-thread mutants reliability lint bench clean
+.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-te test-backward-thread mutants reliability lint docs bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -82,6 +82,10 @@ lint: .venv/.ready  ## lint, format check and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/.ready  ## build the site into out/site
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: .venv/.ready  ## reproduce the figures that README and docs quote (about two hours)
 	$(BIN)/python -m benchmarks.runtime --json out/bench-runtime.json

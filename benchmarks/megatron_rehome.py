@@ -84,7 +84,7 @@ def run_rehome_benchmark(settings: MegatronBenchmark) -> None:
         "variants": {name: _summary(mine, steps["plain"]) for name, mine in steps.items()},
         "prices": prices,
     }
-    show(figures, _print, settings.json)
+    show(figures, print_figures, settings.json)
 
 
 class _Variant:
@@ -195,7 +195,8 @@ def _summary(steps: list[dict[str, float]], plain: list[dict[str, float]]) -> di
     }
 
 
-def _print(figures: Figures, console: Console) -> None:
+def print_figures(figures: Figures, console: Console) -> None:
+    """Print step times, and what moves take."""
     console.print(
         f"Megatron-core {figures['megatron_version']} on {figures['ranks']} CPU ranks, "
         f"{figures['settings']['pairs']} steps; max/mean of the first homes {figures['max_over_mean_at_start']:.2f}; "

@@ -12,12 +12,12 @@ from trimtab.files import write_atomically
 from trimtab.report.number_text import seconds
 
 FIGURES = Path("docs/benchmarks/demo.json")
-README, RESULTS = Path("README.md"), Path("docs/results.md")
+RESULTS = Path("docs/results.md")
 POLICIES = ("static", "trimtab")
 
 
 def blocks(figures: dict[str, Any]) -> dict[str, str]:
-    """The parts of the pages, by name.
+    """The part of the page, by name.
 
     Args:
         figures: those of `summary.json`.
@@ -37,11 +37,8 @@ def blocks(figures: dict[str, Any]) -> dict[str, str]:
         f"Losses of the two trainers differ by {comparison['loss_difference']:.0e} at most, gradient norms by "
         f"{comparison['norm_difference']:.0e} of the norm."
     )
-    short = f"(One run on a 2-core CPU machine. {_sure(comparison)})"
-    return {
-        "demo": "\n\n".join([models, markdown_table(header, rows), short]),
-        "demo-costs": "\n\n".join([models, full, _sure(comparison), equal]),
-    }
+    about = f"One run on a 2-core CPU machine. {_sure(comparison)} Experts are a small part of this model's step."
+    return {"demo-costs": "\n\n".join([models, full, about, equal])}
 
 
 def _row(name: str, comparison: dict[str, Any]) -> list[str]:
@@ -57,16 +54,14 @@ def _sure(comparison: dict[str, Any]) -> str:
         return "The interval is above 1."
     if high < 1:
         return "Trimtab is slower: the interval is below 1."
-    return "The interval includes 1: the run shows no sure gain. Experts are a small part of this model's step."
+    return "The interval includes 1: the run shows no sure gain."
 
 
 def main(summary: Path) -> None:
-    """Store the figures of `summary.json`, and write them into README and results."""
+    """Store the figures of `summary.json`, and write them into the page."""
     figures = json.loads(summary.read_text(encoding="utf-8"))
-    made = blocks(figures)
     write_atomically(FIGURES, json.dumps(figures, indent=1) + "\n")
-    replace_tables({"demo": made["demo"]}, README)
-    replace_tables({"demo-costs": made["demo-costs"]}, RESULTS)
+    replace_tables(blocks(figures), RESULTS)
 
 
 if __name__ == "__main__":

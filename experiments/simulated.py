@@ -1,4 +1,4 @@
-"""`python -m experiments.simulated`: the simulated steps that README and docs/results.md show, as JSON and tables.
+"""`python -m experiments.simulated`: the simulated steps of docs/results.md and docs/start.md, as JSON and tables.
 
 One step of each of two synthetic traces on 16 H100 ranks, with both kinds of dispatcher and all balancers, and a sweep.
 """
@@ -24,7 +24,7 @@ from trimtab.trace import PRESETS, synthesize_preset
 
 EXAMPLES = ("--json out/simulated.json",)
 ROOT = Path(__file__).parents[1]
-README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
+START, RESULTS = ROOT / "docs" / "start.md", ROOT / "docs" / "results.md"
 TRACES = ("qwen3-30b-math", "qwen3-30b-mixed")
 SIZE: dict[str, Any] = {"num_sequences": 2048, "mean_length": 1024, "max_length": 4096, "num_layers": 8, "num_steps": 2}
 STEP: dict[str, Any] = {"cluster": "h100x8", "ranks": 16, "slots": 2, "micro_steps": 32, "checkpointing": True}
@@ -45,7 +45,7 @@ ABOUT = {
 
 def add_to(parser: Parser) -> None:
     """Add the options."""
-    add_options(parser, "--pages", action="store_true", help="put the tables into README.md and docs/results.md")
+    add_options(parser, "--pages", action="store_true", help="put the tables into docs/results.md and docs/start.md")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -104,9 +104,9 @@ def blocks(figures: Mapping[str, Any]) -> dict[str, str]:
 
 
 def write_pages(figures: Mapping[str, Any]) -> None:
-    """Put the generated parts into README and results."""
+    """Put the generated parts into both pages."""
     made = blocks(figures)
-    replace_tables({name: made.pop(name) for name in ("gain", "analysis", "answer")}, README)
+    replace_tables({name: made.pop(name) for name in ("analysis", "answer")}, START)
     replace_tables(made, RESULTS)
 
 

@@ -148,7 +148,7 @@ def compare(measured: Mapping[str, MeasuredStep], predicted: Mapping[str, float]
     }
 
 
-def print_comparison(result: Mapping[str, Any], console: Console) -> None:
+def print_figures(result: Mapping[str, Any], console: Console) -> None:
     """Print one line per variant, and the verdict."""
     columns: Columns = {
         "variant": "{name}",
@@ -175,7 +175,7 @@ def run(options: argparse.Namespace) -> None:
     figures = {"schema": "trimtab-bench-simulator-1", **result, "calibrated": calibrated.to_json()}
     console = write_figures(options, figures)
     console.print(calibration_table(calibrated))
-    print_comparison(result, console)
+    print_figures(result, console)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def add_to(parser: Parser) -> None:
     add_options(figures, "--read", type=Path, help="read figures written by --json from FILE; nothing is run")
     option("--preset", nargs="+", dest="presets", choices=tuple(PRESETS))
     option("--seed", nargs="+", dest="seeds")
-    add_options(parser, "--page", type=Path, help="put the tables into FILE, a copy of docs/reproduction.md")
+    add_options(parser, "--page", type=Path, help="put the tables into FILE, a copy of experiments/papers/README.md")
 
 
 def run(options: argparse.Namespace) -> None:

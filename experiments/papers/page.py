@@ -1,4 +1,4 @@
-"""Tables of stored figures, for the terminal and for `docs/reproduction.md`."""
+"""Tables of stored figures, for the terminal and for `experiments/papers/README.md`."""
 
 from __future__ import annotations
 

@@ -20,14 +20,16 @@ from trimtab.cli.options import add_options, given
 from trimtab.cli.output import write_figures
 from trimtab.cli.parser import Parser
 
-README = Path(__file__).parents[2] / "README.md"
-EXAMPLES = ("--json docs/benchmarks/presets.json --page docs/presets.md",)
+RESULTS = Path(__file__).parents[2] / "docs" / "results.md"
+EXAMPLES = ("--json docs/benchmarks/presets.json --page experiments/presets/README.md",)
 
 
 def add_to(parser: Parser) -> None:
     """Add the options."""
     add_options(parser, "--seed", of=measure_presets, nargs="+", dest="seeds")
-    add_options(parser, "--page", type=Path, help="put the tables into FILE, docs/presets.md, and README.md")
+    add_options(
+        parser, "--page", type=Path, help="put the tables into FILE, a page with places for them, and docs/results.md"
+    )
 
 
 def tables(figures: dict[str, Any]) -> dict[str, tuple[list[str], list[list[str]]]]:
@@ -40,7 +42,7 @@ def tables(figures: dict[str, Any]) -> dict[str, tuple[list[str], list[list[str]
 
 
 def least_gains(figures: dict[str, Any]) -> str:
-    """The part of the README about routing that is less favourable than that of the example."""
+    """The part of the results about routing that is less favourable than that of the example."""
     seconds = [each["step_time_s"] for each in (*figures["fluctuations"], *_as_steps(figures["permuted"]))]
     gains = [
         f"{min(each[than] / each['trimtab'] for each in seconds):.2f}x over `{than}`" for than in ("static", "eplb")
@@ -49,7 +51,7 @@ def least_gains(figures: dict[str, Any]) -> str:
     return (
         f"If {min(common):.0%} to {max(common):.0%} of the variance of rank loads is common to all micro-steps, or "
         f"expert ids are in one of {len(figures['permuted'])} orders, it is at least {' and '.join(gains)} (tokens; "
-        "[presets](docs/presets.md#what-no-publication-gives))."
+        "`experiments/presets`)."
     )
 
 
@@ -124,7 +126,7 @@ def run(options: argparse.Namespace) -> None:
         console.print(table)
     if options.page:
         replace_tables({name: markdown_table(*table) for name, table in tables(figures).items()}, options.page)
-        replace_tables({"least": least_gains(figures)}, README)
+        replace_tables({"least": least_gains(figures)}, RESULTS)
 
 
 if __name__ == "__main__":

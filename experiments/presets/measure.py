@@ -22,12 +22,12 @@ SCHEMA = "trimtab-presets-1"
 STEPS, MEAN_LENGTH = 2, 512
 # Tokens of a step: four micro-steps of 4,096 tokens a rank at 32 ranks, one of 16,384 at 32.
 TOKENS = 1 << 19
-# The README's example, with other assumptions.
+# The example of docs/results.md, with other assumptions.
 EXAMPLE = {"num_sequences": 2048, "mean_length": 1024, "max_length": 4096, "num_layers": 8, "num_steps": 2}
 RANKS, MICRO_STEPS = 16, 32
 COMPARED = ("static", "eplb", "trimtab", "balanced")
 BASE = PRESETS["qwen3-30b-math"]
-# The README's preset, then the same with other values of what no publication gives.
+# The preset of that example, then the same with other values of what no publication gives.
 ASSUMPTIONS: tuple[tuple[str, SkewPreset], ...] = (
     ("as in the preset", BASE),
     *((f"`clustering` {value:g}", replace(BASE, clustering=value)) for value in (0.0, 0.25, 0.7)),
@@ -38,7 +38,7 @@ ASSUMPTIONS: tuple[tuple[str, SkewPreset], ...] = (
 # Sequences of about the size of a rank's micro-step, so that few of them are together.
 LONG = {"num_sequences": 512, "mean_length": 4096, "max_length": 4096, "num_layers": 8, "num_steps": 2}
 # `deviation`, and a factor of `zipf`, with which about 93, 70 and 50% of the variance of rank loads is the same in all
-# micro-steps of `LONG`, at about the max/mean of the README's example. Found by trial.
+# micro-steps of `LONG`, at about the max/mean of the example of docs/results.md. Found by trial.
 FLUCTUATIONS = tuple(
     replace(BASE, deviation=deviation, zipf=(steeper * BASE.zipf[0], steeper * BASE.zipf[1]))
     for deviation, steeper in ((0.75, 0.97), (1.9, 1.23), (3.5, 1.7))
@@ -106,7 +106,7 @@ def common_part(loads_MLR: Array) -> float:
 
 
 def _headline(preset: SkewPreset, seed: int) -> dict[str, Any]:
-    """Step times of the README's example with another preset."""
+    """Step times of the example of docs/results.md with another preset."""
     result = _simulated(preset, seed, EXAMPLE, COMPARED)
     return {"max_over_mean": result.outcomes["static"].balance.mean, "step_time_s": _seconds(result)}
 
@@ -125,7 +125,7 @@ def _fluctuation(preset: SkewPreset, seed: int) -> dict[str, Any]:
 
 
 def _permuted(seed: int) -> list[dict[str, float]]:
-    """Step times of the README's example with the ids of experts in other random orders."""
+    """Step times of the example of docs/results.md with the ids of experts in other random orders."""
     result = _simulated(BASE, seed, EXAMPLE, ("static",))
     return [permuted_step_times(result.case, COMPARED[:3], draw) for draw in range(DRAWS)]
 

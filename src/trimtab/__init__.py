@@ -1,6 +1,7 @@
 """Trimtab: expert load balancing for MoE models in RL post-training, planned from routing that is already known.
 
-`plan`, `simulate` and `analyze` compute what the commands of these names print, from a trace or its files.
+`plan`, `simulate` and `analyze` compute what the commands of these names print, from a trace or its files;
+`import_dump` reads what a framework recorded.
 
 `import trimtab` loads nothing; every name is imported when it is first used. The part that runs models is imported by
 name, `trimtab.runtime` and `trimtab.integrations`, and needs torch.
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trimtab.api.analyze import AnalysisResult, analyze
+    from trimtab.api.import_dump import import_dump
     from trimtab.api.plan import PlanResult, plan
     from trimtab.api.simulate import SimulationResult, simulate
     from trimtab.cluster import ClusterSpec, ModelSpec
@@ -34,6 +36,7 @@ __all__ = [
     "TraceWriter",
     "Workload",
     "analyze",
+    "import_dump",
     "plan",
     "read_trace",
     "simulate",
@@ -43,6 +46,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "api.analyze": ("AnalysisResult", "analyze"),
+    "api.import_dump": ("import_dump",),
     "api.plan": ("PlanResult", "plan"),
     "api.simulate": ("SimulationResult", "simulate"),
     "cluster": ("ClusterSpec", "ModelSpec"),
@@ -60,4 +64,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(("__version__", *__all__))

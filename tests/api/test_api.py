@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib import pyplot
 
 import trimtab
 from trimtab import InputError, ModelSpec, RoutingTrace, read_trace, write_trace
 from trimtab.cli.main import main
 from trimtab.trace import synthesize
+from trimtab.trace.exports.arrays import write_npz
 
 CONFIG = {
     "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 128,
@@ -162,7 +164,7 @@ def test_repr_and_notebook_html_of_a_sweep(folder: Path) -> None:
 
 
 def test_dir_and_help_list_the_functions() -> None:
-    assert {*trimtab.__all__} <= {*dir(trimtab)}
+    assert dir(trimtab) == sorted(["__version__", *trimtab.__all__])
     text = pydoc.plain(pydoc.render_doc(trimtab))
     assert all(f"    {name}(trace" in text for name in FUNCTIONS)
     assert all(isinstance(getattr(trimtab, name), ModuleType) for name in ("analysis", "planner", "simulator"))
@@ -239,3 +241,88 @@ def test_wrong_traces_give_one_line(name: str, folder: Path) -> None:
     ]
     for source, message in wrong:
         assert message in refusal(name, source, folder)
+
+
+def test_plots_and_tables_of_results(folder: Path) -> None:
+    trace = folder / "trace.parquet"
+    analysis, plan, simulation = (call(name, trace, folder) for name in ("analyze", "plan", "simulate"))
+    for result in (analysis, plan, simulation):
+        for kind in ("layers", "heatmap", "cdf"):
+            ax = result.plot(kind)
+            assert result.plot(kind, ax) is ax
+            pyplot.close(ax.figure)
+    table = analysis.to_pandas()
+    assert len(table) == np.prod(analysis.analysis.max_over_mean_ML.shape)
+    assert table["max_over_mean"].mean() - 1 == pytest.approx(analysis.figures()["max_vio"]["mean"])
+    assert table.groupby("step")["micro_step"].nunique().tolist() == [3, 3]
+    means = plan.to_pandas().groupby("plan")["max_over_mean"].mean()
+    assert means.to_dict() == pytest.approx({"static": plan.balance_before.mean, "trimtab": plan.balance_after.mean})
+    assert next(iter(simulation.imbalance.loads)) == "static"
+
+
+def test_a_table_of_a_sweep_has_every_balancer_of_every_case(folder: Path) -> None:
+    result = call(
+        "simulate", folder / "trace.parquet", folder, ranks=[2, 4], policies="llep,trimtab", dispatcher="tokens,rows"
+    )
+    table = result.to_pandas()
+    assert len(table) == 2 * 2 * 4
+    row = table[(table["ranks"] == 4) & (table["dispatcher"] == "rows") & (table["balancer"] == "llep")].iloc[0]
+    (case,) = (case for case in result.figures()["sweep"] if case["ranks"] == 4 and not case["dispatch_forwards"])
+    figures = case["policies"]["llep"]
+    assert row["step_time_s"] == figures["step_time_s"]
+    assert row["parts_s.experts"] == figures["parts_s"]["experts"]
+    assert row["state_bytes.dense parts.optimizer state"] == figures["state_bytes"]["dense parts"]["optimizer state"]
+    assert "step_times_s" not in table
+
+
+def test_names_in_one_text_are_those_of_a_list(folder: Path) -> None:
+    results = [call("simulate", made(), folder, policies=names) for names in ("llep,trimtab", ["llep", "trimtab"])]
+    assert [list(result.outcomes) for result in results] == [["static", "llep", "trimtab", "balanced"]] * 2
+    with pytest.raises(InputError, match="policies: invalid choice: 'magic'"):
+        call("simulate", made(), folder, policies="llep,magic")
+
+
+def test_reprs_are_one_line(folder: Path) -> None:
+    result = call("plan", made(), folder)
+    trace = made()
+    assert repr(trace) == (
+        "RoutingTrace(24 sequences, 768 tokens, 2 MoE layers, 16 experts, top-4, steps 0 to 1, <i>made</i>)"
+    )
+    assert repr(trace.part(0, 0)).endswith(
+        "0 sequences, 0 tokens, 2 MoE layers, 16 experts, top-4, steps none, <i>made</i>)"
+    )
+    size = f"{result.num_micro_steps} micro-steps of 2 layers on 4 ranks"
+    assert repr(result.plan) == f"StepPlan({size}, 12 sequences, {result.num_replicas:,} replicas)"
+    analysis = call("analyze", made(), folder).analysis
+    assert re.fullmatch(
+        r"Analysis\(6 micro-steps of 2 layers on 4 ranks, max/mean [\d.]+, \d+% of .* lost\)", repr(analysis)
+    )
+
+
+def test_a_dump_is_imported_as_by_the_command(folder: Path, tmp_path: Path) -> None:
+    write_npz(read_trace(folder / "trace.parquet"), tmp_path / "dump.npz")
+    words = ["trace", "import", str(tmp_path / "dump.npz"), "-o", str(tmp_path / "out.parquet")]
+    every: list[dict[str, Any]] = [{}, {"format": "arrays", "model": str(folder / "config.json")}]
+    for arguments in every:
+        options = [word for name, value in arguments.items() for word in (f"--{name}", value)]
+        assert main([*words, *options]) == 0
+        found, expected = trimtab.import_dump(tmp_path / "dump.npz", **arguments), read_trace(tmp_path / "out.parquet")
+        np.testing.assert_array_equal(np.sort(found.expert_ids), np.sort(expected.expert_ids))
+        assert (found.model, found.steps.tolist()) == (expected.model, expected.steps.tolist())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"format": "magic"}, "format: invalid choice: 'magic'"),
+        ({"top_k": 0}, "top_k: 0 should be a whole number of at least 1"),
+        ({"overrides": {"num_experts": 3}}, "--set num_experts: needs --model"),
+        ({"model": "qwen3-30b-a3b", "top_k": 2}, "--top-k is 2; qwen3-30b-a3b has 8"),
+        ({"model": ModelSpec.named("qwen3-30b-a3b"), "num_experts": 9}, "--num-experts is 9; qwen3-30b-a3b has 128"),
+        ({}, "absent.jsonl: no such file"),
+    ],
+)
+def test_wrong_arguments_of_an_import_are_one_line(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)) as caught:
+        trimtab.import_dump("absent.jsonl", **arguments)
+    assert "\n" not in str(caught.value)

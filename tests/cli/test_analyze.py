@@ -81,3 +81,13 @@ def test_no_estimate_for_a_model_with_fewer_layers_than_the_trace(tmp_path: Path
     assert _model(many, None, "t.parquet") is None
     with pytest.raises(InputError, match=r"t\.parquet is not of model qwen3-30b-a3b: the trace has 61 MoE layers"):
         _model(many, "qwen3-30b-a3b", "t.parquet")
+
+
+def test_figures_are_written_into_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["analyze", str(folder / "odd.parquet"), "--ranks", "4", "--figures"]
+    assert main([*command, str(folder / "new" / "figures"), "--format", "svg"]) == 0
+    files = {path.name for path in (folder / "new" / "figures").iterdir()}
+    assert files == {"layers.svg", "heatmap.svg", "cdf.svg"}
+    assert f"pictures: {folder / 'new' / 'figures'}\n" in capsys.readouterr()[1]
+    assert main([*command, str(folder / "one.parquet")]) == 2
+    assert capsys.readouterr() == ("", f"trimtab analyze: {folder / 'one.parquet'}: not a folder\n")

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks" / "papers.json"
 # Options without a value when not given: files to write or read.
-FILES = {"--output", "--json", "--html", "--perfetto", "--frontier", "--page", "--picture", "--read"}
+FILES = {"--output", "--json", "--html", "--perfetto", "--frontier", "--page", "--picture", "--read", "--figures"}
 
 EXPERIMENTS = (
     "experiments.papers.__main__", "experiments.presets.__main__", "experiments.planning_times",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama4.modeling_llama4 import Llama4VisionModel
 
+from experiments.site.reference_pages import models_page
 from trimtab import InputError, ModelSpec
 from trimtab.cluster.model_config import FAMILIES, ConfigReading, read_sizes
 from trimtab.cluster.presets import preset_names, read_preset
 
 PRESETS = preset_names("model")
-DOCS = Path(__file__).parents[2] / "docs" / "clusters.md"
 # Published with the vision tower, which is no part of the spec.
 WITH_VISION = ("llama-4-scout", "llama-4-maverick")
 # Model types that transformers has under another name, or not at all.
@@ -301,19 +300,15 @@ def test_bad_overrides_are_one_line(overrides: dict[str, Any], says: str) -> Non
     assert "\n" not in str(caught.value)
 
 
-def test_docs_clusters_md_shows_every_preset() -> None:
-    rows = {}
-    for line in DOCS.read_text().partition("## Clusters")[0].splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 7 and cells[0].startswith("`"):
-            rows[cells[0].strip("`")] = cells[1:]
-    assert sorted(rows) == PRESETS
-    for name, (experts, layers, widths, attention, weights, active) in rows.items():
+def test_the_reference_shows_every_preset() -> None:
+    rows = [line.strip("|").split("|") for line in models_page().splitlines()]
+    shown = {row[0].strip(" `"): [cell.strip() for cell in row[1:]] for row in rows if len(row) == 7}
+    for name in PRESETS:
         model = ModelSpec.named(name)
+        experts, layers, widths, attention, weights, active = shown[name]
         assert experts == f"{model.num_experts}, {model.top_k}"
         assert layers == f"{model.moe_layers} + {model.dense_layers}"
         assert widths == f"{model.hidden_size}, {model.expert_width}"
         assert (weights, active) == (f"{model.parameters / 1e9:.1f} B", f"{model.active_parameters / 1e9:.1f} B")
-        numbers = [int(word) for word in attention.replace(",", "").split() if word.isdigit()]
         blocks = [block.in_moe_layers + block.in_dense_layers for block in model.attention]
-        assert attention == "full" if not blocks else set(blocks) <= set(numbers)
+        assert attention == "full" if not blocks else [int(part.split()[0]) for part in attention.split(", ")] == blocks

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.site.reference_pages import models_page
 from trimtab import ClusterSpec, InputError
 from trimtab.cluster import load_cluster, write_cluster
 from trimtab.cluster.presets import preset_names, read_preset
@@ -23,7 +24,6 @@ PRESETS = ["a100x8", "b200x8", "gb200-nvl72", "h100x8", "h200x8", "h20x8", "h800
 GPU_PRESETS = [name for name in PRESETS if name != "local-cpu"]
 FIGURES = [f.name for f in fields(ClusterSpec) if f.name not in ("ranks", "slots_per_rank", "mirror_experts", "name")]
 SOURCES = dict.fromkeys(FIGURES, "measured")
-DOCS = Path(__file__).parents[2] / "docs" / "clusters.md"
 
 
 def preset_text(name: str) -> str:
@@ -284,16 +284,13 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == [file]
 
 
-COLUMNS = ["h100x8", "h200x8", "h800x8", "h20x8", "b200x8", "gb200-nvl72", "a100x8", "mi300x8", "local-cpu"]
-
-
-def test_docs_clusters_md_shows_the_figures_of_every_preset() -> None:
-    text = DOCS.read_text(encoding="utf-8")
-    assert sorted(COLUMNS) == PRESETS
-    assert f"| figure | {' | '.join(f'`{name}`' for name in COLUMNS)} |" in text
-    # The table of values comes last, so it replaces the rows of the table of meanings.
-    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", text, re.MULTILINE))
-    contents = [tomllib.loads(preset_text(name)) for name in COLUMNS]
-    for figure in FIGURES:
-        cells = [cell.strip() for cell in rows[figure].split("|")]
-        assert [json.loads(cell) for cell in cells] == [content[figure]["value"] for content in contents]
+def test_the_reference_has_the_figures_and_sources_of_every_preset() -> None:
+    text = models_page()
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
+    (names,) = (row for row in rows if [cell.strip(" `") for cell in row[1:]] == PRESETS)
+    values = {row[0].strip(" `"): row[1:] for row in rows if len(row) == len(names)}
+    for column, name in enumerate(PRESETS):
+        content = tomllib.loads(preset_text(name))
+        for figure in FIGURES:
+            assert json.loads(values[figure][column]) == pytest.approx(content[figure]["value"])
+            assert f"| `{figure}` | {content[figure]['source']} |" in text.replace("&lt;", "<").replace("\\|", "|")

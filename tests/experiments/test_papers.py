@@ -21,7 +21,7 @@ from trimtab.errors import InputError
 from trimtab.policies import POLICIES
 from trimtab.simulator.yardstick import yardstick
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 TINY = SetUp("gpt-oss-20b", 4, layers=2, micro_steps=2, tokens=256, mean_length=64, longest=128)
 
 
@@ -97,10 +97,10 @@ def test_every_row_can_be_computed() -> None:
 
 
 def test_the_page_shows_the_stored_figures_of_the_present_set_ups() -> None:
-    figures = read_figures(DOCS / "benchmarks" / "papers.json")
+    figures = read_figures(ROOT / "docs" / "benchmarks" / "papers.json")
     stored = figures["rows"]
     assert list(stored) == [row.name for row in ROWS]
-    page = (DOCS / "reproduction.md").read_text(encoding="utf-8")
+    page = (ROOT / "experiments" / "papers" / "README.md").read_text(encoding="utf-8")
     assert tables_of_page(page) == blocks(figures)
     for row in ROWS:
         assert f"python -m experiments.papers --rows {row.name}\n" in page

@@ -11,14 +11,15 @@ import pytest
 
 from benchmarks.harness import run_command
 from experiments.page_tables import markdown_table, tables_of_page
-from experiments.presets.__main__ import README, least_gains, tables
+from experiments.presets.__main__ import RESULTS, least_gains, tables
 from experiments.presets.measure import as_stated, common_part, measure
 from experiments.presets.published_skew import PUBLISHED, PublishedSkew
 from experiments.presets.skew_measures import Sample, busier_half, concentration, gini, persistence, rank_loads
 from helpers.examples import examples
 from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS, PAGE = ROOT / "docs", ROOT / "experiments" / "presets" / "README.md"
 # Others than the stored figures' seeds, and fewer tokens.
 SEEDS, TOKENS = examples(short=(11,), long=(11, 12, 13, 14, 15)), 1 << 17
 
@@ -47,9 +48,9 @@ def test_the_page_shows_the_stored_figures() -> None:
     assert written == [(row.preset, row.measure) for row in PUBLISHED]
     assert all(row["as_stated"] for row in figures["rows"])
     assert len(figures["settings"]["seeds"]) == len(figures["rows"][0]["values"]) == 10
-    page = (DOCS / "presets.md").read_text()
+    page = PAGE.read_text()
     assert tables_of_page(page) == {name: markdown_table(*table) for name, table in tables(figures).items()}
-    assert tables_of_page(README.read_text())["least"] == least_gains(figures)
+    assert tables_of_page(RESULTS.read_text())["least"] == least_gains(figures)
     for preset in PRESETS.values():
         row = page[page.index(f"| `{preset.name}`") :]
         assert f"| {preset.num_experts}, {preset.top_k}, {preset.moe_layers} |" in row

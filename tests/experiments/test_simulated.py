@@ -1,4 +1,4 @@
-"""README and results show the stored figures of simulated steps, and a small run gives all of them."""
+"""Start and results show the stored figures of simulated steps, and a small run gives all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_both_pages_show_the_stored_figures() -> None:
     blocks = simulated.blocks(figures)
     shown = {
         name: text
-        for page in (simulated.README, simulated.RESULTS)
+        for page in (simulated.START, simulated.RESULTS)
         for name, text in tables_of_page(page.read_text(encoding="utf-8")).items()
     }
     assert {name: shown[name] for name in blocks} == blocks

@@ -68,6 +68,11 @@ class Analysis:
     estimate: CostEstimate | None
     permuted: PermutedIds
 
+    def __repr__(self) -> str:
+        micro_steps, layers, ranks = self.loads_MLR.shape
+        balance = f"max/mean {self.total.max_over_mean.mean:.2f}, {self.total.lost:.0%} of expert time lost"
+        return f"Analysis({micro_steps} micro-steps of {layers} layers on {ranks} ranks, {balance})"
+
 
 def analyze(
     counts: TraceCounts,
@@ -130,7 +135,24 @@ def worst_layers(analysis: Analysis) -> list[int]:
 
 
 def figures(analysis: Analysis) -> dict[str, Any]:
-    """The JSON of `trimtab analyze`; `docs/analysis.md` explains every key."""
+    """The JSON of `trimtab analyze`. Values that the trace does not determine are None.
+
+    ranks, ranks_per_node: as given.
+    steps: RL steps.
+    micro_steps, experts, sequences, tokens: their numbers.
+    layers: decoder layers.
+    nodes: the balance of nodes instead of ranks; None with one node.
+    by_layer: the balance of each layer.
+    layer: decoder layer.
+    share_of_lost: the layer's part of the lost time.
+    by_micro_step: mean and worst of the layers.
+    by_size: with micro-steps of other sizes and other numbers of ranks.
+    domain_overlap: of the loads of two domains, in the order of `domains`.
+    estimate: cost in seconds; None without a model.
+    lost_part: part of the step's time that imbalance costs.
+    layers_traced: MoE layers of the trace.
+    threshold: an expert is hot with more than so many times the mean expert's tokens.
+    """
     counts, estimate = analysis.counts, analysis.estimate
     names = counts.layer_indices.tolist()
     vio_ML = analysis.max_over_mean_ML - 1
@@ -196,6 +218,11 @@ def figures(analysis: Analysis) -> dict[str, Any]:
 
 
 def _balance(found: Balance) -> dict[str, Any]:
+    """The JSON of a balance.
+
+    max_vio: max/mean - 1 of rank loads, over instances.
+    expert_time_lost: part of expert time for which a rank is idle on average.
+    """
     return {
         "instances": found.instances,
         "max_vio": asdict(found.max_vio),

@@ -12,12 +12,13 @@ from trimtab.analysis import Analysis, count_trace
 from trimtab.analysis import analyze as analyze_counts
 from trimtab.analysis.analysis import figures
 from trimtab.analysis.summary import answer, cost_summary, layers_summary
-from trimtab.api.arguments import ModelSource, Overrides, check_one_size, check_optional, model_of
+from trimtab.api.arguments import ModelSource, Overrides, check_choice, check_one_size, check_optional, model_of
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.cluster import ModelSpec, load_cluster
 from trimtab.errors import InputError
 from trimtab.report.analysis_tables import balance_table, placements_table, setting_facts
 from trimtab.report.html import write_html
+from trimtab.report.imbalance import FORMATS, Imbalance
 from trimtab.report.model import AnalysisReport
 from trimtab.report.notebook import facts_table
 from trimtab.report.number_text import plural
@@ -55,6 +56,26 @@ class AnalysisResult(Summarised):
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write the page of `trimtab analyze --html`. Writes are atomic."""
         write_html(self.report, path)
+
+    @property
+    def imbalance(self) -> Imbalance:
+        counts = self.analysis.counts
+        return Imbalance({"static": self.analysis.loads_MLR}, counts.layer_indices, counts.step_M)
+
+    def to_pandas(self) -> Any:
+        """A `DataFrame` with a row for each instance: `plan` (`static`), `step`, `micro_step`, `layer`, `tokens`,
+        `busiest_rank`, `max_over_mean`. Needs pandas, as in `pip install 'trimtab[plot]'`.
+        """
+        return self.imbalance.to_pandas()
+
+    def write_figures(self, folder: str | os.PathLike[str], format: str = "pdf") -> list[Path]:
+        """Write the pictures of `plot` into a folder, as `trimtab analyze --figures` does. Returns the files.
+
+        Args:
+            format: `pdf`, `svg` or `png`.
+        """
+        check_choice("format", format, FORMATS)
+        return self.imbalance.write(folder, format)
 
     def summary(self) -> Summary:
         analysis = self.analysis

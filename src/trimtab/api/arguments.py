@@ -52,6 +52,11 @@ def numbers(value: int | Sequence[int]) -> list[int]:
     return list(value) if isinstance(value, Sequence) else [value]
 
 
+def split_names(value: str | Sequence[str]) -> list[str]:
+    """Names of a list, or of one text with commas, as options of the command line take them."""
+    return [name for text in ([value] if isinstance(value, str) else value) for name in text.split(",")]
+
+
 def model_of(
     name: str, trace: RoutingTrace, source: ModelSource | None, overrides: Overrides = (), *, assume: bool = True
 ) -> ModelSpec | None:

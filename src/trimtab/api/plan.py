@@ -22,6 +22,7 @@ from trimtab.planner.plan.prediction import cross_node_rows
 from trimtab.planner.replicas.paths import HOST
 from trimtab.policies import POLICIES, Policy, View, make_view
 from trimtab.policies.trimtab import Trimtab
+from trimtab.report.imbalance import Imbalance
 from trimtab.report.notebook import facts_table
 from trimtab.report.number_text import bytes_text, plural, seconds
 from trimtab.report.table_data import Facts
@@ -261,7 +262,14 @@ class PlanResult(Summarised):
         return dict(json.loads(self.plan.settings)) if self.plan.settings else {}
 
     def figures(self) -> dict[str, Any]:
-        """What `trimtab plan --json` writes."""
+        """What `trimtab plan --json` writes.
+
+        trace: its files.
+        step: RL step.
+        cluster: ranks, nodes and slots; rates are those of the default.
+        token_budget: most tokens of a rank in a micro-step.
+        planning_s: seconds of planning, without counting and compilation.
+        """
         figures = {
             "schema": "trimtab-plan-1",
             "trace": self.source,
@@ -275,6 +283,17 @@ class PlanResult(Summarised):
         return {
             key: asdict(value) if isinstance(value, ClusterSpec | Balance) else value for key, value in figures.items()
         }
+
+    @property
+    def imbalance(self) -> Imbalance:
+        loads = {"static": self.loads_before_MLR, self.policy: self.loads_after_MLR}
+        return Imbalance(loads, self.trace.layer_indices, int(self.trace.steps[0]))
+
+    def to_pandas(self) -> Any:
+        """A `DataFrame` with a row for each instance without and with the plan: `plan`, `step`, `micro_step`, `layer`,
+        `tokens`, `busiest_rank`, `max_over_mean`. Needs pandas, as in `pip install 'trimtab[plot]'`.
+        """
+        return self.imbalance.to_pandas()
 
     def summary(self) -> Summary:
         before, after = self.balance_before, self.balance_after

@@ -1,11 +1,13 @@
-"""How results of `trimtab.plan`, `simulate` and `analyze` are shown: `repr`, and HTML in notebooks."""
+"""How results of `trimtab.plan`, `simulate` and `analyze` are shown: `repr`, HTML in notebooks, and pictures."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from trimtab.report.imbalance import Imbalance
 from trimtab.report.notebook import notebook_html
 from trimtab.report.table_data import TableData
 
@@ -28,11 +30,32 @@ class Summary:
 
 
 class Summarised(ABC):
-    """A result with a `repr` of a few lines and a notebook view."""
+    """A result with a `repr` of a few lines, a notebook view, and pictures."""
 
     @abstractmethod
     def summary(self) -> Summary:
         """Texts that show the result."""
+
+    @property
+    @abstractmethod
+    def imbalance(self) -> Imbalance:
+        """Loads of all ranks in all instances, by plan."""
+
+    def plot(self, kind: str, ax: Any = None) -> Any:
+        """Draw max/mean of rank loads. Needs matplotlib, as in `pip install 'trimtab[plot]'`.
+
+        Args:
+            kind: `layers`, mean over micro-steps by decoder layer, with the range of the middle nine tenths; `heatmap`,
+                every instance without a plan; `cdf`, the distribution over instances.
+            ax: matplotlib's Axes to draw into; by default those of a new figure of the width of a paper's column.
+
+        Returns:
+            The Axes.
+
+        Raises:
+            InputError: if there is no such kind, or matplotlib is not installed.
+        """
+        return self.imbalance.plot(kind, ax)
 
     def __repr__(self) -> str:
         shown = self.summary()

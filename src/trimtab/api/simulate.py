@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from trimtab.api.arguments import (
     check_whole,
     model_of,
     numbers,
+    split_names,
 )
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.cluster import load_cluster
@@ -24,6 +25,7 @@ from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts
 from trimtab.policies import POLICIES
 from trimtab.report.html import write_html
+from trimtab.report.imbalance import Imbalance, need
 from trimtab.report.number_text import plural
 from trimtab.report.policies_table import policies_table
 from trimtab.report.simulation import answer, policy_results, simulation_report, table_title
@@ -80,7 +82,20 @@ class SimulationResult(Summarised):
         return self.cases[0].outcomes
 
     def figures(self) -> dict[str, Any]:
-        """What `trimtab simulate --json` writes."""
+        """What `trimtab simulate --json` writes.
+
+        trace_hash: of the last step's sequences.
+        yardstick: digest of presets, other balancers and planning times; figures with other digests can't be compared.
+        seed: of permuted expert ids.
+        settings, cluster, model: of the first case.
+        policies: figures by balancer, of the first case.
+        ids_permuted: step times by balancer if expert ids are in random order.
+        sweep: every case, if there are several.
+        earlier_steps: RL steps before the last one, which balancers know.
+        steps: RL steps that are simulated.
+        layers_traced, layers_of_model: MoE layers; seconds and bytes are those of the model.
+        micro_steps: as requested; null with a token budget.
+        """
         case = self.case
         content = {
             "schema": "trimtab-simulate-1",
@@ -122,6 +137,26 @@ class SimulationResult(Summarised):
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write the page of `trimtab simulate --html`: all cases in a table, then the first one. Writes are atomic."""
         write_html(simulation_report(self.source, self.trace, self.cases), path)
+
+    @property
+    def imbalance(self) -> Imbalance:
+        """Of the first case, in its last step: balancers of the tables, `static` first."""
+        rows = {"static": self.outcomes["static"], **self.cases[0].rows}
+        loads = {name: outcome.simulated.work.loads_MLR for name, outcome in rows.items()}
+        return Imbalance(loads, self.trace.layer_indices, int(self.trace.steps[0]))
+
+    def to_pandas(self) -> Any:
+        """A `DataFrame` with a row for each case and balancer: `ranks`, `slots`, `micro_steps`, `dispatcher`,
+        `balancer`, and the figures of the JSON that are one number or text; `parts_s.NAME` and `memory_bytes.NAME` are
+        parts of the step time and of memory. Needs pandas, as in `pip install 'trimtab[plot]'`.
+        """
+        rows = []
+        for simulated in self.cases:
+            sent = "tokens" if simulated.case.cluster.dispatch_forwards else "rows"
+            size = {"ranks": simulated.ranks, "slots": simulated.slots, "micro_steps": simulated.micro_steps}
+            for name, figures in simulated.figures()["policies"].items():
+                rows.append({**size, "dispatcher": sent, "balancer": name, **dict(_flat(figures))})
+        return need("pandas").DataFrame(rows)
 
     def summary(self) -> Summary:
         first = self.cases[0]
@@ -166,8 +201,9 @@ def simulate(
 
     Args:
         trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
-        policies: names of `trimtab.policies.POLICIES`, or "all"; `static` and `balanced` always run. By default all
-            run, and tables show `static`, `scheduled`, `eplb`, `eplb_oracle`, `trimtab`, the fastest and `balanced`.
+        policies: names of `trimtab.policies.POLICIES`, in a list or as "eplb,trimtab", or "all"; `static` and
+            `balanced` always run. By default all run, and tables show `static`, `scheduled`, `eplb`, `eplb_oracle`,
+            `trimtab`, the fastest and `balanced`.
         cluster: kind of nodes: a preset's name or a TOML file.
         model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
             trace names, else a preset like the trace.
@@ -287,7 +323,7 @@ def _combinations(
         check_whole(1, ranks=number)
     for number in numbers(slots):
         check_whole(0, slots=number)
-    sent: list[str | None] = [dispatcher] if dispatcher is None or isinstance(dispatcher, str) else [*dispatcher]
+    sent: list[str | None] = [None] if dispatcher is None else [*split_names(dispatcher)]
     for name in sent:
         if name is not None:
             check_choice("dispatcher", name, DISPATCHERS)
@@ -297,9 +333,18 @@ def _combinations(
     return combinations
 
 
+def _flat(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Single values of nested figures, with dotted names; lists are left out."""
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif not isinstance(value, list):
+            yield f"{prefix}{name}", value
+
+
 def _names(policies: str | Sequence[str] | None) -> tuple[list[str], tuple[str, ...]]:
     """The balancers to run, in the order of `POLICIES`, and those of the tables."""
-    wanted = [policies] if isinstance(policies, str) else [ALL] if policies is None else policies
+    wanted = [ALL] if policies is None else split_names(policies)
     for name in wanted:
         check_choice("policies", name, (*POLICIES, ALL))
     names = [name for name in POLICIES if ALL in wanted or name in (*wanted, *NEEDED)]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import logging
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
 from trimtab.api.analyze import USUAL_RANKS, USUAL_RANKS_PER_NODE, analyze
-from trimtab.cli.options import add_model, add_options, add_trace, given
+from trimtab.cli.options import add_model, add_options, add_trace, given, need_extra
 from trimtab.cli.output import write_figures
 from trimtab.report.analysis_tables import analysis_tables
+from trimtab.report.imbalance import FORMATS
 
 log = logging.getLogger("trimtab")
 
@@ -22,7 +24,10 @@ def add(commands: Any) -> None:
         "analyze",
         description="Print what expert imbalance costs in a routing trace, in which layers, and whether known routing "
         "would help. Nothing is planned; traces can be larger than memory.",
-        examples=["trimtab analyze out/mixed.parquet --ranks 16 --html out/analysis.html"],
+        examples=[
+            "trimtab analyze out/mixed.parquet --ranks 16 --html out/analysis.html",
+            "trimtab analyze out/mixed.parquet --ranks 16 --figures out/figures --format svg",
+        ],
     )
     add_trace(parser)
     option = partial(add_options, parser, of=analyze)
@@ -35,18 +40,26 @@ def add(commands: Any) -> None:
     option("--cluster")
     add_model(parser, of=analyze, unset="the trace's, else a preset like the trace")
     add_options(parser, "--json", "--html")
+    add_options(parser, "--figures", type=Path, metavar="FOLDER", help="write pictures for a paper into FOLDER")
+    add_options(parser, "--format", choices=FORMATS, default="pdf", help="of the pictures")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.figures:
+        need_extra("matplotlib", extra="plot")
     with Progress(transient=True) as progress:
         update = partial(progress.update, progress.add_task("counting", total=None))
         result = analyze(**given(options, analyze), progress=lambda done, total: update(completed=done, total=total))
     console = write_figures(options, result.figures())
     if options.html:
         result.write_html(options.html)
+    if options.figures:
+        result.write_figures(options.figures, options.format)
     console.print(*analysis_tables(result.report), sep="\n")
     if "ranks" not in options:
         console.print(f"For {result.analysis.ranks} ranks, since --ranks is not given.")
     if options.html:
         log.info("page: %s", options.html)
+    if options.figures:
+        log.info("pictures: %s", options.figures)

@@ -13,7 +13,9 @@ from trimtab.console import console
 from trimtab.errors import InputError
 from trimtab.files import STDOUT, is_stream, write_json
 
-FILES = ("output", "json", "html", "perfetto", "frontier", "picture", "page")
+FILES = ("output", "json", "html", "perfetto", "frontier", "picture", "page", "figures")
+# Those that are folders.
+FOLDERS = ("figures",)
 # Options that name files to read, with the pattern of files in a folder.
 SOURCES = {"trace": "*.parquet", "source": "*"}
 
@@ -22,6 +24,9 @@ def check_outputs(options: argparse.Namespace) -> None:
     """Raise InputError if a file to write can't be written, is also read, or is written twice."""
     given = {name: getattr(options, name, None) for name in FILES}
     paths = [path for name, path in given.items() if path and (name, path) != ("json", STDOUT)]
+    for name in FOLDERS:
+        if (folder := given[name]) and folder.exists() and not folder.is_dir():
+            raise InputError(f"{folder}: not a folder")
     sources = []
     for name in SOURCES.keys() & vars(options).keys() if paths else ():
         from trimtab.trace.store import named_files

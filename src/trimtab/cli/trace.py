@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
         "synth",
         help="make a synthetic trace with realistic skew",
         description="Make a synthetic routing trace. Presets are named after the model and the kind of text whose "
-        "published skew they match (docs/presets.md); spike and uniform are test cases: hot spots, and no skew.",
+        "published skew they match (experiments/presets); spike and uniform are test cases: hot spots, and no skew.",
         examples=["trimtab trace synth qwen3-30b-math -o out/math.parquet --sequences 512"],
     )
     synth.add_argument("preset", choices=tuple(PRESETS), metavar="PRESET", help=", ".join(PRESETS))

@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
+from trimtab.api.import_dump import with_model
 from trimtab.cli.options import add_model, add_options, add_output, given, positive
-from trimtab.cluster import load_model
 from trimtab.console import console
-from trimtab.errors import InputError
 from trimtab.files import is_stream
 from trimtab.report.tables import facts, trace_facts
 from trimtab.trace import RoutingTrace, TraceReader, write_trace
@@ -79,29 +77,4 @@ def _rows(summary: Summary, seconds: float) -> list[tuple[str, str]]:
 def _import_options(options: argparse.Namespace) -> ImportOptions:
     """The options, completed by the facts of the model."""
     found = ImportOptions(**given(options, ImportOptions))
-    overrides = dict(getattr(options, "overrides", ()))
-    if not found.model:
-        if overrides:
-            raise InputError(f"--set {next(iter(overrides))}: needs --model")
-        return found
-    model = load_model(found.model, overrides)
-    if model.zero_experts:
-        raise InputError(
-            f"{model.name}: its router also chooses among {model.zero_experts} zero experts, which no rank computes; "
-            "dumps with such ids are not supported"
-        )
-    layers = model.moe_layers + model.dense_layers if model.moe_layer_indices else None
-    for option, value, of_model in (
-        ("--num-experts", found.num_experts, model.num_experts),
-        ("--top-k", found.top_k, model.top_k),
-    ):
-        if value not in (None, of_model):
-            raise InputError(f"{option} is {value}; {found.model} has {of_model}")
-    return replace(
-        found,
-        num_experts=model.num_experts,
-        num_layers=found.num_layers or layers,
-        top_k=model.top_k,
-        moe_layers=model.moe_layer_indices or None,
-        model=model.name,
-    )
+    return with_model(found, found.model, getattr(options, "overrides", ()))

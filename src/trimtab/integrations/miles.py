@@ -1,4 +1,4 @@
-"""miles: balanced by a flag, `--custom-megatron-init-path trimtab.integrations.miles.install`; see docs/slime.md."""
+"""miles: by a flag, `--custom-megatron-init-path trimtab.integrations.miles.install`: docs/frameworks.md."""
 
 from __future__ import annotations
 

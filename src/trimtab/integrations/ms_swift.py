@@ -1,4 +1,4 @@
-"""ms-swift: balanced by a flag, `--external_plugins` with the file that this module prints; see docs/ms-swift.md."""
+"""ms-swift: balanced by a flag, `--external_plugins` with the file that this module prints; see docs/frameworks.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NeMo-RL: `python -m trimtab.integrations.nemo_rl examples/run_grpo.py ...` balances the policy; see docs/nemo-rl.md.
+"""NeMo-RL: `python -m trimtab.integrations.nemo_rl examples/run_grpo.py ...` balances the policy: docs/frameworks.md.
 
 The script runs in this process. Policies that train on Megatron get the worker class of `nemo_rl_worker` by NeMo-RL's
 own argument, `worker_extension_cls_fqn`. NeMo-RL hands the environment of this process on to its workers.

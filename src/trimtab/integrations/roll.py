@@ -1,4 +1,4 @@
-"""ROLL: balanced by a flag, `actor_train.worker_cls: trimtab.integrations.roll.ActorWorker`; see docs/roll.md.
+"""ROLL: balanced by a flag, `actor_train.worker_cls: trimtab.integrations.roll.ActorWorker`; see docs/frameworks.md.
 
 `ActorWorker` is for the RLVR pipeline, `AgenticActorWorker` and `DPOActorWorker` for those of these names. Each is made
 when it is first read, since ROLL's pipelines import packages of their own.

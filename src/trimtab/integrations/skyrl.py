@@ -1,5 +1,5 @@
 """SkyRL: `python -m trimtab.integrations.skyrl -m skyrl.train.entrypoints.main_base ...` balances the policy; see
-docs/skyrl.md.
+docs/frameworks.md.
 
 The entry point runs in this process. SkyRL imports the policy's worker class in a Ray task, so each process of the job
 gets a setup hook, which replaces the class where it is imported; see `skyrl_hook`.

@@ -1,4 +1,4 @@
-"""slime: balanced by a flag, `--custom-megatron-init-path trimtab.integrations.slime.install`; see docs/slime.md."""
+"""slime: by a flag, `--custom-megatron-init-path trimtab.integrations.slime.install`: docs/frameworks.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's Megatron engine with balanced experts, by one flag: `actor_rollout_ref.model.external_lib`; see docs/verl.md.
+"""verl's Megatron engine with balanced experts, by a flag: `actor_rollout_ref.model.external_lib`: docs/frameworks.md.
 
 verl imports this module in every worker before it makes an engine. The module registers its engine under the vendor
 "trimtab" of verl's `EngineRegistry`, and asks for that vendor. Options are in `override_mcore_model_config.trimtab` of

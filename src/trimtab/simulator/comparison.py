@@ -245,7 +245,35 @@ def _simulated(
 
 
 def figures(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
-    """All figures of `trimtab simulate`'s JSON, by balancer."""
+    """All figures of `trimtab simulate`'s JSON, by balancer. Seconds and bytes are those of the whole model.
+
+    known_at: the latest routing that its decisions see.
+    within_node: whether copies stay inside the node of their home.
+    planning_time: where the charged planning time comes from.
+    slots_per_rank, micro_steps: of the plan.
+    step_time_s: mean of the simulated steps.
+    speedup_vs_static, speedup_vs_eplb: step time of the other divided by this one's; null if it did not run.
+    fraction_of_balanced: step time of the ideal divided by this one's; null if it did not run.
+    max_over_mean: of rank loads, over instances.
+    step_times_s: of each simulated step.
+    moves_left_out_s: of a first placement's moves, charged to other steps.
+    interval: of `eplb`, steps from one placement to the next, null if it is placed once; null for all others.
+    replicas_per_instance: mean.
+    weight_bytes_per_micro_step: replica weights, all ranks together.
+    cross_node_token_fraction: rows that are computed on another node than the token's.
+    exposed_transfer_s, exposed_planning_s: for which ranks wait.
+    hidden_planning_s: of planning from recorded routing during rollout and step, for which no rank waits.
+    migration_bytes_per_step: weights and optimizer state of homes that move.
+    plan_us_per_instance: planning time on this machine.
+    replica_pool_bytes: of a rank.
+    mirror_bytes_per_node: of the node with the largest mirror.
+    peak_bytes_per_rank: of the rank that needs most.
+    fits: whether the device has them.
+    peak_tokens_per_rank: most rows of a rank in an instance.
+    parts_s: seconds by part of the critical path.
+    memory_bytes: of the rank that needs most, by purpose.
+    state_bytes: parameters, gradients and optimizer state, of experts and dense parts.
+    """
     static, eplb, ideal = (outcomes.get(name) for name in ("static", "eplb", "balanced"))
     content: dict[str, Any] = {}
     for name, outcome in outcomes.items():

@@ -82,7 +82,7 @@ _PRESETS = (
 PRESETS = {preset.name: preset for preset in _PRESETS}
 """Skew by name. Presets of models are named after the model and the kind of text whose published skew they match.
 
-`docs/presets.md` compares each with its published figures; `python -m experiments.presets` measures them again.
+`experiments/presets/` compares each with its published figures; `python -m experiments.presets` measures them again.
 
 * qwen3-30b-math: two close subjects. qwen3-30b-mixed: eight subjects of the same model.
 * glm-4.7-flash-math: two close subjects, with more neighbouring hot experts. gpt-oss-20b-reasoning: two close subjects,

@@ -220,6 +220,12 @@ class RoutingTrace:
         facts = first.facts.joined(*(trace.facts for trace in traces[1:]))
         return first.with_sequences(facts, np.concatenate([trace.expert_ids for trace in traces]))
 
+    def __repr__(self) -> str:
+        steps = f"{self.steps.min()} to {self.steps.max()}" if self.num_sequences else "none"
+        named = f", {self.model}" if self.model else ""
+        size = f"{self.num_sequences:,} sequences, {self.num_tokens:,} tokens"
+        return f"RoutingTrace({size}, {self.shape_text}, steps {steps}{named})"
+
     @property
     def shape_text(self) -> str:
         return f"{self.num_layers} MoE layers, {self.num_experts} experts, top-{self.top_k}"

@@ -74,6 +74,10 @@ class StepPlan:
     slots_per_rank: int
     settings: str = ""
 
+    def __repr__(self) -> str:
+        size = f"{self.num_micro_steps} micro-steps of {self.num_layers} layers on {self.num_ranks} ranks"
+        return f"StepPlan({size}, {len(self.micro_step):,} sequences, {self.num_replicas:,} replicas)"
+
     @classmethod
     def from_instances(
         cls,

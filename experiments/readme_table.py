@@ -1,0 +1,93 @@
+"""`python -m experiments.readme_table`: write the table of the README from stored figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from experiments.page_tables import markdown_table, replace_tables
+from trimtab.cluster import ModelSpec
+from trimtab.cluster.specs import RING_LAYERS
+from trimtab.report.number_text import bytes_text
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+
+
+def stored(name: str) -> Any:
+    """The figures of a file in docs/benchmarks."""
+    return json.loads((ROOT / "docs" / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def blocks() -> dict[str, str]:
+    """The generated part of the README, by name."""
+    rows = [["**Expected gain**", _gain()], ["**Measured**", _measured()], ["**Runs on**", _runs()]]
+    return {"facts": markdown_table(["", "in short"], [*rows, ["**Costs**", _costs()]]).replace("---:", "---")}
+
+
+def _gain() -> str:
+    figures = stored("simulated")
+    by_sent = next(iter(figures["steps"].values()))
+    gains = {sent: _over(case["policies"]) for sent, case in by_sent.items()}
+    permuted = {sent: _ratios(case["permuted_s"]) for sent, case in by_sent.items()}
+    step = figures["step"]
+    return (
+        f"simulated, Qwen3-30B-A3B on {step['ranks']} H100: {gains['rows']} if an all-to-all sends every row, "
+        f"{gains['tokens']} if the dispatcher sends a token to a node once, as DeepEP does. With expert ids in random "
+        f"order {permuted['rows']}, and {permuted['tokens']}"
+    )
+
+
+def _over(policies: dict[str, Any]) -> str:
+    return _ratios({name: figures["step_time_s"] for name, figures in policies.items()})
+
+
+def _ratios(seconds: dict[str, float]) -> str:
+    over = {name: f"{seconds[name] / seconds['trimtab']:.2f}x" for name in ("eplb", "static")}
+    return f"{over['eplb']} over EPLB and {over['static']} over plain EP"
+
+
+def _measured() -> str:
+    megatron, demo, live = stored("megatron-cpu"), stored("demo")["comparison"], stored("runtime-cpu")
+    plain, planned = (megatron["variants"][f"{name}_skewed"]["median_s"] for name in ("plain", "planned"))
+    static, ours = (live["policies"][name]["median_s"] for name in ("static", "trimtab"))
+    low, high = demo["speedup_interval"]
+    sure = "" if low > 1 else ", no sure gain"
+    return (
+        f"on 2 CPU ranks with skewed routing: a step of Megatron-core {planned:.2f} s instead of {plain:.2f} s, a "
+        f"micro-step of the runtime {ours:.2f} s instead of {static:.2f} s; `make demo` {demo['speedup']:.2f}x "
+        f"({low:.2f} to {high:.2f}{sure}). **Equal loss**: with and without Trimtab the losses of the demo differ by "
+        f"{demo['loss_difference']:.0e}"
+    )
+
+
+def _runs() -> str:
+    return (
+        "Megatron-core (so verl, slime, miles, ROLL, NeMo-RL, SkyRL, ms-swift, by a flag), TRL, transformers, your own "
+        "loop. One H200 has run it, alone and shared by two ranks; **it has not run on several GPUs**"
+    )
+
+
+def _costs() -> str:
+    megatron = stored("megatron-cpu")
+    low, high = megatron["overhead_when_balanced_interval"]
+    stages = stored("gpu-h200")["stages"]
+    ratios = [
+        finding["figures"]["ratio"]
+        for stage in stages
+        for finding in stage["findings"]
+        if stage["name"] == "megatron" and "case" in finding["figures"]
+    ]
+    slots = stored("simulated")["step"]["slots"]
+    weights = bytes_text(RING_LAYERS * slots * ModelSpec.named("qwen3-30b-a3b").expert_bytes)
+    return (
+        f"memory for {RING_LAYERS} x {slots} experts a rank ({weights} of weights for Qwen3-30B-A3B, and gradients in "
+        "transfer); a flag, one line, or about ten lines in your own loop; with even routing "
+        f"{low:+.1%} to {high:+.1%} of a step on CPU ranks, and on the H200, where the host is the limit, a planned "
+        f"layer takes {min(ratios):.2f} to {max(ratios):.2f} times as long"
+    )
+
+
+if __name__ == "__main__":
+    replace_tables(blocks(), README)
