@@ -19,6 +19,7 @@ from trimtab.figures import by_key, computed
 from trimtab.planner import Placement, PlanSettings, SequenceCounts, StepPlan, Workload, pack_by_length
 from trimtab.planner.plan.bounds import gap_to_bound
 from trimtab.planner.plan.prediction import cross_node_rows
+from trimtab.planner.plan.solver import why_no_solver
 from trimtab.planner.replicas.paths import HOST
 from trimtab.policies import POLICIES, Policy, View, make_view
 from trimtab.policies.trimtab import Trimtab
@@ -101,10 +102,10 @@ class PlanResult(Summarised):
         return 1 - expert_time(self.loads_after_MLR) / max(1, expert_time(self.loads_before_MLR))
 
     @computed("fraction", key="gap_to_bound_mean")
-    def gap_to_bound(self) -> float:
+    def gap_to_bound(self) -> float | None:
         """The busiest rank's load divided by a lower bound (`load_bound`) for these homes and slots, minus 1; mean of
-        up to 16 instances."""
-        return gap_to_bound(self.plan, self.workload_after, SAMPLED)
+        up to 16 instances. None without highspy."""
+        return None if why_no_solver() else gap_to_bound(self.plan, self.workload_after, SAMPLED)
 
     @computed("experts", key="moved_homes")
     def moved_homes(self) -> int:
@@ -220,7 +221,9 @@ class PlanResult(Summarised):
             ("expert time saved", f"{self.expert_time_saved:.1%} (tokens of the busiest rank, summed over instances)"),
             (
                 "gap to the bound",
-                f"{self.gap_to_bound:.2%} (busiest rank over a bound for these homes and slots, {SAMPLED} instances)",
+                f"not computed: {why_no_solver()}"
+                if self.gap_to_bound is None
+                else f"{self.gap_to_bound:.2%} (busiest rank over a bound for these homes and slots, {SAMPLED} instances)",
             ),
             (
                 "replicas",

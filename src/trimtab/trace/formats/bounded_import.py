@@ -157,6 +157,8 @@ def _address_space() -> int | None:
 
 def compile_kernels() -> None:
     """Compile or load what every import uses, before limits are set."""
+    import pyarrow  # noqa: F401
+
     record = Record(ids=np.array([[[0, 1]], [[1, 2]]], np.int32), where="")
     for num_experts in (4, 400):
         trace_of([record], ImportOptions(num_experts=num_experts))
