@@ -21,6 +21,7 @@ from trimtab.trace import synthesize
 
 REMEDY = "highspy is not installed; pip install 'trimtab[solver]'"
 SIZE = ["--ranks", "4", "--token-budget", "512"]
+COMPARE = ["simulate", "--ranks", "4"]
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_a_plan_without_the_solver_lacks_the_bound_alone(
 
 
 @pytest.mark.usefixtures("no_highspy")
-@pytest.mark.parametrize("command", [["plan", *SIZE], ["simulate", "--ranks", "4"], ["simulate", "--ranks", "4", "--policy", "all"]])
+@pytest.mark.parametrize("command", [["plan", *SIZE], COMPARE, [*COMPARE, "--policy", "all"]])
 def test_what_needs_the_solver_names_it_and_the_remedy(
     command: list[str], trace_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

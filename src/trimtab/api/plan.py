@@ -219,12 +219,7 @@ class PlanResult(Summarised):
             ),
             ("schedule", f"{plan.num_micro_steps} micro-steps, each of up to {self.token_budget:,} tokens per rank"),
             ("expert time saved", f"{self.expert_time_saved:.1%} (tokens of the busiest rank, summed over instances)"),
-            (
-                "gap to the bound",
-                f"not computed: {why_no_solver()}"
-                if self.gap_to_bound is None
-                else f"{self.gap_to_bound:.2%} (busiest rank over a bound for these homes and slots, {SAMPLED} instances)",
-            ),
+            ("gap to the bound", self._gap_text()),
             (
                 "replicas",
                 f"{self.num_replicas:,}, {self.replicas_per_instance:.2f} per instance, "
@@ -249,6 +244,11 @@ class PlanResult(Summarised):
                 )
             )
         return rows
+
+    def _gap_text(self) -> str:
+        if self.gap_to_bound is None:
+            return f"not computed: {why_no_solver()}"
+        return f"{self.gap_to_bound:.2%} (busiest rank over a bound for these homes and slots, {SAMPLED} instances)"
 
     def _strategy_facts(self) -> list[tuple[str, str]]:
         """The chosen strategy and the others, the fastest first; nothing for balancers that don't predict time."""
