@@ -52,6 +52,8 @@ def run(name: str, parse: Callable[[], argparse.Namespace]) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
+        if sys.platform == "win32":
+            raise InputError("Trimtab runs on Linux and macOS; on Windows, use it in WSL")
         options = parse()
         show_messages(getattr(options, "log_level", logging.INFO))
         # Not at the top: these take as long as the help may take.

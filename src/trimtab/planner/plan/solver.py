@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,7 +50,7 @@ def _no_standard_output() -> Iterator[None]:
     except OSError:  # closed
         yield
         return
-    flush = ctypes.CDLL(None).fflush if sys.platform != "win32" else ctypes.cdll.msvcrt.fflush
+    flush = ctypes.CDLL(None).fflush
     flush(None)
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 1)
