@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import Distribution, distribution, distributions
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def requirements(part: str) -> list[Requirement]:
 
 
 def packages_of(part: str) -> Iterator[str]:
-    """Yields the names of all packages that a part needs, as installed here."""
+    """Yields the names of all packages that a part needs and that are installed here."""
     waiting, seen = requirements(part), set()
     while waiting:
         requirement = waiting.pop()
@@ -58,8 +58,12 @@ def packages_of(part: str) -> Iterator[str]:
         if (name, *requirement.extras) in seen:
             continue
         seen.add((name, *requirement.extras))
+        try:
+            needs = distribution(name).requires or ()
+        except PackageNotFoundError:
+            continue
         yield name
-        for text in distribution(name).requires or ():
+        for text in needs:
             needed = Requirement(text)
             wanted = requirement.extras or {""}
             if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in wanted):
@@ -78,23 +82,23 @@ def licence_of(package: Distribution) -> str:
     return next((licence for licence, names in LICENCES.items() if re.fullmatch(names, named)), named)
 
 
-def locked() -> dict[str, str]:
-    """The versions in the lock, by package."""
-    return {canonicalize_name(name): version for name, version in re.findall(r"^(\S+)==(\S+)", LOCK.read_text(), re.M)}
+def locked(lock: Path) -> dict[str, str]:
+    """The versions in a lock, by package."""
+    return {canonicalize_name(name): version for name, version in re.findall(r"^(\S+)==(\S+)", lock.read_text(), re.M)}
 
 
-def licence_rows(versions: Mapping[str, str]) -> dict[str, str]:
-    """The rows of the page by package, for those of these packages that are installed here in this version."""
-    installed = {canonicalize_name(each.metadata["Name"]): each for each in distributions()}
+def licence_rows(versions: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Rows of the page for those of these packages that are installed here in this version; those of laptops first."""
     parts: dict[str, str] = {}
     for part, text in PARTS.items():
-        for name in packages_of(part):
+        for name in sorted({*packages_of(part)}):
             parts.setdefault(name, text)
-    return {
-        name: f"| {name} | {version} | {licence_of(installed[name])} | {parts[name]} |"
-        for name, version in versions.items()
-        if name in installed and installed[name].version.split("+")[0] == version
-    }
+    here = {name: distribution(name) for name in parts if name in versions}
+    return [
+        (name, versions[name], licence_of(package), parts[name])
+        for name, package in here.items()
+        if package.version.split("+")[0] == versions[name]
+    ]
 
 
 def _report() -> list[dict[str, Any]]:
@@ -128,13 +132,13 @@ def _lock_lines(packages: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def main() -> None:
     LOCK.write_text("\n".join(_lock_lines(_report())) + "\n")
-    versions = locked()
+    versions = locked(LOCK)
     rows = licence_rows(versions)
-    if unknown := {*versions} - {*rows}:
-        raise SystemExit(f"make lock: {LOCK.name} is new; now install it (make clean lint) and repeat: {unknown}")
-    head = PAGE.read_text().partition("| package |")[0] if PAGE.exists() else ""
-    table = ["| package | version | licence | part |", "| --- | --- | --- | --- |", *rows.values()]
-    PAGE.write_text(head + "\n".join(table) + "\n")
+    if unknown := {*versions} - {name for name, *_ in rows}:
+        raise SystemExit(f"make lock: {LOCK.name} is new; install it (make clean lint) and repeat, for {unknown}")
+    above = PAGE.read_text().partition("| package |")[0]
+    table = [("package", "version", "licence", "part"), ("---",) * 4, *rows]
+    PAGE.write_text(above + "".join(f"| {' | '.join(row)} |\n" for row in table))
     print(f"{LOCK.relative_to(ROOT)}, {PAGE.relative_to(ROOT)}: {len(versions)} packages")
 
 
