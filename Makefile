@@ -111,10 +111,9 @@ LOCK = .ci/lock-$(shell $(PYTHON) -c 'import platform, sys; print(sys.implementa
 # With hashes where there is a lock for this Python and machine. HASHES=required: nowhere without.
 .venv/.ready: pyproject.toml constraints.txt $(wildcard .ci/lock-*.txt)
 	$(PYTHON) -m venv .venv
-	$(PIP_INSTALL) --no-deps --require-hashes -r $(LOCK) || { \
-	  echo "$(LOCK) is missing, or the index has other files: packages are installed without hashes" >&2; \
-	  [ "$(HASHES)" != required ]; }
-	$(PIP_INSTALL) -c constraints.txt hatchling editables
+	$(PIP_INSTALL) --no-deps --require-hashes -r $(LOCK) || { [ "$(HASHES)" != required ] && \
+	  echo "$(LOCK) is missing, or the index has other files: packages are installed without hashes" >&2 && \
+	  $(PIP_INSTALL) -c constraints.txt hatchling editables; }
 	$(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[train,dev]'
 	touch $@
 
