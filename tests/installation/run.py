@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -58,11 +59,17 @@ def readme_megabytes() -> int:
     return int(megabytes)
 
 
-def find_python(version: str) -> str | None:
-    """The interpreter of a version on this machine; None if there is none."""
-    command = [*UV, "python", "find", "--no-python-downloads", "--no-project", "--system", version]
-    found = subprocess.run(command, capture_output=True, text=True)
-    return found.stdout.strip() or None if found.returncode == 0 else None
+def find_python(version: str) -> Path | None:
+    """The interpreter of a version on this machine, on PATH or of pyenv; None if there is none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    on_path = shutil.which(f"python{version}")
+    for path in [*([on_path] if on_path else []), *pyenv.glob(f"versions/{version}.*/bin/python3")]:
+        # A shim of pyenv may start nothing.
+        asked = [path, "-c", "import sys; print(sys.executable)"]
+        told = subprocess.run(asked, capture_output=True, text=True)
+        if told.returncode == 0:
+            return Path(told.stdout.strip())
+    return None
 
 
 class Case:
@@ -73,7 +80,7 @@ class Case:
         python: of the environment.
     """
 
-    def __init__(self, folder: Path, python: str) -> None:
+    def __init__(self, folder: Path, python: Path) -> None:
         self.folder = folder
         around = folder.parent
         (around / "home").mkdir()
