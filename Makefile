@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-te test-backward-thread mutants reliability lint docs bench clean
+.PHONY: help demo test test-fast test-long nightly test-install lock test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-te test-backward-thread mutants reliability lint docs bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -26,9 +26,17 @@ test-fast: .venv/.ready  ## run the tests that start no ranks, commands or brows
 test-long: .venv/.ready  ## run tests with many more random examples and combinations (may take an hour)
 	TRIMTAB_TESTS=long $(PYTEST) -m 'long or longer'
 
-nightly: .venv/.ready  ## what takes too long for every change: long tests, verl, mistakes, faults and fuzzing
+nightly: .venv/.ready  ## what takes too long for every change: long tests, verl, installations, mistakes, faults and fuzzing
 	$(PYTEST) -m long
-	$(MAKE) test-verl test-te test-backward-thread mutants reliability
+	$(MAKE) test-verl test-te test-backward-thread test-install mutants reliability
+
+test-install: .venv/.ready  ## install the wheel with newest and oldest dependencies on every Python here, run README's commands (about 30 minutes)
+	$(PIP_INSTALL) -c constraints.txt uv
+	$(BIN)/python tests/installation/run.py
+
+lock: .venv/.ready  ## write the hashes of all packages that CI installs, and docs/licences.md, anew
+	$(PIP_INSTALL) -c constraints.txt uv
+	$(BIN)/python tests/installation/lock.py
 
 # MEGATRON=path/to/Megatron-LM runs them with the Megatron in that folder.
 test-megatron: .venv/.ready  ## run the long form of the Megatron tests (MEGATRON=folder: with that version)
@@ -75,7 +83,7 @@ mutants: .venv/.ready  ## make 200 random mistakes in the source, and count thos
 # A file after the other: some fill disks, or stop whole runs.
 reliability: .venv/.ready  ## faults of training runs, soaks, and fuzzing of imports (about 40 minutes)
 	$(BIN)/python -m pytest tests/reliability
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	$(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[fuzz]'
 	$(BIN)/python tests/reliability/fuzz_imports.py --seconds 600
 
 lint: .venv/.ready  ## lint, format check and types
@@ -110,9 +118,16 @@ bench: .venv/.ready  ## reproduce the figures that README and docs quote (about 
 clean:  ## remove what the other targets made
 	rm -rf .venv .venv-verl out
 
-.venv/.ready: pyproject.toml constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+LOCK = .ci/lock-$(shell $(PYTHON) -c 'import platform, sys; print(sys.implementation.cache_tag, sys.platform, platform.machine(), sep="-")').txt
+
+# With hashes where there is a lock for this Python and machine. HASHES=required: nowhere without.
+.venv/.ready: pyproject.toml constraints.txt $(wildcard .ci/lock-*.txt)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	$(PIP_INSTALL) --no-deps --require-hashes -r $(LOCK) || { [ "$(HASHES)" != required ] && \
+	  echo "$(LOCK) is missing, or the index has other files: packages are installed without hashes" >&2 && \
+	  $(PIP_INSTALL) -c constraints.txt hatchling editables; }
+	$(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[train,dev]'
 	touch $@
 
 # verl asks for versions of its own; what its trainer imports is added to the packages of .venv.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 LOADED = """
 import json, sys
@@ -30,3 +31,22 @@ def test_the_runtime_loads_what_it_needs() -> None:
     assert [name for name in modules if name.startswith(NOT_NEEDED)] == []
     assert len(ours) <= 133
     assert len(classes) <= 166
+
+
+IN_MEMORY = """
+import sys
+import trimtab, trimtab.observe, trimtab.rl
+from trimtab.trace import synthesize
+
+trace = synthesize(num_sequences=16, sequence_length=32, num_layers=2, num_experts=16, top_k=2, zipf=1.5)
+trimtab.plan(trace, ranks=4, token_budget=128)
+print(*(name for name in ("pyarrow", "highspy") if name in sys.modules))
+trimtab.write_trace(trace, sys.argv[1])
+print(*(name for name in ("pyarrow", "highspy") if name in sys.modules))
+"""
+
+
+def test_arrow_is_imported_for_files_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", IN_MEMORY, str(tmp_path / "trace.parquet")]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout == "\npyarrow\n"

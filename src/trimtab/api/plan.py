@@ -19,6 +19,7 @@ from trimtab.figures import by_key, computed
 from trimtab.planner import Placement, PlanSettings, SequenceCounts, StepPlan, Workload, pack_by_length
 from trimtab.planner.plan.bounds import gap_to_bound
 from trimtab.planner.plan.prediction import cross_node_rows
+from trimtab.planner.plan.solver import why_no_solver
 from trimtab.planner.replicas.paths import HOST
 from trimtab.policies import POLICIES, Policy, View, make_view
 from trimtab.policies.trimtab import Trimtab
@@ -102,10 +103,10 @@ class PlanResult(Summarised):
         return 1 - expert_time(self.loads_after_MLR) / max(1, expert_time(self.loads_before_MLR))
 
     @computed("fraction", key="gap_to_bound_mean")
-    def gap_to_bound(self) -> float:
+    def gap_to_bound(self) -> float | None:
         """The busiest rank's load divided by a lower bound (`load_bound`) for these homes and slots, minus 1; mean of
-        up to 16 instances."""
-        return gap_to_bound(self.plan, self.workload_after, SAMPLED)
+        up to 16 instances. None without highspy."""
+        return None if why_no_solver() else gap_to_bound(self.plan, self.workload_after, SAMPLED)
 
     @computed("experts", key="moved_homes")
     def moved_homes(self) -> int:
@@ -219,10 +220,7 @@ class PlanResult(Summarised):
             ),
             ("schedule", f"{plan.num_micro_steps} micro-steps, each of up to {self.token_budget:,} tokens per rank"),
             ("expert time saved", f"{self.expert_time_saved:.1%} (tokens of the busiest rank, summed over instances)"),
-            (
-                "gap to the bound",
-                f"{self.gap_to_bound:.2%} (busiest rank over a bound for these homes and slots, {SAMPLED} instances)",
-            ),
+            ("gap to the bound", self._gap_text()),
             (
                 "replicas",
                 f"{self.num_replicas:,}, {self.replicas_per_instance:.2f} per instance, "
@@ -247,6 +245,11 @@ class PlanResult(Summarised):
                 )
             )
         return rows
+
+    def _gap_text(self) -> str:
+        if self.gap_to_bound is None:
+            return f"not computed: {why_no_solver()}"
+        return f"{self.gap_to_bound:.2%} (busiest rank over a bound for these homes and slots, {SAMPLED} instances)"
 
     def _strategy_facts(self) -> list[tuple[str, str]]:
         """The chosen strategy and the others, the fastest first; nothing for balancers that don't predict time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -40,6 +41,7 @@ from trimtab.trace import RoutingTrace
 from trimtab.trace.in_memory import open_trace
 from trimtab.trace.store import Source
 
+log = logging.getLogger("trimtab")
 # Shown by default, with the fastest of all.
 MAIN_POLICIES = ("static", "scheduled", "eplb", "eplb_oracle", "trimtab", "balanced")
 # References for speed-up and the ideal: in every run.
@@ -203,7 +205,8 @@ def simulate(
         trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
         policies: names of `trimtab.policies.POLICIES`, in a list or as "eplb,trimtab", or "all"; `static` and
             `balanced` always run. By default all run, and tables show `static`, `scheduled`, `eplb`, `eplb_oracle`,
-            `trimtab`, the fastest and `balanced`.
+            `trimtab`, the fastest and `balanced`. "all" leaves out, with a note, those whose packages are not
+            installed.
         cluster: kind of nodes: a preset's name or a TOML file.
         model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
             trace names, else a preset like the trace.
@@ -347,5 +350,15 @@ def _names(policies: str | Sequence[str] | None) -> tuple[list[str], tuple[str, 
     wanted = [ALL] if policies is None else split_names(policies)
     for name in wanted:
         check_choice("policies", name, (*POLICIES, ALL))
-    names = [name for name in POLICIES if ALL in wanted or name in (*wanted, *NEEDED)]
+        POLICIES.get(name)  # raises InputError if a package that it needs is missing
+    names = [name for name in POLICIES if name in (*wanted, *NEEDED) or (ALL in wanted and _available(name))]
     return names, MAIN_POLICIES if policies is None else tuple(names)
+
+
+def _available(name: str) -> bool:
+    """Whether a balancer has the packages that it needs; logs a line if not."""
+    try:
+        return bool(POLICIES[name])
+    except InputError as error:
+        log.info("left out: %s", error)
+        return False

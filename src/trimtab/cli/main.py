@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 from io import TextIOWrapper
 
@@ -31,6 +31,7 @@ COMMANDS = {
     "bench": "list the commands that reproduce the figures of README and docs",
     "nodes": "run a command on several nodes on this machine, joined by slow links",
     "doctor": "check an installation, a model and one micro-step before a long run",
+    "completion": "print a script with which bash and zsh complete commands and options",
 }
 
 
@@ -39,6 +40,26 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     asked = next((word for word in arguments if word in COMMANDS), "")
     return run(f"trimtab {asked}", lambda: _parse(arguments, asked))
+
+
+def make_parser(asked: Collection[str]) -> Parser:
+    """The parser, with the options of these commands."""
+    parser = Parser(
+        prog="trimtab",
+        description="Load balancing for Mixture-of-Experts models in RL post-training, planned from known routing.",
+        examples=[
+            "trimtab trace synth qwen3-30b-mixed -o out/mixed.parquet",
+            "trimtab analyze out/mixed.parquet --ranks 16",
+        ],
+    )
+    parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command, about in COMMANDS.items():
+        if command in asked:
+            import_module(f"trimtab.cli.{command}").add(commands)
+        else:
+            commands.add_parser(command, help=about)
+    return parser
 
 
 def run(name: str, parse: Callable[[], argparse.Namespace]) -> int:
@@ -52,6 +73,8 @@ def run(name: str, parse: Callable[[], argparse.Namespace]) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
+        if sys.platform == "win32":
+            raise InputError("Trimtab runs on Linux and macOS; on Windows, use it in WSL")
         options = parse()
         show_messages(getattr(options, "log_level", logging.INFO))
         # Not at the top: these take as long as the help may take.
@@ -91,22 +114,7 @@ def _failed(name: str, reason: object, status: int) -> int:
 
 
 def _parse(arguments: list[str], asked: str) -> argparse.Namespace:
-    parser = Parser(
-        prog="trimtab",
-        description="Load balancing for Mixture-of-Experts models in RL post-training, planned from known routing.",
-        examples=[
-            "trimtab trace synth qwen3-30b-mixed -o out/mixed.parquet",
-            "trimtab analyze out/mixed.parquet --ranks 16",
-        ],
-    )
-    parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command, about in COMMANDS.items():
-        if command == asked:
-            import_module(f"trimtab.cli.{command}").add(commands)
-        else:
-            commands.add_parser(command, help=about)
-    options = parser.parse_args(arguments)
+    options = make_parser([asked]).parse_args(arguments)
     options.arguments = arguments
     return options
 

@@ -2,6 +2,8 @@
 
 Several files, a folder of them, or a pattern such as `run/*.parquet` are one trace, in the order of their names. Row
 groups are small; readers and writers keep one in memory in addition to their result.
+
+Arrow is imported when a file is read or written: a run that has its routing in memory does without.
 """
 
 from __future__ import annotations
@@ -14,15 +16,11 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from trimtab.errors import InputError
 from trimtab.files import atomic_file
-from trimtab.trace.parquet_footer import read_columns
 from trimtab.trace.prefetch import prefetch
 from trimtab.trace.routing import RoutingTrace
-from trimtab.trace.row_groups import open_parquet, read_facts, read_group, schema_of, table_of
 from trimtab.trace.sequence_facts import SequenceFacts
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -38,6 +36,10 @@ def write_trace(trace: RoutingTrace | Iterable[RoutingTrace], path: str | os.Pat
     Raises:
         InputError: if there is no part, or parts are of different models.
     """
+    import pyarrow.parquet as pq
+
+    from trimtab.trace.row_groups import schema_of, table_of
+
     parts = iter([trace]) if isinstance(trace, RoutingTrace) else prefetch(trace)
     first = next(parts, None)
     if first is None:
@@ -95,6 +97,8 @@ class TraceReader:
 
     def chunks(self) -> Iterator[RoutingTrace]:
         """Yields the trace in parts of about 16 MB of ids; every id is checked."""
+        from trimtab.trace.row_groups import open_parquet, read_group
+
         for file in self.files:
             with _naming(file), open_parquet(file) as parquet:
                 for group in range(parquet.num_row_groups):
@@ -147,6 +151,8 @@ def named_files(source: Source, pattern: str) -> list[Path]:
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
     """Converts errors into a one-line InputError that names the file."""
+    import pyarrow as pa
+
     try:
         yield
     except InputError as error:
@@ -169,6 +175,9 @@ def _row_groups(trace: RoutingTrace) -> Iterator[RoutingTrace]:
 
 def _open(file: Path) -> tuple[RoutingTrace, SequenceFacts]:
     """A file's trace without sequences, and the facts of its sequences."""
+    from trimtab.trace.parquet_footer import read_columns
+    from trimtab.trace.row_groups import open_parquet, read_facts
+
     with _naming(file):
         with file.open("rb") as start:
             if start.read(4) != b"PAR1":

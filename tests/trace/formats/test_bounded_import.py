@@ -147,9 +147,28 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
         list(bounded_import([tmp_path / "pipe"], "slime", MODEL, Summary()))
 
 
-def test_systems_without_limits_import_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimtab.trace.formats.bounded_import.resource", None)
-    with pytest.raises(InputError, match="dumps are imported on Linux and macOS"):
+@pytest.fixture
+def unlimited_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS."""
+    monkeypatch.setattr("trimtab.trace.formats.bounded_import.memory_is_limited", lambda: False)
+
+
+@pytest.mark.usefixtures("unlimited_memory")
+def test_memory_is_watched_where_it_is_not_limited(tmp_path: Path) -> None:
+    """The reader is ended when it reads the second file, which is named."""
+    files = [tmp_path / "a", tmp_path / "b"]
+    files[0].write_bytes(all_dumps()["slime"].content)
+    files[1].write_bytes(growing_names())
+    limits = Limits(memory=64 << 20)
+    assert len(list(bounded_import(files[:1], "slime", MODEL, Summary(), limits))) == 1
+    with pytest.raises(InputError, match=r"b: takes more than 64 MiB of memory"):
+        list(bounded_import(files, "slime", MODEL, Summary(), limits))
+
+
+@pytest.mark.usefixtures("unlimited_memory")
+def test_systems_that_do_not_tell_memory_import_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match="dumps are imported where memory is limited or told"):
         list(bounded_import([tmp_path / "file"], "slime", MODEL, Summary()))
 
 

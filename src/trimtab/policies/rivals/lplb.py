@@ -21,17 +21,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import highspy
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.planner import Placement, StepPlan
 from trimtab.planner.placement.packing import pack_evenly
+from trimtab.planner.plan.solver import highs, new_solver
 from trimtab.policies.planning_time import PlanningTime
 from trimtab.policies.policy import Traits, View
 
 _COST_OF_A_MOVE = 1e-4  # of a token, in tokens of the busiest rank: too little to leave a rank busier
 _ROUNDING = 1e-6
+_PURPOSE = "policy lplb"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class Lplb:
     )
     topology: Literal["cube", "torus"] = "cube"
     window: int = 4
+
+    def __post_init__(self) -> None:
+        """Raises InputError if highspy is not installed."""
+        highs(_PURPOSE)
 
     def plan(self, view: View) -> StepPlan:
         cluster = view.cluster
@@ -144,9 +149,7 @@ class _Flow:
     def __init__(self, num_ranks: int, group_size: int) -> None:
         self.num_ranks = num_ranks
         self.group_size = group_size
-        self.highs = highspy.Highs()
-        self.highs.setOptionValue("output_flag", False)
-        self.highs.setOptionValue("threads", 1)
+        self.solver = new_solver(_PURPOSE)
 
     def solve(self, load_E: Array, home_E: Array, replicas_P2: Array) -> Array:
         """`[P]` int64, tokens that each replica gets from its expert's home. Every expert has at most one replica.
@@ -160,6 +163,7 @@ class _Flow:
         most_P = load_E[replicas_P2[:, 0]].astype(np.float64)
         at_home_R = np.bincount(home_E, weights=load_E, minlength=self.num_ranks)
         ranks = np.arange(self.num_ranks)
+        highspy = highs(_PURPOSE)
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = num_replicas + num_groups, self.num_ranks
         lp.col_cost_ = np.r_[np.full(num_replicas, _COST_OF_A_MOVE), np.ones(num_groups)]
@@ -174,9 +178,9 @@ class _Flow:
         both_ends = np.stack([home_E[replicas_P2[:, 0]], replicas_P2[:, 1]], axis=1).ravel()
         lp.a_matrix_.index_ = np.r_[both_ends, ranks].astype(np.int32)
         lp.a_matrix_.value_ = np.r_[np.tile([-1.0, 1.0], num_replicas), np.full(self.num_ranks, -1.0)]
-        self.highs.passModel(lp)
-        self.highs.run()
-        tokens_P = np.array(self.highs.getSolution().col_value[:num_replicas])
+        self.solver.passModel(lp)
+        self.solver.run()
+        tokens_P = np.array(self.solver.getSolution().col_value[:num_replicas])
         return np.clip(np.floor(tokens_P + _ROUNDING), 0, most_P).astype(np.int64)
 
 

@@ -10,8 +10,6 @@ import struct
 import zipfile
 import zlib
 
-import pyarrow as pa
-
 from trimtab.errors import InputError
 
 ZIP_MAGIC = b"PK\x03\x04"
@@ -29,6 +27,8 @@ class Archive:
     """
 
     def __init__(self, file: memoryview) -> None:
+        import pyarrow as pa
+
         self._file = file
         self._checked: set[str] = set()
         try:
