@@ -32,7 +32,7 @@ def other_homes(rng: np.random.Generator, placement: Placement, ranks: int, *, e
 class Pair:
     """Two equal models, one with experts that move; it counts moves over all layers, and replicas of planned steps."""
 
-    def __init__(self, layout: Layout, case: MegatronCase, **options: Any) -> None:
+    def __init__(self, layout: Layout, case: MegatronCase, *, positional: Any = "return_home", **options: Any) -> None:
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
@@ -44,7 +44,7 @@ class Pair:
         self.moving = self.plain.copy()
         self.plain.optimizer.reload_model_params()
         self.session = balance(self.moving.chunks, **options)
-        self.session.register_optimizer(self.moving.optimizer)
+        self.session.register_optimizer(self.moving.optimizer, positional=positional)
         self.moved = self.replicas = 0
         # The ranks of an expert-parallel group and of those with the same experts draw the same homes.
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -125,13 +125,12 @@ class Pair:
         return _difference(self.moving, self.plain)
 
 
-def exported_pairs(model: Model) -> list[tuple[str, torch.Tensor]]:
+def exported_pairs(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
     """The Parameters of all experts and layers of this stage, numbered by layer of the model and by position, as verl's
     `per_tensor_generator` (utils/megatron_utils.py, 1dda039b9) makes them."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_expert_model_parallel_group()
-    found = []
     for layer in model.moe_layers():
         count = layer.num_local_experts
         for name, parameter in layer.experts.named_parameters():
@@ -142,8 +141,7 @@ def exported_pairs(model: Model) -> list[tuple[str, torch.Tensor]]:
             for rank, values in enumerate(gathered):
                 position = rank * count + int(local[0])
                 renamed = f"{name[: local.start()]}{position}{name[local.end() :]}"
-                found.append((f"decoder.layers.{layer.layer_number - 1}.mlp.experts.{renamed}", values))
-    return found
+                yield f"decoder.layers.{layer.layer_number - 1}.mlp.experts.{renamed}", values
 
 
 def _state(model: Model) -> Iterator[tuple[str, torch.Tensor]]:

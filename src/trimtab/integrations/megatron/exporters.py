@@ -1,0 +1,133 @@
+"""Exporters of frameworks while experts are away from their first ranks: their names become logical, or they raise.
+
+Most exporters read names and Parameters of a model by `named_parameters()` in every export. A MoE layer refuses that,
+see `check_reader`, where no `WeightExport` runs that puts the names right. Exporters that keep Parameters by name, or
+reach them through modules, are listed in `EXPORTERS` and wrapped.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import reduce, wraps
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+from torch import nn
+
+from trimtab.errors import InputError
+from trimtab.integrations.megatron.logical_order import ADVICE, NamedTensor, WeightExport
+
+
+class Exporter(NamedTuple):
+    """A function of a framework that exports or loads weights by the position of experts.
+
+    Attributes:
+        place: as `module:Class.method`.
+        renames: whether it yields (name, tensor) pairs of the models in its first argument, which get logical names.
+            Others raise.
+    """
+
+    place: str
+    renames: bool
+
+
+_BRIDGE = "megatron.bridge.models.conversion"
+EXPORTERS = (
+    Exporter(f"{_BRIDGE}.model_bridge:MegatronModelBridge.stream_weights_megatron_to_hf", True),
+    Exporter(f"{_BRIDGE}.quant_bridge:MegatronQuantizationBridge.stream_weights_megatron_to_hf_quant", True),
+    # ms-swift's; it reaches Parameters through modules.
+    Exporter("mcore_bridge.bridge.gpt_bridge:GPTBridge.export_weights", True),
+    Exporter("mcore_bridge.bridge.gpt_bridge:GPTBridge.load_weights", False),
+    # These keep Parameters by name.
+    Exporter("megatron.core.resharding.refit:execute_reshard_plan", False),
+    Exporter("verl.workers.engine.megatron.transformer_impl:MegatronEngine.get_per_tensor_param_shard", False),
+    Exporter("nemo_rl.models.policy.workers.megatron_policy_worker:MegatronPolicyWorkerImpl.nccl_reshard_refit", False),
+)
+READERS = {"megatron.core.utils:check_param_hashes_across_dp_replicas"}
+"""Functions that read names and Parameters in a training loop, and give neither away."""
+
+_followed: WeakSet[WeightExport] = WeakSet()
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def follow(export: WeightExport) -> None:
+    """Wrap those of `EXPORTERS` that have been imported, for the model of an export. Call it before each move: a module
+    that is imported after the last one has read no names yet."""
+    _followed.add(export)
+    for exporter in EXPORTERS:
+        module, _, path = exporter.place.partition(":")
+        *classes, name = path.split(".")
+        owner = reduce(lambda found, each: getattr(found, each, None), classes, sys.modules.get(module))
+        plain = getattr(owner, name, None)
+        if plain is not None and not any((owner, name) == replaced[:2] for replaced in _replaced):
+            _replaced.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, (_renaming if exporter.renames else _refusing)(plain, path))
+
+
+def unfollow(export: WeightExport) -> None:
+    """Undo `follow`."""
+    _followed.discard(export)
+    while _replaced and not _followed:
+        owner, name, plain = _replaced.pop()
+        if plain is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, plain)
+
+
+def check_reader(where: str) -> None:
+    """Raise InputError if `named_parameters()` of a module is being read, by any function but `READERS`.
+
+    Call it in a function that stands for the `named_modules` of a module, through which torch reads its Parameters;
+    `parameters()` and `modules()` give no names away.
+
+    Args:
+        where: what the names are of.
+    """
+    frame, is_named = sys._getframe(2), False
+    while frame.f_globals.get("__name__") == nn.Module.__module__ and frame.f_back is not None:
+        if frame.f_code.co_name in ("parameters", "modules"):
+            return
+        is_named |= frame.f_code.co_name == "named_parameters"
+        frame = frame.f_back
+    reader = f"{frame.f_globals.get('__name__')}:{frame.f_code.co_name}"
+    if is_named and reader not in READERS:
+        raise InputError(
+            f"{reader} reads named_parameters(), in which {where} has experts by position, and they have moved; let it "
+            f"run within logical_names() or weight_sync() of the MegatronSession, or {ADVICE}"
+        )
+
+
+def _renaming(plain: Callable[..., Any], path: str) -> Callable[..., Any]:
+    signature = inspect.signature(plain)
+
+    @wraps(plain)
+    def stream(*args: Any, **kwargs: Any) -> Iterator[NamedTensor]:
+        models = list(signature.bind(*args, **kwargs).arguments.values())[1]
+        pairs, export = plain(*args, **kwargs), _export_of(models)
+        # Within logical_names() the names are put right there.
+        yield from pairs if export is None or export.is_running else export.begin()(pairs)
+
+    return stream
+
+
+def _refusing(plain: Callable[..., Any], path: str) -> Callable[..., Any]:
+    @wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(export.have_moved for export in _followed):
+            raise InputError(f"{path} has experts by position, and they have moved; {ADVICE}")
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def _export_of(models: Any) -> WeightExport | None:
+    """The export of the model that these chunks are of, wrapped or not, or parts of them."""
+    modules = _modules(models if isinstance(models, list | tuple) else [models])
+    return next((export for export in _followed if modules & _modules(export.chunks)), None)
+
+
+def _modules(chunks: Any) -> set[nn.Module]:
+    return {module for chunk in chunks for module in chunk.modules()}
