@@ -6,19 +6,32 @@ source runs with `make test-exporters`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from helpers.exporter_sources import (
+    BRIDGE_PACKAGES,
+    AnyKeys,
+    defined_in,
+    real_bridge,
+    roll_reader,
+    slime_reader,
+    sources,
+)
 from helpers.megatron_exporters import saved_weight_gradients, slime_names, stand_ins, verl_pairs
 from helpers.megatron_moves import Pair
 from helpers.megatron_runs import Layout, MegatronCase, Model, use_layout
 from helpers.rank_pool import on_ranks
+from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 
+SOURCES = os.environ.get("SOURCES", "")
 EP_2, PIPELINE = Layout(2, 2), Layout(4, 2, pipeline=2)
 Modules = dict[str, Any]
 
@@ -88,7 +101,7 @@ def reshard_in_0_16(modules: Modules, model: Model, kept: Any) -> Any:
 
 BY_NAME = "reads named_parameters.*within logical_names.*or call return_home"
 BY_POSITION = "experts by position, and they have moved; call return_home"
-EXPORTERS = [
+KNOWN = [
     Known(
         "Megatron-Bridge: export_hf_weights, save_hf_weights, save_hf_pretrained; verl's checkpoint manager and miles' "
         "hf_export with it; SkyRL; ms-swift with bridge_backend=megatron-bridge",
@@ -151,7 +164,7 @@ def check_exporters(layout: Layout) -> None:
     # Before a stand-in is in the place of one of its modules.
     import_module("megatron.core.resharding")
     use_layout(layout)
-    for known in EXPORTERS:
+    for known in KNOWN:
         if layout.pipeline == 1 or known.pipeline:
             with stand_ins() as modules:
                 check_exporter(known, modules, Pair(layout, MegatronCase(grouped=True)))
@@ -182,3 +195,55 @@ def check_exporter(known: Known, modules: Modules, pair: Pair) -> None:
     check(dict(session.logical_names(known.read(modules, pair.moving, kept[id(pair.moving)]))))
     session.remove()
     check(read(pair.moving))
+
+
+@pytest.mark.skipif(not SOURCES, reason="needs SOURCES=folder: make test-exporters")
+@runs_on_ranks(2, "megatron")
+def test_own_source_of_frameworks_is_logical_or_raises() -> None:
+    folder = Path(SOURCES)
+    use_layout(EP_2)
+    pair = Pair(EP_2, MegatronCase(grouped=True))
+    readers: dict[str, Any] = {
+        "slime": lambda: slime_reader(folder, "slime"), "miles": lambda: slime_reader(folder, "miles"),
+        "roll": lambda: roll_reader(folder),
+    }  # fmt: skip
+    present = {name: reader() for name, reader in readers.items() if (folder / name).is_dir()}
+    for read in present.values():
+        assert sum(".experts." in name for name, _ in read(pair.moving.models)) == 2 * 2 * 4
+    with sources(folder, *BRIDGE_PACKAGES):
+        bridge = real_bridge()
+        kept = bridge.build_conversion_tasks(AnyKeys(), pair.moving.models)
+
+        def read_bridge(model: Model, **options: Any) -> dict[str, torch.Tensor]:
+            return dict(
+                real_bridge().stream_weights_megatron_to_hf(model.models, AnyKeys(), show_progress=False, **options)
+            )
+
+        expected = read_bridge(pair.plain)
+        assert sum(".experts." in name for name in expected) == 2 * 8 * 3
+        pair.move(everywhere=True)
+        with pair.session.weight_sync():
+            by_position = read_bridge(pair.moving)
+        assert not all(torch.equal(by_position[name], value) for name, value in expected.items())
+        for options in ({}, {"conversion_tasks": kept}):
+            found = read_bridge(pair.moving, **options)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+        with pytest.raises(InputError, match=BY_NAME):
+            bridge.build_conversion_tasks(AnyKeys(), pair.moving.models)
+    for read in present.values():
+        with pytest.raises(InputError, match="experts by position, and they have moved"):
+            list(read(pair.moving.models))
+    pair.session.remove()
+
+
+@pytest.mark.skipif(not SOURCES, reason="needs SOURCES=folder: make test-exporters")
+def test_wrapped_exporters_are_in_their_frameworks_source() -> None:
+    """Those of packages in the folder. Megatron's own is in the one that is installed."""
+    from trimtab.integrations.megatron.exporters import EXPORTERS
+
+    for place in (exporter.place for exporter in EXPORTERS):
+        module, _, path = place.partition(":")
+        file = Path(SOURCES, *module.split(".")).with_suffix(".py")
+        if file.exists():
+            assert path in defined_in(file), place
