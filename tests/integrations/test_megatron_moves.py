@@ -16,7 +16,15 @@ import torch.distributed as dist
 
 from helpers.examples import examples
 from helpers.megatron_exporters import bridge_pairs, slime_lists, verl_pairs
-from helpers.megatron_moves import Pair, compare_checkpoints, exported_pairs, save_checkpoints
+from helpers.megatron_moves import (
+    BY_POSITION,
+    Pair,
+    compare_checkpoints,
+    exported_pairs,
+    save_by_position,
+    save_checkpoints,
+    save_with_caches,
+)
 from helpers.megatron_runs import Layout, MegatronCase, Model, use_layout
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
@@ -96,6 +104,24 @@ def test_checkpoints_are_those_of_models_without_moves(saved: str, tmp_path: Pat
     loaded = [layout] if "Adam" in saved else examples(short=[Layout(4, 4)], long=others)
     for each in loaded:
         on_megatron(compare_checkpoints, each, case, str(tmp_path), ranks=each.ranks)
+
+
+@pytest.mark.parametrize("layout", examples(short=["EP 2 x expert-DP 2"], long=list(LAYOUTS)))
+def test_checkpoints_by_position_bring_experts_home(layout: str, tmp_path: Path) -> None:
+    case, ranks = MegatronCase(distributed_optimizer=True), LAYOUTS[layout].ranks
+    on_megatron(save_by_position, LAYOUTS[layout], case, str(tmp_path), ranks=ranks)
+    on_megatron(compare_checkpoints, LAYOUTS[layout], case, str(tmp_path), BY_POSITION, ranks=ranks)
+
+
+@pytest.mark.parametrize("layout", examples(short=["EP 2 x expert-DP 2"], long=list(LAYOUTS)))
+@pytest.mark.parametrize("keeps_plan", [False, True])
+def test_checkpoints_that_assume_a_constant_structure_have_moved_experts(
+    layout: str, keeps_plan: bool, tmp_path: Path
+) -> None:
+    """Megatron keeps which rank saves what, and the plan of the files; shards that have moved would be missing."""
+    case, ranks = MegatronCase(distributed_optimizer=True), LAYOUTS[layout].ranks
+    on_megatron(save_with_caches, LAYOUTS[layout], case, str(tmp_path), keeps_plan, ranks=ranks)
+    on_megatron(compare_checkpoints, LAYOUTS[layout], case, str(tmp_path), ranks=ranks)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

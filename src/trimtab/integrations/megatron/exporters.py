@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from functools import reduce, wraps
+from functools import partial, reduce, wraps
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -45,6 +45,20 @@ EXPORTERS = (
     Exporter("verl.workers.engine.megatron.transformer_impl:MegatronEngine.get_per_tensor_param_shard", False),
     Exporter("nemo_rl.models.policy.workers.megatron_policy_worker:MegatronPolicyWorkerImpl.nccl_reshard_refit", False),
 )
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+CACHES = (
+    (
+        f"{_STRATEGIES}.fully_parallel:FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
+        "cached_distribution",
+    ),
+    (
+        f"{_STRATEGIES}.fully_parallel:FullyParallelLoadStrategyWrapper.apply_loading_parallelization",
+        "cached_distribution",
+    ),
+    (f"{_STRATEGIES}.torch:TorchDistSaveShardedStrategy.async_save", "use_cached_ckpt_structure"),
+)
+"""Methods of Megatron's checkpoints, and what they keep of earlier ones with `ckpt_assume_constant_structure`: which
+rank has which shard. It is wrong after moves, so it is dropped, on all ranks alike."""
 READERS = {"megatron.core.utils:check_param_hashes_across_dp_replicas"}
 """Functions that read names and Parameters in a training loop, and give neither away."""
 
@@ -53,17 +67,23 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 
 def follow(export: WeightExport) -> None:
-    """Wrap those of `EXPORTERS` that have been imported, for the model of an export. Call it before each move: a module
-    that is imported after the last one has read no names yet."""
+    """Wrap those of `EXPORTERS` and `CACHES` that have been imported, for the model of an export. Call it before each
+    move: a module that is imported after the last one has read no names yet."""
     _followed.add(export)
-    for exporter in EXPORTERS:
-        module, _, path = exporter.place.partition(":")
-        *classes, name = path.split(".")
-        owner = reduce(lambda found, each: getattr(found, each, None), classes, sys.modules.get(module))
-        plain = getattr(owner, name, None)
-        if plain is not None and not any((owner, name) == replaced[:2] for replaced in _replaced):
-            _replaced.append((owner, name, vars(owner).get(name)))
-            setattr(owner, name, (_renaming if exporter.renames else _refusing)(plain, path))
+    for place, renames in EXPORTERS:
+        _replace(place, _renaming if renames else partial(_refusing, place.partition(":")[2]))
+    for place, kept in CACHES:
+        _replace(place, partial(_forgetting, kept))
+
+
+def _replace(place: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    module, _, path = place.partition(":")
+    *classes, name = path.split(".")
+    owner = reduce(lambda found, each: getattr(found, each, None), classes, sys.modules.get(module))
+    plain = getattr(owner, name, None)
+    if plain is not None and not any((owner, name) == replaced[:2] for replaced in _replaced):
+        _replaced.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, make(plain))
 
 
 def unfollow(export: WeightExport) -> None:
@@ -100,7 +120,7 @@ def check_reader(where: str) -> None:
         )
 
 
-def _renaming(plain: Callable[..., Any], path: str) -> Callable[..., Any]:
+def _renaming(plain: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(plain)
 
     @wraps(plain)
@@ -113,12 +133,21 @@ def _renaming(plain: Callable[..., Any], path: str) -> Callable[..., Any]:
     return stream
 
 
-def _refusing(plain: Callable[..., Any], path: str) -> Callable[..., Any]:
+def _refusing(path: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(export.have_moved for export in _followed):
             raise InputError(f"{path} has experts by position, and they have moved; {ADVICE}")
         return plain(*args, **kwargs)
+
+    return call
+
+
+def _forgetting(kept: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        setattr(strategy, kept, None)
+        return plain(strategy, *args, **kwargs)
 
     return call
 
