@@ -242,7 +242,7 @@ def test_wrapped_exporters_are_in_their_frameworks_source() -> None:
     """Those of packages in the folder. Megatron's own is in the one that is installed."""
     from trimtab.integrations.megatron.exporters import EXPORTERS
 
-    for place in (exporter.place for exporter in EXPORTERS):
+    for place in EXPORTERS:
         module, _, path = place.partition(":")
         file = Path(SOURCES, *module.split(".")).with_suffix(".py")
         if file.exists():

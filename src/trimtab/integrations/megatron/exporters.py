@@ -1,8 +1,7 @@
 """Exporters of frameworks while experts are away from their first ranks: their names become logical, or they raise.
 
 Most exporters read names and Parameters of a model by `named_parameters()` in every export. A MoE layer refuses that,
-see `check_reader`, where no `WeightExport` runs that puts the names right. Exporters that keep Parameters by name, or
-reach them through modules, are listed in `EXPORTERS` and wrapped.
+see `check_reader`, where no `WeightExport` runs that puts the names right. Others are in `EXPORTERS`, and wrapped.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial, reduce, wraps
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 from torch import nn
@@ -19,44 +18,27 @@ from torch import nn
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.logical_order import ADVICE, NamedTensor, WeightExport
 
-
-class Exporter(NamedTuple):
-    """A function of a framework that exports or loads weights by the position of experts.
-
-    Attributes:
-        place: as `module:Class.method`.
-        renames: whether it yields (name, tensor) pairs of the models in its first argument, which get logical names.
-            Others raise.
-    """
-
-    place: str
-    renames: bool
-
-
 _BRIDGE = "megatron.bridge.models.conversion"
-EXPORTERS = (
-    Exporter(f"{_BRIDGE}.model_bridge:MegatronModelBridge.stream_weights_megatron_to_hf", True),
-    Exporter(f"{_BRIDGE}.quant_bridge:MegatronQuantizationBridge.stream_weights_megatron_to_hf_quant", True),
+EXPORTERS = {
+    f"{_BRIDGE}.model_bridge:MegatronModelBridge.stream_weights_megatron_to_hf": True,
+    f"{_BRIDGE}.quant_bridge:MegatronQuantizationBridge.stream_weights_megatron_to_hf_quant": True,
     # ms-swift's; it reaches Parameters through modules.
-    Exporter("mcore_bridge.bridge.gpt_bridge:GPTBridge.export_weights", True),
-    Exporter("mcore_bridge.bridge.gpt_bridge:GPTBridge.load_weights", False),
+    "mcore_bridge.bridge.gpt_bridge:GPTBridge.export_weights": True,
+    "mcore_bridge.bridge.gpt_bridge:GPTBridge.load_weights": False,
     # These keep Parameters by name.
-    Exporter("megatron.core.resharding.refit:execute_reshard_plan", False),
-    Exporter("verl.workers.engine.megatron.transformer_impl:MegatronEngine.get_per_tensor_param_shard", False),
-    Exporter("nemo_rl.models.policy.workers.megatron_policy_worker:MegatronPolicyWorkerImpl.nccl_reshard_refit", False),
-)
+    "megatron.core.resharding.refit:execute_reshard_plan": False,
+    "verl.workers.engine.megatron.transformer_impl:MegatronEngine.get_per_tensor_param_shard": False,
+    "nemo_rl.models.policy.workers.megatron_policy_worker:MegatronPolicyWorkerImpl.nccl_reshard_refit": False,
+}
+"""Functions of frameworks that export or load weights by the position of experts, and do not read names each time; and
+whether they yield (name, tensor) pairs of the models in their first argument, which get logical names. Others raise."""
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
-CACHES = (
-    (
-        f"{_STRATEGIES}.fully_parallel:FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
-        "cached_distribution",
-    ),
-    (
-        f"{_STRATEGIES}.fully_parallel:FullyParallelLoadStrategyWrapper.apply_loading_parallelization",
-        "cached_distribution",
-    ),
-    (f"{_STRATEGIES}.torch:TorchDistSaveShardedStrategy.async_save", "use_cached_ckpt_structure"),
-)
+_PARALLEL = f"{_STRATEGIES}.fully_parallel"
+CACHES = {
+    f"{_PARALLEL}:FullyParallelSaveStrategyWrapper.apply_saving_parallelization": "cached_distribution",
+    f"{_PARALLEL}:FullyParallelLoadStrategyWrapper.apply_loading_parallelization": "cached_distribution",
+    f"{_STRATEGIES}.torch:TorchDistSaveShardedStrategy.async_save": "use_cached_ckpt_structure",
+}
 """Methods of Megatron's checkpoints, and what they keep of earlier ones with `ckpt_assume_constant_structure`: which
 rank has which shard. It is wrong after moves, so it is dropped, on all ranks alike."""
 READERS = {"megatron.core.utils:check_param_hashes_across_dp_replicas"}
@@ -70,9 +52,9 @@ def follow(export: WeightExport) -> None:
     """Wrap those of `EXPORTERS` and `CACHES` that have been imported, for the model of an export. Call it before each
     move: a module that is imported after the last one has read no names yet."""
     _followed.add(export)
-    for place, renames in EXPORTERS:
+    for place, renames in EXPORTERS.items():
         _replace(place, _renaming if renames else partial(_refusing, place.partition(":")[2]))
-    for place, kept in CACHES:
+    for place, kept in CACHES.items():
         _replace(place, partial(_forgetting, kept))
 
 
