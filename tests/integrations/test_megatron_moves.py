@@ -38,7 +38,12 @@ if TYPE_CHECKING:
     from trimtab.integrations.megatron.logical_order import NamedTensor
 
 EP_2 = Layout(2, 2)
-LAYOUTS = {"EP 2": EP_2, "EP 2 x expert-DP 2": Layout(4, 2), "PP 2 x EP 2": Layout(4, 2, pipeline=2)}
+LAYOUTS = {
+    "EP 2": EP_2,
+    "EP 2 x expert-DP 2": Layout(4, 2),
+    "PP 2 x EP 2": Layout(4, 2, pipeline=2),
+    "TP 2 x EP 2": Layout(2, 2, tensor=2),
+}
 CASES = [
     MegatronCase(adam=True, double=True, balanced_routers=True),
     MegatronCase(adam=True, bf16=True),
@@ -52,7 +57,7 @@ MORE = [
     MegatronCase(adam=True, double=True, frozen=True),
 ]
 # In the short form.
-CASES_OF = {"EP 2": CASES, "EP 2 x expert-DP 2": CASES[2:], "PP 2 x EP 2": CASES[::3]}
+CASES_OF = {"EP 2": CASES, "EP 2 x expert-DP 2": CASES[2:], "PP 2 x EP 2": CASES[::3], "TP 2 x EP 2": CASES[2:3]}
 STEPS = examples(short=4, long=20)
 
 

@@ -41,8 +41,11 @@ CACHES = {
 }
 """Methods of Megatron's checkpoints, and what they keep of earlier ones with `ckpt_assume_constant_structure`: which
 rank has which shard. It is wrong after moves, so it is dropped, on all ranks alike."""
-READERS = {"megatron.core.utils:check_param_hashes_across_dp_replicas"}
-"""Functions that read names and Parameters in a training loop, and give neither away."""
+READERS = {
+    "megatron.core.distributed.finalize_model_grads", "megatron.core.utils:check_param_hashes_across_dp_replicas",
+    "slime.backends.megatron_utils.megatron_patch.megatron_chunked_grad_coalesce_patch",
+}  # fmt: skip
+"""Modules, and functions of others, that read names and Parameters in a training loop, and give neither away."""
 
 _followed: WeakSet[WeightExport] = WeakSet()
 _replaced: list[tuple[Any, str, Any]] = []
@@ -94,8 +97,9 @@ def check_reader(where: str) -> None:
             return
         is_named |= frame.f_code.co_name == "named_parameters"
         frame = frame.f_back
-    reader = f"{frame.f_globals.get('__name__')}:{frame.f_code.co_name}"
-    if is_named and reader not in READERS:
+    module = frame.f_globals.get("__name__")
+    reader = f"{module}:{frame.f_code.co_name}"
+    if is_named and not READERS & {module, reader}:
         raise InputError(
             f"{reader} reads named_parameters(), in which {where} has experts by position, and they have moved; let it "
             f"run within logical_names() or weight_sync() of the MegatronSession, or {ADVICE}"
