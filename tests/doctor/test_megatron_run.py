@@ -26,9 +26,9 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     ),
     "interleaved, bfloat16": (
         {**DISTRIBUTED, "bf16": True, "num_layers_per_virtual_pipeline_stage": 2,
-         "dist_ckpt_optim_fully_reshardable": True, "moe_router_num_groups": 8, "moe_router_group_topk": 4, "moe_router_score_function": "sigmoid",
-         "moe_router_enable_expert_bias": True, "moe_router_load_balancing_type": "none",
-         "moe_shared_expert_intermediate_size": 100}, {"TP": 1, "PP": 2},
+         "dist_ckpt_optim_fully_reshardable": True, "moe_router_num_groups": 8, "moe_router_group_topk": 4,
+         "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+         "moe_router_load_balancing_type": "none", "moe_shared_expert_intermediate_size": 100}, {"TP": 1, "PP": 2},
     ),
     "experts stay": (
         {"use_precision_aware_optimizer": True, "moe_router_load_balancing_type": "none"}, {"TP": 1, "PP": 1}

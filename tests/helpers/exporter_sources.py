@@ -91,7 +91,7 @@ BRIDGE_PACKAGES = (
 
 def real_bridge() -> Any:
     """A `MegatronModelBridge` of Megatron-Bridge 0.3.1, with names of Qwen3-MoE for experts. Within `sources`."""
-    module = import_module(f"{BRIDGE}.models.conversion.model_bridge")
+    base: Any = import_module(f"{BRIDGE}.models.conversion.model_bridge").MegatronModelBridge
     mapping = import_module(f"{BRIDGE}.models.conversion.param_mapping")
     registry = import_module(f"{BRIDGE}.models.conversion.mapping_registry")
     of_layer, experts = "decoder.layers.*", "model.layers.*.mlp.experts.*"
@@ -105,7 +105,7 @@ def real_bridge() -> Any:
         )),
     )  # fmt: skip
 
-    class Bridge(module.MegatronModelBridge):  # type: ignore[misc]
+    class Bridge(base):  # type: ignore[misc]
         def provider_bridge(self, hf_pretrained: Any) -> Any:
             raise NotImplementedError
 

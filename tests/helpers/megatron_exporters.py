@@ -184,8 +184,8 @@ class GPTBridge:
 
         group = parallel_state.get_expert_model_parallel_group()
         for layer in mg_models[0].decoder.layers:
-            experts = getattr(layer.mlp, "experts", None)
-            for number in range(0 if experts is None else experts.num_local_experts):
+            experts: Any = getattr(layer.mlp, "experts", None)
+            for number in range(getattr(experts, "num_local_experts", 0)):
                 for linear in ("linear_fc1", "linear_fc2"):
                     weight = getattr(getattr(experts, linear), f"weight{number}").detach()
                     for rank, each in enumerate(_gathered(weight, group)):

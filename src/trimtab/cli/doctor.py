@@ -55,6 +55,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--run",
+        dest="trains",
         action="store_true",
         help="with --megatron, also train three steps of a small model with these options on 2 or 4 local CPU ranks, "
         "with and without balance, and compare them; then exports and checkpoints, with experts on other ranks",
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         return run_on_gpus(options)
     if options.full:
         raise InputError("--full is for GPUs; add --gpu")
-    if options.run:
+    if options.trains:
         if options.megatron is None or torchrun_ranks():
             raise InputError("--run is for --megatron FILE, and starts ranks of its own, without torchrun")
         need_extra("megatron", extra="megatron")
@@ -108,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     local_ranks = rank_variable("LOCAL_WORLD_SIZE", ranks)
     findings = examine(ranks=ranks, local_ranks=local_ranks, slots=options.slots, model=model, num_layers=num_layers)
     findings += of_files
-    if options.run:
+    if options.trains:
         from trimtab.doctor.megatron_run import run_megatron
 
         findings += run_megatron(options.megatron)

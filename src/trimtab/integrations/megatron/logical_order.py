@@ -69,7 +69,8 @@ def rename_experts(pairs: Iterable[NamedTensor], places_of_layer: Mapping[int, E
                 f"{num_experts}, or the tensor should be of all {num_experts} experts"
             )
         # Those of Megatron-Bridge are named tuples.
-        yield getattr(pair, "_make", tuple)((name, tensor))
+        make: Callable[[Any], NamedTensor] = getattr(pair, "_make", tuple)
+        yield make((name, tensor))
 
 
 class LayerOfExperts(Protocol):
