@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers.exporter_sources import (
     BRIDGE_PACKAGES,
@@ -166,8 +167,10 @@ def check_exporters(layout: Layout) -> None:
     use_layout(layout)
     for known in KNOWN:
         if layout.pipeline == 1 or known.pipeline:
+            # Frameworks are imported when they please.
+            pair = Pair(layout, MegatronCase(grouped=True))
             with stand_ins() as modules:
-                check_exporter(known, modules, Pair(layout, MegatronCase(grouped=True)))
+                check_exporter(known, modules, pair)
 
 
 def check_exporter(known: Known, modules: Modules, pair: Pair) -> None:
@@ -191,10 +194,30 @@ def check_exporter(known: Known, modules: Modules, pair: Pair) -> None:
     # Models that are not the session's keep their names.
     expected = read(pair.plain)
     check(read(pair.moving))
+    if known.name.startswith("Megatron-Bridge"):
+        assert all(hasattr(named, "param_name") for named in known.read(modules, pair.moving, kept[id(pair.moving)]))
     # Within logical_names the names are put right once.
     check(dict(session.logical_names(known.read(modules, pair.moving, kept[id(pair.moving)]))))
     session.remove()
     check(read(pair.moving))
+    assert not hasattr(bridge(modules).stream_weights_megatron_to_hf, "__wrapped__")
+
+
+@runs_on_ranks(2, "megatron")
+def test_tensors_on_one_rank_alone_are_renamed_on_all() -> None:
+    use_layout(EP_2)
+    pair = Pair(EP_2, MegatronCase(grouped=True))
+    with stand_ins() as modules:
+        swift_bridge = modules["mcore_bridge.bridge.gpt_bridge"].GPTBridge()
+        pair.move(everywhere=True)
+        whole = dict(swift_bridge.export_weights(pair.moving.models))
+        partial_names = dict(swift_bridge.export_weights(pair.moving.models, only_master_rank=True))
+        assert [*partial_names] == [*whole]
+        assert all((value is None) == bool(dist.get_rank()) for value in partial_names.values())
+        session = pair.session
+        stacks = [("model.layers.1.mlp.experts.gate_up_proj", None)]
+        assert [*session.logical_names(stacks)] == stacks  # type: ignore[arg-type]
+        session.remove()
 
 
 @pytest.mark.skipif(not SOURCES, reason="needs SOURCES=folder: make test-exporters")

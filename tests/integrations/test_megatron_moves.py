@@ -239,6 +239,24 @@ def test_what_depends_on_positions_is_refused_while_experts_are_away() -> None:
         assert torch.allclose(expected, actual, rtol=1e-4, atol=1e-6), name
 
 
+@runs_on_ranks(2, "megatron")
+def test_an_optimizer_s_shards_by_position_need_those_of_a_model_at_home() -> None:
+    use_layout(EP_2)
+    pair = Pair(EP_2, MegatronCase(distributed_optimizer=True))
+    pair.move(everywhere=True)
+    model, optimizer = pair.moving.models[0], pair.moving.optimizer
+    logical = model.sharded_state_dict(metadata={})
+    metadata = {"distrib_optim_sharding_type": BY_POSITION}
+    with pytest.raises(InputError, match="give the same metadata to the model's sharded_state_dict"):
+        optimizer.sharded_state_dict(logical, metadata=metadata)
+    assert pair.session.have_moved
+    with pytest.raises(InputError, match="it should be one of return_home, refuse"):
+        pair.session.register_optimizer(optimizer, positional="never")  # type: ignore[arg-type]
+    model.sharded_state_dict(metadata={"singleton_local_shards": True})
+    assert not pair.session.have_moved
+    pair.session.remove()
+
+
 @pytest.mark.parametrize("is_distributed", [False, True])
 @runs_on_ranks(2, "megatron")
 def test_experts_stay_if_their_optimizers_have_made_different_numbers_of_steps(is_distributed: bool) -> None:

@@ -226,11 +226,11 @@ class MegatronSession(MovableExperts):
             rows = self._rows(routing, num_microbatches) if problem is None else []
         except InputError as error:
             problem = error
+        self._prepare_moves()
         if self.session is None:
             if problem is not None:
                 raise problem
             return None
-        self._prepare_moves()
         self.report = self.session.plan_micro_steps(rows, unread=unread, problem=problem)
         return self.report
 

@@ -83,7 +83,6 @@ class MovableExperts:
         if self._optimizer is not None:
             raise InputError("an optimizer is registered already; call balance() again for another one")
         self._optimizer, self._positional = optimizer, positional
-        follow(self._export)
         if any(isinstance(one, DistributedOptimizer) for one in optimizers):
             self._warn(f"checkpoints in {POSITIONAL[0]}, Megatron's default format, {FATES[positional]}")
         if self.session is None:
@@ -110,8 +109,8 @@ class MovableExperts:
             RanksDisagreeError: if ranks are given different homes.
             RuntimeError: if gradients wait for an optimizer step.
         """
+        self._prepare_moves()
         if self.session is not None:
-            self._prepare_moves()
             self.session.move(placement)
 
     @property
