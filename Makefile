@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-install lock test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-te test-backward-thread mutants reliability lint docs bench clean
+.PHONY: help demo test test-fast test-long nightly test-install lock test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-exporters test-te test-backward-thread mutants reliability lint docs bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -66,6 +66,12 @@ test-ms-swift: .venv/.ready  ## run the functions of ms-swift's release with the
 	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels ms-swift==4.6.0
 	$(BIN)/python -m zipfile -e out/wheels/ms_swift-4.6.0-py3-none-any.whl out/wheels/ms_swift
 	MS_SWIFT=out/wheels/ms_swift $(BIN)/python -m pytest tests/integrations/test_ms_swift.py tests/integrations/test_framework_names.py
+
+# out/sources may also have slime, miles, roll and nemo_rl, of git archive at the commits that tests/helpers/megatron_exporters.py names.
+test-exporters: .venv/.ready  ## export from a balanced Megatron model by frameworks' own source (about a minute)
+	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels megatron-bridge==0.3.1 mcore-bridge==1.6.5 verl==0.9.1
+	for wheel in megatron_bridge-0.3.1 mcore_bridge-1.6.5 verl-0.9.1; do $(BIN)/python -m zipfile -e out/wheels/$$wheel-py3-none-any.whl out/sources || exit 1; done
+	SOURCES=out/sources $(BIN)/python -m pytest tests/integrations/test_megatron_exporters.py
 
 test-te: .venv/.ready  ## run grouped experts with the Python of Transformer Engine's release, on the CPU (about a minute)
 	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels transformer-engine==2.20.2

@@ -6,8 +6,13 @@ Stand-ins: they gather and number experts as the named code does. Experts are in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import starmap
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -87,53 +92,184 @@ def slime_lists(model: Model, size: int = 3) -> Iterator[list[NamedTensor]]:
             ]
 
 
-def bridge_pairs(model: Model, *, grouped: bool) -> Iterator[NamedTensor]:
-    """Megatron-Bridge 067f987df, src/megatron/bridge/models/conversion/model_bridge.py,
-    `stream_weights_megatron_to_hf`: parameters of all stages in the order of their names; `gather_from_ep_ranks` in
-    param_mapping.py beside it numbers experts. Grouped, the experts of a layer leave in one tensor."""
-    from megatron.core import parallel_state
+class WeightTuple(NamedTuple):
+    """As `HFWeightTuple` of Megatron-Bridge."""
 
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    experts = parallel_state.get_expert_model_parallel_group()
-    count = model.config.num_moe_experts // experts.size()
-    mine = {
-        _of_model(name, model): parameter.detach()
-        for chunk in model.models
-        for name, parameter in chunk.named_parameters()
-    }
-    stages: list[Any] = [None] * pipeline.size()
-    dist.all_gather_object(stages, {name: (value.shape, value.dtype) for name, value in mine.items()}, group=pipeline)
-    specs = {name: (stage, *spec) for stage, of_stage in enumerate(stages) for name, spec in of_stage.items()}
-    groups: dict[str, dict[int, torch.Tensor]] = {}
-    for name in sorted(specs):
-        stage, shape, dtype = specs[name]
-        value = mine[name] if stage == pipeline.rank() else torch.empty(shape, dtype=dtype)
-        dist.broadcast(value, group=pipeline, group_src=stage)
-        found = _EXPERT.search(name)
-        if not found:
-            yield from _converted(name, value)
-            continue
-        for rank, each in enumerate(_gathered(value, experts)):
-            number = rank * count + int(found[3])
-            if not grouped:
-                yield from _converted(f"{name[: found.start(3)]}{number}", each)
+    param_name: str
+    weight: torch.Tensor
+
+
+class MegatronModelBridge:
+    """Megatron-Bridge 067f987df, src/megatron/bridge/models/conversion/model_bridge.py.
+
+    Parameters of all stages in the order of their names; `gather_from_ep_ranks` in param_mapping.py beside it numbers
+    experts.
+
+    Args:
+        grouped: the experts of a layer leave in one tensor.
+    """
+
+    def __init__(self, *, grouped: bool = False) -> None:
+        self.grouped = grouped
+
+    def build_conversion_tasks(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """This stage's Parameters by name, which NeMo-RL and others keep."""
+        return {
+            _of_chunk(name, chunk): parameter.detach()
+            for chunk in models
+            for name, parameter in chunk.named_parameters()
+        }
+
+    def stream_weights_megatron_to_hf(
+        self, megatron_model: Sequence[Any], conversion_tasks: dict[str, torch.Tensor] | None = None
+    ) -> Iterator[WeightTuple]:
+        """All ranks get all weights."""
+        from megatron.core import parallel_state
+
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        experts = parallel_state.get_expert_model_parallel_group()
+        mine = conversion_tasks or self.build_conversion_tasks(megatron_model)
+        num_experts = megatron_model[0].config.num_moe_experts
+        stages: list[Any] = [None] * pipeline.size()
+        own = {name: (value.shape, value.dtype) for name, value in mine.items()}
+        dist.all_gather_object(stages, own, group=pipeline)
+        specs = {name: (stage, *spec) for stage, of_stage in enumerate(stages) for name, spec in of_stage.items()}
+        groups: dict[str, dict[int, torch.Tensor]] = {}
+        for name in sorted(specs):
+            stage, shape, dtype = specs[name]
+            value = mine[name] if stage == pipeline.rank() else torch.empty(shape, dtype=dtype)
+            dist.broadcast(value, group=pipeline, group_src=stage)
+            found = _EXPERT.search(name)
+            if not found:
+                yield from starmap(WeightTuple, _converted(name, value))
                 continue
-            weights = groups.setdefault(f"{found[1]}.{found[2]}", {})
-            weights[number] = each
-            if len(weights) == model.config.num_moe_experts:
-                what = "gate_up_proj" if found[2] == "1" else "down_proj"
-                stack = torch.stack([weights[expert] for expert in range(len(weights))])
-                yield f"model.layers.{found[1]}.mlp.experts.{what}", stack
+            for rank, each in enumerate(_gathered(value, experts)):
+                number = rank * num_experts // experts.size() + int(found[3])
+                if not self.grouped:
+                    yield from starmap(WeightTuple, _converted(f"{name[: found.start(3)]}{number}", each))
+                    continue
+                weights = groups.setdefault(f"{found[1]}.{found[2]}", {})
+                weights[number] = each
+                if len(weights) == num_experts:
+                    what = "gate_up_proj" if found[2] == "1" else "down_proj"
+                    stack = torch.stack([weights[expert] for expert in range(len(weights))])
+                    yield WeightTuple(f"model.layers.{found[1]}.mlp.experts.{what}", stack)
+
+
+def bridge_pairs(model: Model, *, grouped: bool) -> Iterator[NamedTensor]:
+    """`MegatronModelBridge` here."""
+    return MegatronModelBridge(grouped=grouped).stream_weights_megatron_to_hf(model.models)
+
+
+class MegatronQuantizationBridge:
+    """quant_bridge.py beside it, which is a mixin there."""
+
+    def stream_weights_megatron_to_hf_quant(
+        self, megatron_model: Sequence[Any], conversion_tasks: Any = None
+    ) -> Iterator[WeightTuple]:
+        """As `MegatronModelBridge` here; a weight and its scales."""
+        plain = vars(MegatronModelBridge)["stream_weights_megatron_to_hf"]
+        plain = getattr(plain, "__wrapped__", plain)
+        for name, value in plain(MegatronModelBridge(), megatron_model, conversion_tasks):
+            yield WeightTuple(name, value)
+            yield WeightTuple(f"{name}_scale_inv", value.abs().amax(keepdim=True))
+
+
+class GPTBridge:
+    """mcore-bridge 1.6.5 (ms-swift), mcore_bridge/bridge/gpt_bridge.py: goes through modules, and reads no names."""
+
+    def export_weights(self, mg_models: Sequence[Any], only_master_rank: bool = False) -> Iterator[tuple[str, Any]]:
+        """`_set_mlp_state`: without a pipeline."""
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_expert_model_parallel_group()
+        for layer in mg_models[0].decoder.layers:
+            experts: Any = getattr(layer.mlp, "experts", None)
+            for number in range(getattr(experts, "num_local_experts", 0)):
+                for linear in ("linear_fc1", "linear_fc2"):
+                    weight = getattr(getattr(experts, linear), f"weight{number}").detach()
+                    for rank, each in enumerate(_gathered(weight, group)):
+                        expert = rank * experts.num_local_experts + number
+                        name = f"decoder.layers.{layer.layer_number - 1}.mlp.experts.{linear}.weight{expert}"
+                        for renamed, part in _converted(name, each):
+                            yield renamed, None if only_master_rank and dist.get_rank() else part
+
+    def load_weights(self, mg_models: Sequence[Any], hf_model_dir: str) -> None:
+        """By position."""
+
+
+class MegatronEngine:
+    """verl 0.9.1, verl/workers/engine/megatron/transformer_impl.py, with `checkpoint_engine.backend=delta_sharded`.
+
+    `index` is built once, by Megatron-Bridge's tasks.
+    """
+
+    def __init__(self, index: dict[str, torch.Tensor]) -> None:
+        self.index = index
+
+    def get_per_tensor_param_shard(self) -> tuple[Iterator[NamedTensor], None]:
+        """This rank's weights, by position."""
+        return iter(self.index.items()), None
+
+
+class MegatronPolicyWorkerImpl(MegatronEngine):
+    """NeMo-RL 7ea279abf, nemo_rl/models/policy/workers/megatron_policy_worker.py; keeps Bridge's tasks, too."""
+
+    def nccl_reshard_refit(self, kv_scales: Any = None) -> list[NamedTensor]:
+        """What it sends, by `hf_to_local_param_map`."""
+        return list(self.index.items())
+
+
+def execute_reshard_plan(tensors: dict[str, torch.Tensor]) -> list[NamedTensor]:
+    """Megatron-LM d98e8a64d, megatron/core/resharding/refit.py: `get_refit_tensor_dict` keeps them."""
+    return list(tensors.items())
+
+
+STAND_INS: dict[str, list[Any]] = {
+    "megatron.bridge.models.conversion.model_bridge": [MegatronModelBridge],
+    "megatron.bridge.models.conversion.quant_bridge": [MegatronQuantizationBridge],
+    "mcore_bridge.bridge.gpt_bridge": [GPTBridge],
+    "verl.workers.engine.megatron.transformer_impl": [MegatronEngine],
+    "nemo_rl.models.policy.workers.megatron_policy_worker": [MegatronPolicyWorkerImpl],
+    "megatron.core.resharding.refit": [execute_reshard_plan],
+}
+"""By the module in whose place they are imported."""
+
+
+@contextmanager
+def stand_ins() -> Iterator[dict[str, Any]]:
+    """Modules with the stand-ins in `sys.modules`, by name."""
+    modules: dict[str, Any] = {name: ModuleType(name) for name in STAND_INS}
+    for name, module in modules.items():
+        vars(module).update({each.__name__: each for each in STAND_INS[name]})
+    with mock.patch.dict(sys.modules, modules):
+        yield modules
+
+
+def slime_names(model: Model) -> dict[str, torch.Tensor]:
+    """slime 624b824a8, slime/backends/megatron_utils/update_weight/common.py, `named_params_and_buffers`; the same in
+    miles 31f1ca961, miles/backends/megatron_utils/update_weight/common.py."""
+    return {_of_model(name, model): value for chunk in model.models for name, value in chunk.named_parameters()}
+
+
+def saved_weight_gradients(model: Model) -> dict[str, torch.Tensor]:
+    """Megatron-LM d98e8a64d, megatron/training/training.py, `_save_state_dict` for `--save-wgrads-interval`."""
+    return {name: value.main_grad for chunk in model.models for name, value in chunk.named_parameters()}
 
 
 def _of_model(name: str, model: Model) -> str:
+    return _of_chunk(name, model)
+
+
+def _of_chunk(name: str, chunk: Any) -> str:
     """The name with the number of the layer in the whole model."""
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+    name = name.replace("module.", "")
     local = re.match(r"decoder\.layers\.(\d+)\.", name)
     if not local:
         return name
-    return f"decoder.layers.{int(local[1]) + get_transformer_layer_offset(model.config)}.{name[local.end() :]}"
+    return f"decoder.layers.{int(local[1]) + get_transformer_layer_offset(chunk.config)}.{name[local.end() :]}"
 
 
 def _gathered(value: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import re
@@ -20,6 +21,8 @@ from trimtab.planner import Placement, PlannedStep, Schedule
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.runtime import step_planner
 
+RESHARDABLE, BY_POSITION = "fully_reshardable", "dp_reshardable"
+
 
 def other_homes(rng: np.random.Generator, placement: Placement, ranks: int, *, everywhere: bool = False) -> Placement:
     """Other homes in about half of the layers, or in all."""
@@ -32,7 +35,7 @@ def other_homes(rng: np.random.Generator, placement: Placement, ranks: int, *, e
 class Pair:
     """Two equal models, one with experts that move; it counts moves over all layers, and replicas of planned steps."""
 
-    def __init__(self, layout: Layout, case: MegatronCase, **options: Any) -> None:
+    def __init__(self, layout: Layout, case: MegatronCase, *, positional: Any = "return_home", **options: Any) -> None:
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
@@ -44,7 +47,7 @@ class Pair:
         self.moving = self.plain.copy()
         self.plain.optimizer.reload_model_params()
         self.session = balance(self.moving.chunks, **options)
-        self.session.register_optimizer(self.moving.optimizer)
+        self.session.register_optimizer(self.moving.optimizer, positional=positional)
         self.moved = self.replicas = 0
         # The ranks of an expert-parallel group and of those with the same experts draw the same homes.
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -125,13 +128,12 @@ class Pair:
         return _difference(self.moving, self.plain)
 
 
-def exported_pairs(model: Model) -> list[tuple[str, torch.Tensor]]:
+def exported_pairs(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
     """The Parameters of all experts and layers of this stage, numbered by layer of the model and by position, as verl's
     `per_tensor_generator` (utils/megatron_utils.py, 1dda039b9) makes them."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_expert_model_parallel_group()
-    found = []
     for layer in model.moe_layers():
         count = layer.num_local_experts
         for name, parameter in layer.experts.named_parameters():
@@ -142,8 +144,7 @@ def exported_pairs(model: Model) -> list[tuple[str, torch.Tensor]]:
             for rank, values in enumerate(gathered):
                 position = rank * count + int(local[0])
                 renamed = f"{name[: local.start()]}{position}{name[local.end() :]}"
-                found.append((f"decoder.layers.{layer.layer_number - 1}.mlp.experts.{renamed}", values))
-    return found
+                yield f"decoder.layers.{layer.layer_number - 1}.mlp.experts.{renamed}", values
 
 
 def _state(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
@@ -188,10 +189,68 @@ def save_checkpoints(layout: Layout, case: MegatronCase, folder: str, steps: int
     save(pair.moving, f"{folder}/moving")
 
 
-def sharded_state(model: Model, *, is_loading: bool = False) -> dict[str, Any]:
+def save_with_caches(layout: Layout, case: MegatronCase, folder: str, keeps_plan: bool) -> None:
+    """Save at home, and after moves, by a strategy that assumes that shards stay (`ckpt_assume_constant_structure`)."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    use_layout(layout)
+    pair = Pair(layout, case)
+    pair.zero()
+    pair.live_step(pair.tokens())
+    for model in (pair.plain, pair.moving):
+        model.optimizer.step()
+    inner = TorchDistSaveShardedStrategy("torch_dist", 1)
+    inner.use_cached_ckpt_structure = keeps_plan
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    strategy = FullyParallelSaveStrategyWrapper(inner, group, do_cache_distribution=True)
+    for number in range(2):
+        save(pair.moving, f"{folder}/{number}", strategy)
+    pair.move(everywhere=True)
+    assert pair.session.have_moved
+    save(pair.plain, f"{folder}/plain")
+    save(pair.moving, f"{folder}/moving", strategy)
+
+
+def save_by_position(layout: Layout, case: MegatronCase, folder: str) -> None:
+    """Experts return before a checkpoint by position, and are trained and moved after it."""
+    use_layout(layout)
+    pair = Pair(layout, case)
+    for step in range(2):
+        pair.move(everywhere=True)
+        assert pair.session.have_moved
+        pair.zero()
+        pair.live_step(pair.tokens())
+        for model in (pair.plain, pair.moving):
+            model.optimizer.step()
+        assert pair.session.have_moved
+        with mock.patch.object(logging.getLogger("trimtab"), "warning") as warning:
+            states = [sharded_state(model, kind=BY_POSITION) for model in (pair.moving, pair.plain)]
+        assert [call.args[1][:28] for call in warning.call_args_list] == ["experts have returned to the"] * (
+            step + dist.get_rank() == 0
+        )
+        assert not pair.session.have_moved
+        assert [*_shards(states[0])] == [*_shards(states[1])]
+    save(pair.plain, f"{folder}/plain", kind=BY_POSITION)
+    pair.move(everywhere=True)
+    save(pair.moving, f"{folder}/moving", kind=BY_POSITION)
+
+
+def _shards(state: Any) -> Iterator[tuple[str, Any]]:
+    """Keys and places of a state's shards."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    for shard in nested_values(state):
+        if isinstance(shard, ShardedTensor):
+            yield shard.key, shard.global_offset
+
+
+def sharded_state(model: Model, *, is_loading: bool = False, kind: str = RESHARDABLE) -> dict[str, Any]:
     """Model and optimizer for Megatron's distributed checkpoints."""
     metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
+        "distrib_optim_sharding_type": kind, "chained_optim_avoid_prefix": True,
         "distrib_optim_fully_reshardable_mem_efficient": False,
     }  # fmt: skip
     state: dict[str, Any] = {}
@@ -202,7 +261,7 @@ def sharded_state(model: Model, *, is_loading: bool = False) -> dict[str, Any]:
     return {**state, "optimizer": optimizer}
 
 
-def save(model: Model, folder: str) -> None:
+def save(model: Model, folder: str, strategy: Any = None, *, kind: str = RESHARDABLE) -> None:
     """Save model and optimizer."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -216,7 +275,9 @@ def save(model: Model, folder: str) -> None:
         mock.patch.multiple(filesystem_async, _results_queue=queue.Queue(), _process_memory=lambda: 0),
         mock.patch.object(FileSystemWriterAsync, "write_preloaded_data_multiproc", staticmethod(_write)),
     ):
-        dist_checkpointing.save(sharded_state(model), folder)
+        dist_checkpointing.save(
+            sharded_state(model, kind=kind), folder, strategy, validate_access_integrity=not strategy
+        )
 
 
 def _write(transforms: Any, _msc: Any, _rank: int, buckets: list[Any], results: Any) -> None:
@@ -232,12 +293,12 @@ def _write(transforms: Any, _msc: Any, _rank: int, buckets: list[Any], results: 
     results.put(written)
 
 
-def load(model: Model, folder: str) -> None:
+def load(model: Model, folder: str, kind: str = RESHARDABLE) -> None:
     """Load model and optimizer."""
     from megatron.core import dist_checkpointing
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    state = dist_checkpointing.load(sharded_state(model, is_loading=True), folder)
+    state = dist_checkpointing.load(sharded_state(model, is_loading=True, kind=kind), folder)
     for number, chunk in enumerate(model.chunks):
         chunk.module.load_state_dict(state[f"model{number}"])
     plain = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -247,11 +308,12 @@ def load(model: Model, folder: str) -> None:
         state = optimizer._get_main_param_and_optimizer_states(parameter)
         plain(optimizer, parameter, {"step": state["step"], **tensors})
 
-    with mock.patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", set_states):
+    # In float32 main parameters are the Parameters.
+    with torch.no_grad(), mock.patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", set_states):
         model.optimizer.load_state_dict(state["optimizer"])
 
 
-def compare_checkpoints(layout: Layout, case: MegatronCase, folder: str) -> None:
+def compare_checkpoints(layout: Layout, case: MegatronCase, folder: str, kind: str = RESHARDABLE) -> None:
     """The checkpoints of `save_checkpoints` are equal for Megatron without Trimtab, on any ranks."""
     use_layout(layout)
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -261,5 +323,5 @@ def compare_checkpoints(layout: Layout, case: MegatronCase, folder: str) -> None
         # Megatron's optimizers load state only into state.
         model.run(get_forward_backward_func(), torch.zeros(2, LENGTH, dtype=torch.int64))
         model.optimizer.step()
-        load(model, f"{folder}/{name}")
+        load(model, f"{folder}/{name}", kind)
     assert _difference(models[1], models[0]) < (1e-12 if case.double else 2e-5)

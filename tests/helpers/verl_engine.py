@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -168,10 +168,11 @@ def _step(engine: Any, result: Run, step: int) -> Any:
     """The optimizer's step, after a copy of all gradients. Those of experts that have moved are not where they were."""
     session = getattr(engine, "session", None)
     have_moved = session is not None and session.have_moved
-    for chunk in engine.module:
-        for name, parameter in chunk.named_parameters():
-            if not (have_moved and ".experts." in name):
-                result.tensors[f"{step} grad {name}"] = parameter.main_grad.clone()
+    with nullcontext() if session is None else session.weight_sync():
+        named = [pair for chunk in engine.module for pair in chunk.named_parameters()]
+    for name, parameter in named:
+        if not (have_moved and ".experts." in name):
+            result.tensors[f"{step} grad {name}"] = parameter.main_grad.clone()
     norm = type(engine).optimizer_step(engine)
     result.tensors[f"{step} norm"] = torch.tensor(float(norm))
     return norm

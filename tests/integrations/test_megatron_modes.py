@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,6 +23,7 @@ from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.array_type import Array
 from trimtab.cluster import load_cluster
 from trimtab.errors import InputError
+from trimtab.off_switch import VARIABLE
 from trimtab.planner import PlannedStep, PlanSettings
 from trimtab.runtime.live import balancer
 from trimtab.runtime.session_settings import Mode
@@ -129,6 +132,18 @@ def test_shadow_and_off_change_no_number(state: State) -> None:
         assert pair.error(found) < 1e-12
         session.session.mode = "shadow"
         assert pair.is_same(pair.step(pair.other, session.planned(pair.function, other_routing)))
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "live", "policy": "quota"}, {"exact": True}])
+@runs_on_ranks()
+def test_a_variable_switches_balance_off(state: State, options: dict[str, Any]) -> None:
+    pair = pair_of(state)
+    with mock.patch.dict(os.environ, {VARIABLE: "slots_per_rank=3 mode=off"}), pair.balanced(**options) as session:
+        function = session.live if "mode" in options else partial(session.planned, routing=pair.routing)
+        assert pair.is_same(pair.step(pair.other, function(pair.function)))
+        assert session.session.mode == "off"
+    with mock.patch.dict(os.environ, {VARIABLE: "mode=shadow"}), pair.balanced() as session:
+        assert session.session.mode == "plan"
 
 
 @runs_on_ranks()

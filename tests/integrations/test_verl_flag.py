@@ -18,6 +18,7 @@ import trimtab.integrations
 from helpers.verl_signatures import STORED, parts_of, stand_ins
 from trimtab.errors import InputError
 from trimtab.integrations.options import PluginOptions
+from trimtab.off_switch import VARIABLE
 
 FLAG, VENDOR = "trimtab.integrations.verl", "VERL_ENGINE_VENDOR"
 
@@ -121,6 +122,8 @@ def test_options_are_in_the_actor_s_config(trimtab: Any, options: PluginOptions,
     with imported() as plugin:
         _, engine = configs(override_mcore_model_config=config)
         assert plugin.read_options(engine) == (options, moves)
+        with mock.patch.dict(os.environ, {VARIABLE: "mode=off"}):
+            assert plugin.read_options(engine) == (PluginOptions("off"), False)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def add(commands: Any) -> None:
             "trimtab doctor",
             "trimtab doctor --model path/to/qwen3-moe --ranks 8",
             "trimtab doctor --megatron path/to/pretrain.sh",
+            "trimtab doctor --megatron path/to/pretrain.sh --run",
             "trimtab doctor --verl path/to/run.sh",
             "trimtab doctor --gpu --json out/gpu.json",
             "trimtab doctor --gpu --full --json out/gpu.json",
@@ -51,6 +52,13 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="options of a Megatron run, to check as well: JSON or YAML of its arguments or TransformerConfig, a log "
         "with its arguments, or a script of its flags (default: none)",
+    )
+    parser.add_argument(
+        "--run",
+        dest="trains",
+        action="store_true",
+        help="with --megatron, also train three steps of a small model with these options on 2 or 4 local CPU ranks, "
+        "with and without balance, and compare them; then exports and checkpoints, with experts on other ranks",
     )
     for name in FRAMEWORKS:
         kind = "config (YAML), or the script that sets it" if name == "verl" else "arguments, such as its script"
@@ -78,6 +86,10 @@ def run(options: argparse.Namespace) -> int:
         return run_on_gpus(options)
     if options.full:
         raise InputError("--full is for GPUs; add --gpu")
+    if options.trains:
+        if options.megatron is None or torchrun_ranks():
+            raise InputError("--run is for --megatron FILE, and starts ranks of its own, without torchrun")
+        need_extra("megatron", extra="megatron")
     from trimtab.doctor import FILE_CHECKS, examine
     from trimtab.doctor.finding import Finding
 
@@ -97,6 +109,10 @@ def run(options: argparse.Namespace) -> int:
     local_ranks = rank_variable("LOCAL_WORLD_SIZE", ranks)
     findings = examine(ranks=ranks, local_ranks=local_ranks, slots=options.slots, model=model, num_layers=num_layers)
     findings += of_files
+    if options.trains:
+        from trimtab.doctor.megatron_run import run_megatron
+
+        findings += run_megatron(options.megatron)
     if unclear:
         findings.append(Finding("model sizes", "warning", unclear))
     if os.environ.get("RANK", "0") != "0":

@@ -12,9 +12,10 @@ from trimtab.doctor.megatron_check import check_options
 from trimtab.doctor.megatron_file import flat_options, read_options, read_tree
 from trimtab.errors import InputError
 from trimtab.files import read_small_text
-from trimtab.integrations.framework_options import MILES, SLIME, VARIABLE, VERL, refused, wrong_mode
+from trimtab.integrations.framework_options import MILES, SLIME, VERL, refused, wrong_mode
 from trimtab.integrations.megatron.option_tables import Option
 from trimtab.integrations.options import MODES, PluginOptions
+from trimtab.off_switch import VARIABLE
 
 # Of slime and miles, in JSON or set in the shell: {"TRIMTAB_BALANCE": "mode=plan"}, export TRIMTAB_BALANCE='mode=plan'.
 _BALANCE = re.compile(VARIABLE + r"""\W*?[:=]\W*((?:\w+=\w+\s*)*)""")

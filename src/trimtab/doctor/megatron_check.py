@@ -12,6 +12,7 @@ from trimtab.doctor.megatron_file import read_options
 from trimtab.integrations.megatron.option_tables import immovable, never_run, refusals
 
 TESTED = "0.16.1"
+RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
 SIZES = {
     "EP": "expert_model_parallel_size",
     "TP": "tensor_model_parallel_size",
@@ -115,7 +116,13 @@ def _moves(values: Mapping[str, Any]) -> Finding:
     problems = immovable(values)
     if problems:
         return Finding(name, "warning", f"register_optimizer refuses {'; '.join(problems.values())}")
-    return Finding(name, "ok", "experts move with the state of their optimizer, once it is registered")
+    text = "experts move with the state of their optimizer, once it is registered"
+    if values.get("ckpt_format") == "torch":
+        more = "ckpt_format=torch stores them by position; use torch_dist, or call return_home() before each save"
+        return Finding(name, "warning", f"{text}; {more}")
+    if values.get("use_distributed_optimizer") and not values.get(RESHARDABLE):
+        text += f"; checkpoints in dp_reshardable bring them home before each save, those of {RESHARDABLE} do not"
+    return Finding(name, "ok", text)
 
 
 def _routing(values: Mapping[str, Any]) -> Finding:

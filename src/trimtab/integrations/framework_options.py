@@ -12,9 +12,7 @@ from typing import Any
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.option_tables import OFF, Option, names, refusals
 from trimtab.integrations.options import MODES, PluginMode, PluginOptions
-
-VARIABLE = "TRIMTAB_BALANCE"
-"""The environment variable with `PluginOptions`, of all plugins but verl's."""
+from trimtab.off_switch import VARIABLE
 
 _UNRECORDED = "MTP layers route tokens that were not recorded"
 _ADAPTERS = "adapters add Parameters to experts"

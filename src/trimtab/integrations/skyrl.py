@@ -20,7 +20,6 @@ from trimtab.integrations.framework_names import check_names
 from trimtab.integrations.framework_options import (
     SKYRL,
     SKYRL_REPLAY,
-    VARIABLE,
     megatron_refusals,
     raise_first,
     read_options,
@@ -31,6 +30,7 @@ from trimtab.integrations.framework_options import (
 from trimtab.integrations.options import PluginOptions
 from trimtab.integrations.skyrl_hook import WORKERS, replace_worker_when_imported
 from trimtab.launch.launcher import LAUNCH_ORDER
+from trimtab.off_switch import VARIABLE
 
 FITS = "SkyRL 0.3.0 and a9564572e"
 HOOK = f"{replace_worker_when_imported.__module__}.{replace_worker_when_imported.__name__}"

@@ -23,6 +23,7 @@ from trimtab.integrations.options import MODES, PluginOptions
 from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
 from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
 from trimtab.launch.launcher import LAUNCH_ORDER
+from trimtab.off_switch import is_switched_off
 
 FITS = "verl 0.9.0 and 0.9.1"
 _ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
@@ -77,6 +78,8 @@ def read_options(engine_config: Any) -> tuple[PluginOptions, bool]:
     options = PluginOptions.from_mapping(values, source=OPTIONS, modes=(*MODES, "rehome"))
     if moves and options.mode not in ("plan", "rehome"):
         raise InputError(f"{OPTIONS} has moves=true with mode={options.mode}; experts move in modes plan and rehome")
+    if is_switched_off():
+        return PluginOptions(mode="off"), False
     return options, moves or options.mode == "rehome"
 
 

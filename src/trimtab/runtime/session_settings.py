@@ -17,6 +17,7 @@ import trimtab
 from trimtab.cluster import ClusterSpec
 from trimtab.cluster.specs import RING_LAYERS
 from trimtab.errors import InputError
+from trimtab.off_switch import is_switched_off
 from trimtab.planner import PlanSettings
 from trimtab.runtime.live.policies import LivePolicy, Predictor
 from trimtab.runtime.ranks.topology import Topology
@@ -70,7 +71,7 @@ class SessionSettings:
         mode: `plan` balances; `rehome` only moves experts to other homes between steps, without replicas; `static` is
             expert parallelism on contiguous homes without replicas, on the planned path; `live` balances without
             recorded routing, see `live_micro_step`; `shadow` plans and reports, but runs as `off`; `off` replays
-            routing in ordinary expert parallelism.
+            routing in ordinary expert parallelism. `TRIMTAB_BALANCE=mode=off` in the environment makes it `off`.
         slots_per_rank: most replicas of one layer on a rank.
         ring_layers: layers that replicas are kept for at the same time, one in use and the others prefetched.
         paths: sources of replicas' weights: home ranks (`peer`), host memory (`host`), or both; `message` is `peer`
@@ -137,6 +138,10 @@ class SessionSettings:
             for check in filter(callable, _marks(setting.name)):
                 if value is not None or setting.default is not None:
                     check(setting.name, value)
+        if is_switched_off():
+            # Limits of plans would be checked without one.
+            for name, value in {"mode": "off", "exact": False, "max_rows_per_rank": None}.items():
+                object.__setattr__(self, name, value)
         if self.verify_weights is None:
             is_on = self.mode == "shadow" or os.environ.get(VERIFY_WEIGHTS) == "1"
             object.__setattr__(self, "verify_weights", is_on)

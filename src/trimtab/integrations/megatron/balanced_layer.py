@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
+from torch import nn
 
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.experts import Experts, GroupedExperts, experts_of
-from trimtab.integrations.megatron.logical_order import ADVICE, logical_shards
+from trimtab.integrations.megatron.exporters import check_reader
+from trimtab.integrations.megatron.logical_order import ADVICE, POSITIONAL, format_of, logical_shards
 from trimtab.integrations.megatron.option_tables import moe_pattern
 from trimtab.integrations.megatron.physical_dispatch import (
     MegatronRows,
@@ -34,7 +36,9 @@ class BalancedLayer:
         layers_of_model: MoE layers of the model.
         decoder_layer: its number among all layers of the model, from 0.
         before_backward: called when the layer runs with gradients.
-        is_exported: whether an exporter runs, which may ask for a `state_dict()`.
+        is_exported: whether an exporter runs, which may ask for names and a `state_dict()`.
+        before_positional: called before something stores experts by position while they are away; they return home, or
+            it raises.
     """
 
     def __init__(self, moe_layer: MoELayer, session: Session, groups: Any) -> None:
@@ -65,9 +69,12 @@ class BalancedLayer:
         moe_layer.experts.forward = self._compute
         self.before_backward: Callable[[], None] = lambda: None
         self.is_exported: Callable[[], bool] = lambda: False
+        self.before_positional: Callable[[str], None] = lambda what: None
         self.decoder_layer = moe_layer.layer_number - 1
         self._sharded_state_dict = moe_layer.experts.sharded_state_dict
         moe_layer.experts.sharded_state_dict = self._logical_state_dict
+        self._named_modules = moe_layer.experts.named_modules
+        moe_layer.experts.named_modules = self._guarded_modules  # type: ignore[method-assign]
         self._hooks = [
             moe_layer.experts._register_state_dict_hook(self._refuse_state_dict),
             moe_layer.experts.register_load_state_dict_pre_hook(self._refuse_state_dict),
@@ -84,6 +91,7 @@ class BalancedLayer:
         self._moe_layer.token_dispatcher = self._dispatcher.plain
         del self._moe_layer.experts.forward
         del self._moe_layer.experts.sharded_state_dict
+        del self._moe_layer.experts.named_modules
         for hook in self._hooks:
             hook.remove()
 
@@ -91,15 +99,25 @@ class BalancedLayer:
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Replaces the `sharded_state_dict` of the experts' module: experts have their logical place."""
-        shards: dict[str, Any] = self._sharded_state_dict(prefix, sharded_offsets, metadata)
         if not self.places.are_first:
             if (metadata or {}).get("singleton_local_shards"):
-                raise InputError(f"singleton_local_shards names experts by position, and they have moved; {ADVICE}")
+                self.before_positional("singleton_local_shards stores")
+            # The optimizer's shards are by position: those of the model then have to be of experts at home.
+            elif format_of(metadata) in POSITIONAL:
+                self.before_positional(f"the optimizer's format {format_of(metadata)} stores")
+        shards: dict[str, Any] = self._sharded_state_dict(prefix, sharded_offsets, metadata)
+        if not self.places.are_first:
             rows = [[prefix + name for name in names] for names in self._experts.names()]
             rank = self._moe_layer.ep_group.rank()
             shifts = self.places.experts_RH[rank] - (rank * len(rows) + np.arange(len(rows)))
             logical_shards(shards, rows, len(sharded_offsets), shifts)
         return shards
+
+    def _guarded_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Replaces `named_modules` of the experts' module, by which torch reads the Parameters of all that it is in."""
+        if not self.places.are_first and not self.is_exported():
+            check_reader(f"layer {self.decoder_layer}")
+        return self._named_modules(*args, **kwargs)
 
     def _refuse_state_dict(self, *_: Any) -> None:
         if not self.places.are_first and not self.is_exported():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,14 +19,10 @@ from torch import nn
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.balanced_layer import BalancedLayer
-from trimtab.integrations.megatron.logical_order import NamedTensor, PositionalGuard, WeightExport
-from trimtab.integrations.megatron.optimizer_state import MegatronState, optimizers_in
-from trimtab.integrations.megatron.physical_dispatch import (
-    PlannedDispatcher,
-)
+from trimtab.integrations.megatron.movable_experts import MovableExperts
+from trimtab.integrations.megatron.physical_dispatch import PlannedDispatcher
 from trimtab.integrations.megatron.reduction_order import ReductionOrder
 from trimtab.integrations.megatron.support import auxiliary_loss, check_supported, fitting_slots
-from trimtab.planner import Placement
 from trimtab.runtime import MicroStep, PlanReport, Session
 from trimtab.runtime.session_settings import Mode
 from trimtab.trace import RoutingTrace
@@ -91,7 +87,7 @@ def balance(
     return MegatronSession(session, chunks, balanced)
 
 
-class MegatronSession:
+class MegatronSession(MovableExperts):
     """The experts of a Megatron model in a session. Created by `balance`.
 
     Attributes:
@@ -102,110 +98,10 @@ class MegatronSession:
     """
 
     def __init__(self, session: Session | None, chunks: Sequence[nn.Module], layers: Sequence[BalancedLayer]) -> None:
-        self.session = session
+        super().__init__(session, chunks, layers)
         self.report: PlanReport | None = None
-        self._chunks, self._layers = list(chunks), list(layers)
         self._is_removed = False
-        self._optimizer: Any = None
-        self._guard: PositionalGuard | None = None
-        self._replaced: list[tuple[Any, str]] = []
-        self._gradients_wait = False
-        self._export = WeightExport(self._layers)
         self._orders: dict[int, ReductionOrder] = {}
-        for layer in self._layers:
-            layer.before_backward = self._note_gradients
-            layer.is_exported = lambda: self._export.is_running
-
-    def register_optimizer(self, optimizer: Any, *, is_loaded: Callable[[], bool] = lambda: True) -> None:
-        """Let plans move experts to other homes, with the optimizer's state of them. Not a collective.
-
-        Moves are made when a step is planned, if no gradients wait for an optimizer step.
-
-        Args:
-            optimizer: Megatron's, of all chunks.
-            is_loaded: whether its state is on the device, equal on all ranks; while it is not, plans move nothing.
-
-        Raises:
-            InputError: if experts can't move with its state.
-        """
-        optimizers = optimizers_in(optimizer)
-        if self._optimizer is not None:
-            raise InputError("an optimizer is registered already; call balance() again for another one")
-        self._optimizer = optimizer
-        if self.session is None:
-            return
-        self.session.set_framework_state(
-            MegatronState(optimizers, self.session.topology, lambda: self._gradients_wait, is_loaded)
-        )
-        # Gradients are used by a step, or dropped.
-        for owner, name in ((optimizer, "step"), *((chunk, "zero_grad_buffer") for chunk in self._chunks)):
-            if hasattr(owner, name):
-                setattr(owner, name, self._clearing(getattr(owner, name)))
-                self._replaced.append((owner, name))
-        self._guard = PositionalGuard(optimizer, lambda: self.have_moved)
-
-    def move(self, placement: Placement) -> None:
-        """Move all experts to given homes, with the optimizer's state of them, between steps. Plans include moves.
-        Collective over the ranks of the expert-parallel groups; nothing on a pipeline stage without MoE layers.
-
-        Args:
-            placement: homes `[L, E]` of this rank's L MoE layers, by rank number of the session.
-
-        Raises:
-            InputError: if no optimizer is registered, or ranks would have different numbers of experts.
-            RanksDisagreeError: if ranks are given different homes.
-            RuntimeError: if gradients wait for an optimizer step.
-        """
-        if self.session is not None:
-            self._gather_parameters()
-            self.session.move(placement)
-
-    @property
-    def have_moved(self) -> bool:
-        """Whether experts of this rank's layers are elsewhere than Megatron has them."""
-        return not all(layer.places.are_first for layer in self._layers)
-
-    def logical_names(self, pairs: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """Yields exported weights with the logical numbers of their experts, for any exporter of Megatron models.
-
-        Exporters number experts by rank and place on it. Put this around what they yield, in every weight sync:
-        `session.logical_names(bridge.export_hf_weights(model))`. Collective over the ranks of the pipeline.
-
-        Args:
-            pairs: names, Megatron's or Hugging Face's, and tensors. Layers are numbered in the whole model. Experts are
-                numbered in all ranks, or one tensor has all of a layer.
-
-        Raises:
-            InputError: if the name or the tensor of an expert can't be understood.
-            RuntimeError: if experts move before the last pair was read.
-        """
-        return self.weight_sync()(pairs)
-
-    def weight_sync(self) -> Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]:
-        """`logical_names` for exporters that yield lists, and not as many on every rank, as slime's.
-
-        Collective over the ranks of the pipeline. What it returns is not: call that for each list of one weight sync.
-
-        Raises:
-            InputError, RuntimeError: from what is returned, as `logical_names` does.
-        """
-        return self._export.begin()
-
-    def return_home(self) -> None:
-        """Move all experts to the ranks on which Megatron has them; see `move`. Not a collective if none is away."""
-        if self.session is not None and self.have_moved:
-            self.move(self.session.topology.initial_placement(len(self._layers), self.session.num_experts))
-
-    def _note_gradients(self) -> None:
-        self._gradients_wait = True
-
-    def _clearing(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def clear(*args: Any, **kwargs: Any) -> Any:
-            result = call(*args, **kwargs)
-            self._gradients_wait = False
-            return result
-
-        return clear
 
     def planned(
         self,
@@ -330,11 +226,11 @@ class MegatronSession:
             rows = self._rows(routing, num_microbatches) if problem is None else []
         except InputError as error:
             problem = error
+        self._prepare_moves()
         if self.session is None:
             if problem is not None:
                 raise problem
             return None
-        self._gather_parameters()
         self.report = self.session.plan_micro_steps(rows, unread=unread, problem=problem)
         return self.report
 
@@ -345,11 +241,7 @@ class MegatronSession:
     def remove(self) -> None:
         """Give the model back as it was, with all experts on Megatron's ranks. Call it between steps, on all ranks."""
         if not self._is_removed:
-            self.return_home()
-            if self._guard is not None:
-                self._guard.remove()
-            for owner, name in self._replaced:
-                delattr(owner, name)
+            self._unregister()
             for order in self._orders.values():
                 order.remove()
             for layer in self._layers:
@@ -392,15 +284,6 @@ class MegatronSession:
             config = getattr(ddp, "ddp_config", None)
             if config is not None and config.overlap_grad_reduce and id(ddp) not in self._orders:
                 self._orders[id(ddp)] = ReductionOrder(ddp.expert_parallel_bucket_groups)
-
-    def _gather_parameters(self) -> None:
-        """Complete the parameters of experts that a distributed optimizer has updated in parts."""
-        for chunk in self._chunks:
-            ddp: Any = chunk
-            config = getattr(ddp, "ddp_config", None)
-            if config is not None and config.use_distributed_optimizer and config.overlap_param_gather:
-                for bucket_group in ddp.expert_parallel_bucket_groups:
-                    bucket_group.start_param_sync(force_sync=True)
 
 
 def _nodes(group: dist.ProcessGroup) -> list[int] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import nn
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
@@ -32,6 +34,11 @@ ADVICE = "call return_home() of the MegatronSession first, on all ranks"
 POSITIONAL = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 
 
+def format_of(metadata: Mapping[str, Any] | None) -> str | None:
+    """The distributed optimizer's format in the `metadata` that Megatron gives to model and optimizer."""
+    return (metadata or {}).get("distrib_optim_sharding_type")
+
+
 def rename_experts(pairs: Iterable[NamedTensor], places_of_layer: Mapping[int, ExpertPlaces]) -> Iterator[NamedTensor]:
     """Yields exported tensors with the logical numbers of experts in their names.
 
@@ -43,22 +50,27 @@ def rename_experts(pairs: Iterable[NamedTensor], places_of_layer: Mapping[int, E
     Raises:
         InputError: if a name has no number from 0 to E - 1 of an expert, and the tensor is not one of all experts.
     """
-    for name, tensor in pairs:
+    for pair in pairs:
+        name, tensor = pair
         layer = _LAYER.search(name)
         places = places_of_layer.get(int(layer[1])) if layer and _OF_EXPERTS in name else None
         if places is None:
-            yield name, tensor
+            yield pair
             continue
         position, num_experts = _EXPERT.search(name), len(places.home_E)
         if position and int(position[0]) < num_experts:
-            yield f"{name[: position.start()]}{places.by_position[int(position[0])]}{name[position.end() :]}", tensor
-        elif not position and tensor.ndim and len(tensor) == num_experts:
-            yield name, tensor.index_select(0, torch.from_numpy(places.positions_E).to(tensor.device))
-        else:
+            name = f"{name[: position.start()]}{places.by_position[int(position[0])]}{name[position.end() :]}"
+        elif not position and tensor is not None and tensor.ndim and len(tensor) == num_experts:
+            tensor = tensor.index_select(0, torch.from_numpy(places.positions_E).to(tensor.device))
+        # Some exporters have tensors on one rank alone.
+        elif position or tensor is not None:
             raise InputError(
                 f"{name} has shape {list(tensor.shape)}; the name should have the number of an expert below "
                 f"{num_experts}, or the tensor should be of all {num_experts} experts"
             )
+        # Those of Megatron-Bridge are named tuples.
+        make: Callable[[Any], NamedTensor] = getattr(pair, "_make", tuple)
+        yield make((name, tensor))
 
 
 class LayerOfExperts(Protocol):
@@ -82,12 +94,25 @@ class WeightExport:
         layers: of this rank.
 
     Attributes:
-        is_running: whether an exporter runs now.
+        chunks: the model's.
+        is_running: whether an exporter runs now whose names are made logical.
     """
 
-    def __init__(self, layers: Sequence[LayerOfExperts]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[LayerOfExperts], chunks: Sequence[nn.Module]) -> None:
+        self._layers, self.chunks = layers, chunks
         self.is_running = False
+
+    @property
+    def have_moved(self) -> bool:
+        """Whether experts of this rank's layers are elsewhere than Megatron has them."""
+        return not all(layer.places.are_first for layer in self._layers)
+
+    @contextmanager
+    def sync(self) -> Iterator[Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]]:
+        """A context in which exporters may read names; gives what `begin` returns. Collective as that."""
+        rename = self.begin()
+        with self._running():
+            yield rename
 
     def begin(self) -> Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]:
         """Gather the places of experts of all pipeline stages. Collective over the ranks of the pipeline.
@@ -115,14 +140,19 @@ class WeightExport:
         """The pairs of an exporter, which may call `state_dict()` of the model, as verl's does for its names."""
         exporter = iter(pairs)
         while True:
-            self.is_running = True
-            try:
+            with self._running():
                 pair = next(exporter, None)
-            finally:
-                self.is_running = False
             if pair is None:
                 return
             yield pair
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        before, self.is_running = self.is_running, True
+        try:
+            yield
+        finally:
+            self.is_running = before
 
     @property
     def _moved(self) -> dict[int, ExpertPlaces]:
@@ -162,13 +192,20 @@ def _shifted(shard: Any, axis: int, shift: int) -> Any:
 
 
 class PositionalGuard:
-    """Refuses, while experts have moved, what stores an optimizer's state by position.
+    """Watches, while experts are away, what stores an optimizer's state by position.
 
-    Replaces methods of Megatron's optimizer until `remove`.
+    Replaces methods of Megatron's optimizer until `remove`. `state_dict()` and others raise InputError: Megatron calls
+    them on some ranks only.
+
+    Args:
+        have_moved: whether experts are away.
+        before_positional: called before `sharded_state_dict` stores by position, with what does; see `BalancedLayer`.
     """
 
-    def __init__(self, optimizer: Any, have_moved: Callable[[], bool]) -> None:
-        self._optimizer, self._have_moved = optimizer, have_moved
+    def __init__(
+        self, optimizer: Any, have_moved: Callable[[], bool], before_positional: Callable[[str], None]
+    ) -> None:
+        self._optimizer, self._have_moved, self._before_positional = optimizer, have_moved, before_positional
         self._names = [
             name
             for name in ("sharded_state_dict", "state_dict", "load_state_dict", "save_parameter_state",
@@ -193,12 +230,15 @@ class PositionalGuard:
 
         def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
             arguments = kwargs | signature.bind(*args, **kwargs).arguments
-            metadata = arguments.get("metadata") or {}
-            kind = arguments.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
+            kind = arguments.get("sharding_type") or format_of(arguments.get("metadata"))
             if kind in POSITIONAL and self._have_moved():
-                raise InputError(
-                    f"the optimizer's format {kind} stores experts by position, and they have moved; {ADVICE}"
-                )
+                if arguments.get("model_sharded_state_dict"):
+                    # Those of the model have been made, of experts that are away.
+                    raise InputError(
+                        f"the optimizer's format {kind} stores experts by position, and they have moved; give the same "
+                        f"metadata to the model's sharded_state_dict() before, or {ADVICE}"
+                    )
+                self._before_positional(f"the optimizer's format {kind} stores")
             self._is_sharded = True
             try:
                 return plain(*args, **kwargs)
