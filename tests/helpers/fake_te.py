@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from helpers.megatron_specs import parts_of_spec
+
 
 class GroupedLinear(nn.Module):
     """Takes the place of Megatron's `TEColumnParallelGroupedLinear` and `TERowParallelGroupedLinear`.
@@ -26,7 +28,7 @@ class GroupedLinear(nn.Module):
     def __init__(
         self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Callable[..., Any],
         bias: bool, skip_bias_add: bool, is_expert: bool, tp_comm_buffer_name: str, pg_collection: Any,
-        fuse_wgrad_accumulation: bool = False,
+        fuse_wgrad_accumulation: bool = False, name: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         assert is_expert
@@ -116,8 +118,8 @@ def _add_to_main_grad(
     return torch.full_like(weight, math.nan)
 
 
-def use_grouped_experts(block_spec: Any, *, fuse_wgrad_accumulation: bool) -> None:
-    """Give the MoE layers of a block's spec `TEGroupedMLP` experts that compute with `GroupedLinear`."""
+def use_grouped_experts(spec: Any, *, fuse_wgrad_accumulation: bool) -> None:
+    """Give the MoE layers of a spec `TEGroupedMLP` experts that compute with `GroupedLinear`."""
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import TEGroupedMLP
     from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -125,10 +127,9 @@ def use_grouped_experts(block_spec: Any, *, fuse_wgrad_accumulation: bool) -> No
 
     linear = ModuleSpec(module=GroupedLinear, params={"fuse_wgrad_accumulation": fuse_wgrad_accumulation})
     linears = MLPSubmodules(linear_fc1=linear, linear_fc2=linear)
-    for layer in block_spec.layer_specs:
-        submodules = layer.submodules.mlp.submodules
-        if isinstance(submodules, MoESubmodules):
-            submodules.experts = ModuleSpec(TEGroupedMLP, submodules=linears)
+    for part in parts_of_spec(spec):
+        if isinstance(part, MoESubmodules):
+            part.experts = ModuleSpec(TEGroupedMLP, submodules=linears)
 
 
 def use_extensions() -> None:

@@ -141,7 +141,7 @@ def test_plans_price_what_the_dispatcher_sends(state: State, name: str) -> None:
 
 @runs_on_ranks()
 def test_refuses_by_name(state: State) -> None:
-    from megatron.core.transformer.moe.experts import GroupedMLP
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
 
     from trimtab.integrations.megatron import balance
 
@@ -158,4 +158,5 @@ def test_refuses_by_name(state: State) -> None:
     message = "has experts in TEGroupedMLP; use SequentialMLP, or TEGroupedMLP with one weight"
     refused(message, grouped, lambda layer: vars(layer.experts).update(_with_fused_impl=True))
     refused(message, grouped, lambda layer: setattr(layer.experts.linear_fc1, "weight0", None))
-    refused("has experts in GroupedMLP", grouped, lambda layer: setattr(layer.experts, "__class__", GroupedMLP))
+    other = type("OtherMLP", (TEGroupedMLP,), {})
+    refused("has experts in OtherMLP", grouped, lambda layer: setattr(layer.experts, "__class__", other))

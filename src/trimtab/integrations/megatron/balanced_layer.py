@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.experts import Experts, GroupedExperts, experts_of
 from trimtab.integrations.megatron.logical_order import ADVICE, logical_shards
-from trimtab.integrations.megatron.option_tables import moe_pattern
 from trimtab.integrations.megatron.physical_dispatch import (
     MegatronRows,
     PlannedDispatcher,
@@ -30,6 +29,11 @@ from trimtab.runtime.state.expert_places import ExpertPlaces
 class BalancedLayer:
     """One MoE layer of the model, with what `balance` has replaced in it.
 
+    Args:
+        numbers: of all MoE layers of the model, see `number_layers`.
+        groups: Megatron's process groups.
+        dispatcher: see `balance`.
+
     Attributes:
         number: its number among all MoE layers of the model, from 0.
         layers_of_model: MoE layers of the model.
@@ -38,7 +42,9 @@ class BalancedLayer:
         is_exported: whether an exporter runs, which may ask for a `state_dict()`.
     """
 
-    def __init__(self, moe_layer: MoELayer, session: Session, groups: Any, dispatcher: str) -> None:
+    def __init__(
+        self, moe_layer: MoELayer, numbers: Sequence[int], session: Session, groups: Any, dispatcher: str
+    ) -> None:
         self._moe_layer = moe_layer
         experts = experts_of(moe_layer.experts)
         assert experts is not None
@@ -49,9 +55,8 @@ class BalancedLayer:
         self._layer: FrameworkLayer = session.add_framework_layer(
             experts.tensors, dispatch_forwards=forwards, expert_groups=groups_of
         )
-        pattern = moe_pattern(moe_layer.config)
-        self.number = sum(pattern[: moe_layer.layer_number - 1])
-        self.layers_of_model = sum(pattern)
+        self.decoder_layer: int = moe_layer.layer_number - 1
+        self.number, self.layers_of_model = numbers.index(self.decoder_layer), len(numbers)
         # Megatron before 0.16 and forks of it have none; their routers have to ask `SessionReplay` in another way.
         plain_replay = getattr(moe_layer.router, "router_replay", None)
         replay = SessionReplay(self._layer, plain_replay, lambda: session.settings.executes_plans)
@@ -67,7 +72,6 @@ class BalancedLayer:
         moe_layer.experts.forward = self._compute
         self.before_backward: Callable[[], None] = lambda: None
         self.is_exported: Callable[[], bool] = lambda: False
-        self.decoder_layer = moe_layer.layer_number - 1
         self._sharded_state_dict = moe_layer.experts.sharded_state_dict
         moe_layer.experts.sharded_state_dict = self._logical_state_dict
         self._hooks = [

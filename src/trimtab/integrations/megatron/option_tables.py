@@ -64,7 +64,6 @@ REFUSED = (
         "only these backends have been built for home experts and replicas",
         "set it to deepep or hybridep",
     ),
-    Option("moe_shared_expert_overlap", OFF, "shared experts would run inside the dispatch", "switch it off"),
     Option(
         "overlap_moe_expert_parallel_comm", OFF, "layers of two micro-batches run at the same time", "switch it off"
     ),
@@ -91,18 +90,8 @@ REFUSED = (
         "moe_apply_probs_on_input", OFF, "replicas apply the router's weights behind the activation", "switch it off"
     ),
     Option("moe_latent_size", (None,), "rows would be sent in another width, which is not tested", "leave it out"),
-    Option(
-        "mtp_num_layers", (None, 0), "its layers route tokens that were not recorded", "train without MTP layers"
-    ),
     Option("mlp_chunks_for_training", (None, 1), "a layer would run several times for a micro-batch", "set it to 1"),
     Option("use_inference_optimized_layers", OFF, "inference layers are not tested", "switch it off"),
-    Option(
-        "is_hybrid_model", OFF, "its MoE layers are not those of moe_layer_freq, which numbers them", "use a GPTModel"
-    ),
-    Option(
-        "heterogeneous_block_specs", OFF, "its MoE layers are not those of moe_layer_freq, which numbers them",
-        "use the same spec for all layers",
-    ),
     Option("enable_mhc_connections", OFF, "MoE layers with several residual streams are not tested", "switch it off"),
     # Gradients and optimizer.
     Option("delay_wgrad_compute", OFF, _WGRAD, "switch it off"),
@@ -167,14 +156,6 @@ def names() -> set[str]:
 def options_of(config: Any) -> dict[str, Any]:
     """The options that `refusals` and `never_run` read, of a config or arguments that have some of them."""
     return {name: getattr(config, name) for name in sorted(names()) if hasattr(config, name)}
-
-
-def moe_pattern(config: Any) -> list[int]:
-    """For every layer of the model 1 if it is a MoE layer, else 0; as Megatron reads `moe_layer_freq`."""
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [int(layer % frequency == 0) for layer in range(config.num_layers)]
-    return list(frequency)
 
 
 def refusals(values: Mapping[str, Any]) -> dict[str, str]:

@@ -288,9 +288,16 @@ def physical_dispatcher(
     moe_layer: MoELayer, num_slots: int, positions: tuple[int, ...], pg_collection: Any
 ) -> PhysicalDispatcher:
     """A dispatcher for physical experts, of the kind that the layer has. See `PhysicalAlltoAll`."""
-    if isinstance(moe_layer.token_dispatcher, MoEFlexTokenDispatcher):
-        return PhysicalFlex(moe_layer, num_slots, pg_collection)
-    return PhysicalAlltoAll(moe_layer, num_slots, positions, pg_collection)
+    plain = moe_layer.token_dispatcher
+    physical: PhysicalDispatcher
+    if isinstance(plain, MoEFlexTokenDispatcher):
+        physical = PhysicalFlex(moe_layer, num_slots, pg_collection)
+    else:
+        physical = PhysicalAlltoAll(moe_layer, num_slots, positions, pg_collection)
+    if plain.shared_experts is not None:
+        # Computed within the dispatch, with `moe_shared_expert_overlap`.
+        physical.set_shared_experts(plain.shared_experts)
+    return physical
 
 
 def _physical_experts(moe_layer: MoELayer, num_slots: int) -> dict[str, Any]:
