@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -58,6 +58,7 @@ class MegatronCase:
         flex: backend of the flex dispatcher, see `fake_deep_ep`; None for all-to-all.
         live: policy of live micro-steps; None for planned ones.
         recipe: the model is that of `RECIPES`.
+        options: further ones of the TransformerConfig.
     """
 
     seed: int = 0
@@ -82,6 +83,7 @@ class MegatronCase:
     flex: str | None = None
     live: LivePolicy | None = None
     recipe: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,6 +171,7 @@ class Model:
         recipe = None if case.recipe is None else RECIPES[case.recipe]
         if recipe is not None:
             options |= {"num_layers": 4, **recipe.options}
+        options |= case.options
         is_mla = "multi_latent_attention" in options
         self.config = config = (MLATransformerConfig if is_mla else TransformerConfig)(**options)
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -242,7 +245,10 @@ class Model:
         mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
         total = 0.0
 
-        def forward_step(iterator: Any, model: Any) -> Any:
+        def forward_step(iterator: Any, model: Any, checkpoints: bool | None = None) -> Any:
+            if checkpoints is not None:
+                # Megatron asks for it by micro-batch.
+                self.config.recompute_granularity = "full" if checkpoints else None
             tokens = next(iterator)[None]
             output = model(tokens, position, mask, labels=tokens.roll(-1, 1))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
+from dataclasses import MISSING, fields, make_dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,23 +20,20 @@ State = dict[str, Any]
 ON = [
     "hybrid_context_parallel", "moe_router_fusion", "moe_router_force_load_balancing", "moe_token_dropping",
     "moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8",
-    "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm", "fp8_param", "fp4_param", "fp8_param_gather",
-    "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "activation_func_fp8_input_store", "use_kitchen",
+    "overlap_moe_expert_parallel_comm", "fp8_param", "fp4_param", "fp8_param_gather",
+    "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "use_kitchen",
     "moe_use_legacy_grouped_gemm", "moe_single_grouped_weight", "moe_single_grouped_bias", "moe_use_grouped_tensor",
-    "use_transformer_engine_op_fuser", "moe_apply_probs_on_input", "use_inference_optimized_layers",
-    "is_hybrid_model", "heterogeneous_block_specs", "enable_mhc_connections", "delay_wgrad_compute",
+    "use_transformer_engine_op_fuser", "moe_apply_probs_on_input", "delay_wgrad_compute",
     "overlap_dispatch_backward_with_experts_wgrad", "use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2",
-    "overlap_param_gather_with_optimizer_step", "cpu_offloading", "fine_grained_activation_offloading",
-    "moe_paged_stash", "enable_autocast",
+    "overlap_param_gather_with_optimizer_step", "moe_paged_stash", "batch_invariant_mode",
 ]  # fmt: skip
 VALUES: dict[str, Any] = dict.fromkeys(ON, True) | {
     "expert_tensor_parallel_size": 2, "expert_tensor_parallel_num_weight_shards": 2,
     "expert_gtp_weight_remat_size": 2, "moe_router_force_biased": 0.1, "moe_expert_capacity_factor": 1.25,
     "moe_expert_rank_capacity_factor": 1.0, "moe_token_dispatcher_type": "allgather",
     "moe_flex_dispatcher_backend": "ncclep", "moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8",
-    "fp8": "hybrid", "fp4": "e2m1", "quant_recipe": "recipe", "moe_mlp_glu_interleave_size": 32, "moe_latent_size": 8,
-    "mtp_num_layers": 1, "mlp_chunks_for_training": 2,
-    "num_distributed_optimizer_instances": 2, "num_microbatches_with_partial_activation_checkpoints": 1,
+    "fp8": "hybrid", "fp4": "e2m1", "quant_recipe": "recipe", "mlp_chunks_for_training": 2,
+    "num_distributed_optimizer_instances": 2, "transformer_impl": "inference_optimized",
 }  # fmt: skip
 JOINT: list[tuple[str, dict[str, Any]]] = [
     ("expert_tensor_parallel_size", {"expert_tensor_parallel_size": None, "tensor_model_parallel_size": 2}),
@@ -47,12 +46,15 @@ JOINT: list[tuple[str, dict[str, Any]]] = [
     ("cuda_graph_impl", {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,moe_router"}),
     ("cuda_graph_impl", {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "moe_preprocess"]}),
     ("moe_router_load_balancing_type", {"moe_router_load_balancing_type": "sinkhorn"}),
+    ("moe_router_load_balancing_type", {"moe_router_load_balancing_type": "quantile_balancing"}),
+    ("offload_modules", {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "moe_act"]}),
 ]
 SUPPORTED: list[dict[str, Any]] = [
     {}, {"expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2, "sequence_parallel": True},
     {"moe_expert_capacity_factor": -1.0}, {"cuda_graph_impl": "none", "cuda_graph_scope": []},
     {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]}, {"recompute_modules": ["moe_act", "layernorm"]},
-    {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, {"mtp_num_layers": 0},
+    {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, {"mtp_num_layers": 1},
+    {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, {"offload_modules": ["moe_act"]},
     {"an_option_of_later": "years"}, {"data_parallel_sharding_strategy": "optim_grads_params"},  # FSDP alone reads it.
 ]  # fmt: skip
 # Options of Megatron-core later than 0.16.1, of its scripts, and of earlier versions.
@@ -62,6 +64,7 @@ ELSEWHERE = {
     "moe_single_grouped_weight", "moe_single_grouped_bias", "moe_use_grouped_tensor", "moe_mlp_glu_interleave_size",
     "use_transformer_engine_op_fuser", "mlp_chunks_for_training", "enable_mhc_connections", "moe_paged_stash",
     "overlap_dispatch_backward_with_experts_wgrad", "use_torch_fsdp2", "cuda_graph_modules",
+    "moe_use_legacy_grouped_gemm", "cuda_graph_scope", "enable_cuda_graph", "external_cuda_graph", "use_custom_fsdp",
 }  # fmt: skip
 
 
@@ -142,11 +145,11 @@ def test_balance_refuses_real_models(state: State) -> None:
     refused_with("router", nn.Identity(), "has a Identity")
     refused_with("__class__", type("LatentMoELayer", (MoELayer,), {}), "is a LatentMoELayer")
     refused_with("experts", nn.Identity(), "has experts in Identity")
-    config.fp8, config.moe_latent_size, chunks[0].ddp_config.delay_wgrad_compute = "e4m3", 8, True
+    config.fp8, config.fp8_param, chunks[0].ddp_config.delay_wgrad_compute = "e4m3", True, True
     refused(r"balanced: fp8=e4m3 is not supported: .*\(2 more: trimtab doctor --megatron lists them\)$")
     config.fp8 = None
-    refused(r"balanced: moe_latent_size=8 .*\(1 more: trimtab doctor --megatron lists them\)$")
-    config.moe_latent_size = None
+    refused(r"balanced: fp8_param=True .*\(1 more: trimtab doctor --megatron lists them\)$")
+    config.fp8_param = False
     refused("balanced: delay_wgrad_compute=True")
     chunks[0].ddp_config.delay_wgrad_compute = False
     chunks[0].overlap_param_gather_with_optimizer_step = True
@@ -160,14 +163,13 @@ def test_balance_refuses_real_models(state: State) -> None:
 
 @runs_on_ranks()
 def test_the_tables_have_the_names_and_defaults_of_megatron(state: State) -> None:
-    from dataclasses import fields
-
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     classes: Any = TransformerConfig, DistributedDataParallelConfig, OptimizerConfig
     defaults = {field.name: field.default for each in classes for field in fields(each)}
+    defaults = {name: None if value is MISSING else value for name, value in defaults.items()}
     assert names() - set(defaults) <= ELSEWHERE
     assert set(refusals(defaults)) == {"moe_token_dispatcher_type"}
     assert set(never_run(defaults)) == {"transformer_impl"}
@@ -175,7 +177,7 @@ def test_the_tables_have_the_names_and_defaults_of_megatron(state: State) -> Non
 
 @pytest.mark.parametrize("option", NEVER_RUN, ids=lambda option: option.name)
 def test_options_that_have_never_run_are_not_refused(option: Any) -> None:
-    value = {"transformer_impl": "transformer_engine"}.get(option.name, True)
+    value = {"transformer_impl": "transformer_engine", "moe_latent_size": 8}.get(option.name, True)
     assert refusals({option.name: value}) == {}
     assert never_run({option.name: value})[option.name].startswith(f"{option.name}={value} has never run with Trimtab")
 
@@ -194,3 +196,25 @@ def test_the_package_has_its_public_names_alone() -> None:
     assert callable(megatron.balance)
     with pytest.raises(AttributeError, match=r"trimtab\.integrations\.megatron' has no attribute 'nothing'"):
         megatron.nothing  # noqa: B018
+
+
+@runs_on_ranks()
+def test_options_that_are_not_known_give_one_warning(state: State) -> None:
+    from trimtab.integrations.megatron import balance
+
+    config, (layer, *_), chunks = model_of(state)
+    later = [("moe_of_later", int, 3), ("router_of_later", int, 3), ("norm_of_later", int, 3)]
+    layer.config = copy.copy(config)
+    layer.config.__class__ = make_dataclass("Config", later, bases=(type(config),))
+    vars(layer.config).update(moe_of_later=5, norm_of_later=5)
+    vars(chunks[0]).update(ddp_config=replace(chunks[0].ddp_config, bucket_size=7))
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trimtab").addHandler(handler)
+    balance(chunks, mode="off").remove()
+    layer.config = config
+    balance(chunks, mode="off").remove()
+    logging.getLogger("trimtab").removeHandler(handler)
+    (line,) = lines
+    assert "does not know these options of Megatron: moe_of_later=5; compare" in line

@@ -23,7 +23,7 @@ from trimtab.integrations.megatron.logical_order import NamedTensor, PositionalG
 from trimtab.integrations.megatron.optimizer_state import MegatronState, optimizers_in
 from trimtab.integrations.megatron.physical_dispatch import PlannedDispatcher
 from trimtab.integrations.megatron.reduction_order import ReductionOrder
-from trimtab.integrations.megatron.support import auxiliary_loss, check_slots, check_supported
+from trimtab.integrations.megatron.support import auxiliary_loss, check_slots, check_supported, warn_of_unknown
 from trimtab.integrations.routers import moe_layers
 from trimtab.planner import Placement
 from trimtab.runtime import MicroStep, PlanReport, Session
@@ -84,6 +84,7 @@ def balance(
     if not layers:
         return MegatronSession(None, chunks, [])
     config = layers[0].config
+    warn_of_unknown(config, *(getattr(chunk, "ddp_config", None) for chunk in chunks))
     expert_dp = getattr(groups, "expt_dp", None) or parallel_state.get_expert_data_parallel_group()
     session = Session(
         num_experts=config.num_moe_experts, expert_group=layers[0].ep_group,
@@ -152,6 +153,7 @@ class MegatronSession:
         self._optimizer = optimizer
         if self.session is None:
             return
+        warn_of_unknown(*(one.config for one in optimizers))
         self.session.set_framework_state(
             MegatronState(optimizers, self.session.topology, lambda: self._gradients_wait, is_loaded)
         )
