@@ -133,17 +133,30 @@ def use_grouped_experts(spec: Any, *, fuse_wgrad_accumulation: bool) -> None:
 
 
 def use_extensions() -> None:
-    """Give Megatron replacements of functions of Transformer Engine and Apex: recompute of activations, and Megatron's
-    own linear layers with gradients of weights that are added to `main_grad`."""
+    """Give Megatron replacements of functions of Transformer Engine and Apex: recompute of activations, Megatron's own
+    linear layers with gradients of weights that are added to `main_grad`, and projections to a latent size."""
     from megatron.core.tensor_parallel import layers, random
+    from megatron.core.transformer.moe import moe_layer
 
     def accumulate(inputs: torch.Tensor, gradients: torch.Tensor, main_grad: torch.Tensor) -> None:
         main_grad.addmm_(gradients.T.to(main_grad.dtype), inputs.to(main_grad.dtype))
 
     extension = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
     vars(layers).update(_grad_accum_fusion_available=True, fused_weight_gradient_mlp_cuda=extension)
+    vars(moe_layer).update(HAVE_TE=True, TELinear=_LatentLinear, te_checkpoint=None)
     nothing: dict[str, Any] = dict.fromkeys(("activation_recompute_forward", "fp8_autocast"), _no_context)
     vars(random).update(nothing, FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False))
+
+
+class _LatentLinear(nn.Linear):
+    """Takes the place of Megatron's `TELinear` in MoE layers."""
+
+    def __init__(self, size: int, output: int, *, config: Any, init_method: Any, bias: bool, **_options: Any) -> None:
+        super().__init__(size, output, bias=bias, dtype=config.params_dtype)
+        init_method(self.weight)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
 
 
 def _no_context(**_options: Any) -> contextlib.nullcontext[None]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, make_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from helpers.rank_pool import RankPool, shared_pool
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
+from trimtab.integrations import megatron as megatron_package
 from trimtab.integrations.megatron.option_tables import NEVER_RUN, REFUSED, names, never_run, refusals
 
 State = dict[str, Any]
@@ -218,3 +221,52 @@ def test_options_that_are_not_known_give_one_warning(state: State) -> None:
     logging.getLogger("trimtab").removeHandler(handler)
     (line,) = lines
     assert "does not know these options of Megatron: moe_of_later=5; compare" in line
+
+
+def test_a_megatron_without_a_name_is_refused_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is replaced, whatever the name is for."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.transformer.moe import token_dispatcher
+
+    assert megatron_package.balance
+    monkeypatch.delattr(DistributedOptimizer, "_get_model_param_range_map")
+    monkeypatch.delattr(token_dispatcher, "_DeepepManager")
+    message = (
+        r"token_dispatcher has no _DeepepManager.* \(1 more\); this version of Trimtab fits megatron-core 0\.16\.1 to"
+    )
+    with pytest.raises(InputError, match=message):
+        megatron_package.balance  # noqa: B018
+
+
+def test_names_that_are_private_in_megatron_are_checked() -> None:
+    from trimtab.integrations.megatron.megatron_names import NAMES
+
+    of_torch = {"_parameters", "_modules", "_register_state_dict_hook"}
+    used: set[str] = set()
+    for file in Path(megatron_package.__file__).parent.glob("*.py"):
+        if file.stem not in ("on_cpu", "megatron_names"):
+            text = file.read_text()
+            used |= set(re.findall(r"(?<!self)\.(_[a-z]\w*)", text)) | set(re.findall(r"\b_[A-Z]\w+Manager\b", text))
+            used -= set(re.findall(r"(?:self\.|def |^)(_\w+)", text, re.MULTILINE))
+    assert used - of_torch
+    assert {name for name in used - of_torch if not any(name in each for each in NAMES)} == set()
+
+
+def test_what_is_written_to_a_router_s_replay_is_the_user_s() -> None:
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    from trimtab.integrations.megatron.replay import SessionReplay
+
+    plain: Any = RouterReplay()
+    RouterReplay.global_router_replay_instances.remove(plain)
+    layer: Any = None
+    replay: Any = SessionReplay(layer, plain, lambda: False)
+    replay.target_topk_idx = [1]
+    replay.set_target_indices([2])
+    replay.layer_number = 7
+    assert (plain.target_topk_idx, plain.replay_backward_list, plain.layer_number) == ([2], [[2]], 7)
+    assert not {"target_topk_idx", "layer_number"} & vars(replay).keys()
+    # Newer routers write the number of their layer.
+    alone: Any = SessionReplay(layer, None, lambda: False)
+    alone.layer_number = 3
+    assert alone.layer_number == 3
