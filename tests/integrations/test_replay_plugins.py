@@ -285,8 +285,8 @@ def test_refuses_by_name_before_the_first_step(state: State, package: str) -> No
         ("", "overlap_moe_expert_parallel_comm=True is not", {"overlap_moe_expert_parallel_comm": True}),
         (
             "",
-            r"moe_shared_expert_overlap=True is not .* \(1 more\)",
-            {"moe_shared_expert_overlap": True, "fp8": "e4m3"},
+            r"moe_router_fusion=True is not .* \(1 more\)",
+            {"moe_router_fusion": True, "fp8": "e4m3"},
         ),
     ]
     with stand_in(package) as framework:
