@@ -38,9 +38,20 @@ lock: .venv/.ready  ## write the hashes of all packages that CI installs, and do
 	$(PIP_INSTALL) -c constraints.txt uv
 	$(BIN)/python tests/installation/lock.py
 
-# MEGATRON=path/to/Megatron-LM runs them with the Megatron in that folder.
-test-megatron: .venv/.ready  ## run the long form of the Megatron tests (MEGATRON=folder: with that version)
-	TRIMTAB_TESTS=long PYTHONPATH=$(MEGATRON) $(BIN)/python -m pytest tests/integrations -k megatron
+# RELEASE=0.19.2 runs them with that release, MEGATRON=path/to/Megatron-LM with the Megatron in that folder. Newer ones
+# import triton, and their wheels ask for Python 3.12 and run with 3.11.
+MEGATRON_PATH = $(abspath $(or $(MEGATRON),$(RELEASE:%=out/megatron-%)))
+test-megatron: .venv/.ready $(RELEASE:%=out/megatron-%/.ready) $(if $(MEGATRON),out/triton/.ready)  ## run the long form of the Megatron tests (RELEASE=0.19.2 or MEGATRON=folder: with that version)
+	TRIMTAB_TESTS=long PYTHONPATH=$(MEGATRON_PATH:%=%:$(abspath out/triton)) $(BIN)/python -m pytest --forks 2 tests/integrations -k megatron
+
+out/megatron-%/.ready: out/triton/.ready
+	$(BIN)/python -m pip download --quiet --no-deps --ignore-requires-python --dest out/wheels megatron-core==$*
+	$(BIN)/python -m zipfile -e out/wheels/megatron_core-$*-*.whl out/megatron-$*
+	touch $@
+
+out/triton/.ready: .venv/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target out/triton triton
+	touch $@
 
 test-trl: .venv/.ready  ## run the tests of the TRL trainer (about a minute)
 	$(BIN)/python -m pytest tests/integrations/test_trl.py

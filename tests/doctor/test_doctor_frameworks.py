@@ -71,7 +71,7 @@ def test_arguments_with_the_flag_have_no_problem(package: str, tmp_path: Path) -
     [
         ("slime", {"more": "--enable-mtp-training"}, "enable_mtp_training=True"),
         ("slime", {"more": "--megatron-deepgemm-forward-layers 1 2"}, "megatron_deepgemm_forward_layers"),
-        ("slime", {"more": "--moe-shared-expert-overlap"}, "moe_shared_expert_overlap"),
+        ("slime", {"more": "--moe-router-fusion"}, "moe_router_fusion"),
         ("slime", {"balance": "mode=rehome"}, "mode=rehome moves experts, and slime copies"),
         ("slime", {"balance": "mode=plan slots=2"}, "no option 'slots'"),
         ("slime", {"balance": "mode=live"}, "mode=live balances what routers choose"),
@@ -124,7 +124,7 @@ def written(kind: str, settings: dict[str, Any]) -> str:
         ({f"{ENGINE}.use_megatron_fsdp": True}, "use_megatron_fsdp=True"),
         ({f"{ENGINE}.dynamic_context_parallel": True}, "dynamic_context_parallel=True"),
         ({f"{ENGINE}.qat.enable": True}, "qat.enable=True"),
-        ({f"{ENGINE}.override_transformer_config.moe_shared_expert_overlap": True}, "moe_shared_expert_overlap"),
+        ({f"{ENGINE}.override_transformer_config.moe_router_fusion": True}, "moe_router_fusion"),
         ({f"{ENGINE}.override_mcore_model_config.trimtab.slots": 2}, "no option 'slots'"),
         (
             {f"{ENGINE}.override_mcore_model_config.trimtab.moves": True, "checkpoint_engine.backend": "delta_sharded"},

@@ -142,7 +142,7 @@ class HybridEPBuffer:
 
     def __init__(
         self, group: dist.ProcessGroup, hidden_dim: int, max_num_of_tokens_per_rank: int, num_local_experts: int,
-        use_fp8: bool, num_sms_dispatch_api: int, num_sms_combine_api: int,
+        use_fp8: bool, num_sms_dispatch_api: int = 1, num_sms_combine_api: int = 1, **_options: Any,
     ) -> None:  # fmt: skip
         assert num_sms_dispatch_api > 0 < num_sms_combine_api
         assert hidden_dim % 16 == use_fp8 == 0

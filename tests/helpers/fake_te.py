@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from helpers.megatron_specs import parts_of_spec
+
 
 class GroupedLinear(nn.Module):
     """Takes the place of Megatron's `TEColumnParallelGroupedLinear` and `TERowParallelGroupedLinear`.
@@ -29,7 +31,7 @@ class GroupedLinear(nn.Module):
     def __init__(
         self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Callable[..., Any],
         bias: bool, skip_bias_add: bool, is_expert: bool, tp_comm_buffer_name: str, pg_collection: Any,
-        fuse_wgrad_accumulation: bool = False,
+        fuse_wgrad_accumulation: bool = False, name: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         assert is_expert
@@ -119,8 +121,8 @@ def _add_to_main_grad(
     return torch.full_like(weight, math.nan)
 
 
-def use_grouped_experts(block_spec: Any, *, fuse_wgrad_accumulation: bool) -> None:
-    """Give the MoE layers of a block's spec `TEGroupedMLP` experts that compute with `GroupedLinear`."""
+def use_grouped_experts(spec: Any, *, fuse_wgrad_accumulation: bool) -> None:
+    """Give the MoE layers of a spec `TEGroupedMLP` experts that compute with `GroupedLinear`."""
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import TEGroupedMLP
     from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -128,10 +130,9 @@ def use_grouped_experts(block_spec: Any, *, fuse_wgrad_accumulation: bool) -> No
 
     linear = ModuleSpec(module=_grouped_linear(), params={"fuse_wgrad_accumulation": fuse_wgrad_accumulation})
     linears = MLPSubmodules(linear_fc1=linear, linear_fc2=linear)
-    for layer in block_spec.layer_specs:
-        submodules = layer.submodules.mlp.submodules
-        if isinstance(submodules, MoESubmodules):
-            submodules.experts = ModuleSpec(TEGroupedMLP, submodules=linears)
+    for part in parts_of_spec(spec):
+        if isinstance(part, MoESubmodules):
+            part.experts = ModuleSpec(TEGroupedMLP, submodules=linears)
 
 
 @cache
@@ -146,17 +147,30 @@ def _grouped_linear() -> type[Any]:
 
 
 def use_extensions() -> None:
-    """Give Megatron replacements of functions of Transformer Engine and Apex: recompute of activations, and Megatron's
-    own linear layers with gradients of weights that are added to `main_grad`."""
+    """Give Megatron replacements of functions of Transformer Engine and Apex: recompute of activations, Megatron's own
+    linear layers with gradients of weights that are added to `main_grad`, and projections to a latent size."""
     from megatron.core.tensor_parallel import layers, random
+    from megatron.core.transformer.moe import moe_layer
 
     def accumulate(inputs: torch.Tensor, gradients: torch.Tensor, main_grad: torch.Tensor) -> None:
         main_grad.addmm_(gradients.T.to(main_grad.dtype), inputs.to(main_grad.dtype))
 
     extension = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
     vars(layers).update(_grad_accum_fusion_available=True, fused_weight_gradient_mlp_cuda=extension)
+    vars(moe_layer).update(HAVE_TE=True, TELinear=_LatentLinear, te_checkpoint=None)
     nothing: dict[str, Any] = dict.fromkeys(("activation_recompute_forward", "fp8_autocast"), _no_context)
     vars(random).update(nothing, FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False))
+
+
+class _LatentLinear(nn.Linear):
+    """Takes the place of Megatron's `TELinear` in MoE layers."""
+
+    def __init__(self, size: int, output: int, *, config: Any, init_method: Any, bias: bool, **_options: Any) -> None:
+        super().__init__(size, output, bias=bias, dtype=config.params_dtype)
+        init_method(self.weight)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
 
 
 def _no_context(**_options: Any) -> contextlib.nullcontext[None]:

@@ -7,6 +7,7 @@ import os
 import queue
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -270,11 +271,14 @@ def save(model: Model, folder: str, strategy: Any = None, *, kind: str = RESHARD
     if dist.get_rank() == 0:
         os.makedirs(folder)
     dist.barrier()
-    # Megatron writes in forked processes, which ranks that the launcher starts may not have.
     with (
         mock.patch.multiple(filesystem_async, _results_queue=queue.Queue(), _process_memory=lambda: 0),
-        mock.patch.object(FileSystemWriterAsync, "write_preloaded_data_multiproc", staticmethod(_write)),
+        ExitStack() as stack,
     ):
+        # Before 0.18 Megatron writes in forked processes, which ranks that the launcher starts may not have.
+        if hasattr(FileSystemWriterAsync, "write_preloaded_data_multiproc"):
+            write = staticmethod(_write)
+            stack.enter_context(mock.patch.object(FileSystemWriterAsync, "write_preloaded_data_multiproc", write))
         dist_checkpointing.save(
             sharded_state(model, kind=kind), folder, strategy, validate_access_integrity=not strategy
         )

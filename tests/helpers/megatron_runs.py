@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from helpers.examples import examples
 from helpers.fake_te import use_grouped_experts
 from helpers.live_runs import quotas_of_few
+from helpers.megatron_recipes import RECIPES, build_recipe
+from helpers.megatron_specs import parts_of_spec
 from helpers.random_plans import random_group_plans
 from trimtab.array_type import Array
 from trimtab.integrations.megatron.on_cpu import use_cpu
@@ -55,6 +57,8 @@ class MegatronCase:
         balanced_routers: routers have an auxiliary loss, and a bias by expert that follows the loads.
         flex: backend of the flex dispatcher, see `fake_deep_ep`; None for all-to-all.
         live: policy of live micro-steps; None for planned ones.
+        recipe: the model is that of `RECIPES`.
+        options: further ones of the TransformerConfig.
     """
 
     seed: int = 0
@@ -77,6 +81,8 @@ class MegatronCase:
     balanced_routers: bool = False
     flex: str | None = None
     live: LivePolicy | None = None
+    recipe: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,13 +139,13 @@ class Model:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
         from megatron.core.transformer.module import Float16Module
-        from megatron.core.transformer.transformer_config import TransformerConfig
+        from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
         self.layout, self.case = layout, case
         model_parallel_cuda_manual_seed(7 + case.seed)
         chunks = 2 if layout.interleaved else 1
         layers = 2 * layout.pipeline * chunks if layout.pipeline > 1 else 4 if case.pipelined_layers else 3
-        self.config = config = TransformerConfig(
+        options: dict[str, Any] = dict(
             num_layers=layers, hidden_size=16, num_attention_heads=4, ffn_hidden_size=32, moe_ffn_hidden_size=24,
             num_moe_experts=8, moe_router_topk=2, expert_model_parallel_size=layout.expert,
             tensor_model_parallel_size=layout.tensor, sequence_parallel=layout.tensor > 1,
@@ -161,25 +167,36 @@ class Model:
             **BALANCED_ROUTERS if case.balanced_routers else {"moe_router_load_balancing_type": "none"},
             **RECOMPUTE[case.recompute],
         )  # fmt: skip
+        recipe = None if case.recipe is None else RECIPES[case.recipe]
+        if recipe is not None:
+            options |= {"num_layers": 4, **recipe.options}
+        options |= case.options
+        is_mla = "multi_latent_attention" in options
+        self.config = config = (MLATransformerConfig if is_mla else TransformerConfig)(**options)
         stage = parallel_state.get_pipeline_model_parallel_rank()
         self.models, self.chunks = [], []
         for chunk in range(chunks):
             virtual = chunk if layout.interleaved else None
             torch.manual_seed(case.seed)
             # Each rank draws the same numbers up to its experts; Megatron sets its own seeds for these.
-            spec = get_gpt_decoder_block_spec(
-                config, use_transformer_engine=False, normalization="LayerNorm", vp_stage=virtual
-            )
-            if layout.context > 1:
-                _attend_to_slices(spec)
-            if case.grouped:
-                use_grouped_experts(spec, fuse_wgrad_accumulation=case.fused)
-            model = GPTModel(
-                config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH, position_embedding_type="rope",
-                pre_process=stage == 0 and chunk == 0,
-                post_process=stage == layout.pipeline - 1 and chunk == chunks - 1, vp_stage=virtual,
-                share_embeddings_and_output_weights=False,
-            )  # fmt: skip
+            place: dict[str, Any] = {
+                "pre_process": stage == 0 and chunk == 0, "vp_stage": virtual,
+                "post_process": stage == layout.pipeline - 1 and chunk == chunks - 1,
+            }  # fmt: skip
+            if recipe is None:
+                spec = get_gpt_decoder_block_spec(
+                    config, use_transformer_engine=False, normalization="LayerNorm", vp_stage=virtual
+                )
+                if layout.context > 1:
+                    _attend_to_slices(spec)
+                if case.grouped:
+                    use_grouped_experts(spec, fuse_wgrad_accumulation=case.fused)
+                model = GPTModel(
+                    config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH, position_embedding_type="rope",
+                    share_embeddings_and_output_weights=False, **place,
+                )  # fmt: skip
+            else:
+                model = build_recipe(recipe, config, VOCABULARY, LENGTH, **place)
             model.to(case.dtype)
             if case.frozen:
                 for name, parameter in model.named_parameters():
@@ -213,10 +230,13 @@ class Model:
         )  # fmt: skip
 
     def moe_layers(self) -> Iterator[Any]:
+        """Those that routing is recorded of."""
         from megatron.core.transformer.moe.moe_layer import MoELayer
 
         for model in self.models:
-            yield from (module for module in model.modules() if isinstance(module, MoELayer))
+            for name, module in model.named_modules():
+                if isinstance(module, MoELayer) and not name.startswith("mtp."):
+                    yield module
 
     def run(self, function: Any, tokens_MBS: torch.Tensor, *, forward_only: bool = False) -> float:
         """One call of a forward-backward function; the sum of this rank's losses."""
@@ -224,7 +244,10 @@ class Model:
         mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
         total = 0.0
 
-        def forward_step(iterator: Any, model: Any) -> Any:
+        def forward_step(iterator: Any, model: Any, checkpoints: bool | None = None) -> Any:
+            if checkpoints is not None:
+                # Megatron asks for it by micro-batch.
+                self.config.recompute_granularity = "full" if checkpoints else None
             tokens = next(iterator)[None]
             output = model(tokens, position, mask, labels=tokens.roll(-1, 1))
 
@@ -292,8 +315,9 @@ def _attend_to_slices(spec: Any) -> None:
         def __init__(self, config: Any, *args: Any, **options: Any) -> None:
             super().__init__(replace(config, context_parallel_size=1), *args, **options)
 
-    for layer in spec.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = SliceAttention
+    for part in parts_of_spec(spec):
+        if hasattr(part, "core_attention"):
+            part.core_attention = SliceAttention
 
 
 class _Comparison:

@@ -210,7 +210,7 @@ def nemo_rl_config(**more: Any) -> dict[str, Any]:
         ({"quant_cfg": "FP8_DEFAULT_CFG"}, "plan", "quant_cfg=FP8_DEFAULT_CFG is not supported"),
         ({"generation": {"backend": "megatron"}}, "plan", "generation.backend=megatron is not supported"),
         ({"megatron_cfg": {"mtp_num_layers": 1}}, "plan", "mtp_num_layers=1 is not supported"),
-        ({"megatron_cfg": {"moe_shared_expert_overlap": True}}, "plan", "moe_shared_expert_overlap=True is not"),
+        ({"megatron_cfg": {"moe_token_dropping": True}}, "plan", "moe_token_dropping=True is not"),
         (
             {"megatron_cfg": {"model_overrides": {"moe_router_fusion": True}, "mtp_num_layers": 1}}, "plan",
             r"moe_router_fusion=True is not .* \(1 more\)|mtp_num_layers=1 is not .* \(1 more\)",

@@ -31,12 +31,23 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 MORE: dict[str, list[MegatronCase]] = {
     "EP 2": [
-        MegatronCase(double=True, frozen=True, per_token=True),
+        MegatronCase(
+            double=True,
+            frozen=True,
+            per_token=True,
+            options={"bias_activation_fusion": True, "activation_func_fp8_input_store": True},
+        ),
         # Each copy's gradient is rounded to bfloat16, a replica's as that of Megatron's product at home.
         MegatronCase(bf16=True),
         MegatronCase(bf16=True, distributed_optimizer=True, overlap=True),
     ],
-    "PP 2 x EP 2": [MegatronCase(double=True, dense_stage=True)],
+    "PP 2 x EP 2": [
+        MegatronCase(double=True, dense_stage=True),
+        # The first micro-batch alone is recomputed.
+        MegatronCase(
+            double=True, recompute="uniform", options={"num_microbatches_with_partial_activation_checkpoints": 1}
+        ),
+    ],
 }
 """Options that are not combined with others."""
 # How many options are combined in all ways.

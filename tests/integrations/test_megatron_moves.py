@@ -181,7 +181,7 @@ def test_experts_that_moved_in_a_circle_are_renamed_and_put_in_order() -> None:
     assert [float(found[name]) for name in names] == [0.0, 1.0, 2.0]
     assert found["decoder.layers.5.mlp.experts.w"].flatten().tolist() == [0.0, 1.0, 2.0]
     # Another layer, and what is no expert.
-    others = [("decoder.layers.4.mlp.experts.w", stack), ("decoder.layers.5.mlp.router.weight", stack)]
+    others = [("decoder.layers.6.mlp.experts.w", stack), ("decoder.layers.5.mlp.router.weight", stack)]
     assert all(value is stack for _, value in rename_experts(others, {5: places}))
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
 from collections.abc import Iterator
+from dataclasses import MISSING, fields, make_dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytest
 from helpers.rank_pool import RankPool, shared_pool
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
+from trimtab.integrations import megatron as megatron_package
 from trimtab.integrations.megatron.option_tables import NEVER_RUN, REFUSED, names, never_run, refusals
 
 State = dict[str, Any]
@@ -19,23 +24,20 @@ State = dict[str, Any]
 ON = [
     "hybrid_context_parallel", "moe_router_fusion", "moe_router_force_load_balancing", "moe_token_dropping",
     "moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8",
-    "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm", "fp8_param", "fp4_param", "fp8_param_gather",
-    "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "activation_func_fp8_input_store", "use_kitchen",
+    "overlap_moe_expert_parallel_comm", "fp8_param", "fp4_param", "fp8_param_gather",
+    "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "use_kitchen",
     "moe_use_legacy_grouped_gemm", "moe_single_grouped_weight", "moe_single_grouped_bias", "moe_use_grouped_tensor",
-    "use_transformer_engine_op_fuser", "moe_apply_probs_on_input", "use_inference_optimized_layers",
-    "is_hybrid_model", "heterogeneous_block_specs", "enable_mhc_connections", "delay_wgrad_compute",
+    "use_transformer_engine_op_fuser", "moe_apply_probs_on_input", "delay_wgrad_compute",
     "overlap_dispatch_backward_with_experts_wgrad", "use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2",
-    "overlap_param_gather_with_optimizer_step", "cpu_offloading", "fine_grained_activation_offloading",
-    "moe_paged_stash", "enable_autocast",
+    "overlap_param_gather_with_optimizer_step", "moe_paged_stash", "batch_invariant_mode",
 ]  # fmt: skip
 VALUES: dict[str, Any] = dict.fromkeys(ON, True) | {
     "expert_tensor_parallel_size": 2, "expert_tensor_parallel_num_weight_shards": 2,
     "expert_gtp_weight_remat_size": 2, "moe_router_force_biased": 0.1, "moe_expert_capacity_factor": 1.25,
     "moe_expert_rank_capacity_factor": 1.0, "moe_token_dispatcher_type": "allgather",
     "moe_flex_dispatcher_backend": "ncclep", "moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8",
-    "fp8": "hybrid", "fp4": "e2m1", "quant_recipe": "recipe", "moe_mlp_glu_interleave_size": 32, "moe_latent_size": 8,
-    "mtp_num_layers": 1, "mlp_chunks_for_training": 2,
-    "num_distributed_optimizer_instances": 2, "num_microbatches_with_partial_activation_checkpoints": 1,
+    "fp8": "hybrid", "fp4": "e2m1", "quant_recipe": "recipe", "mlp_chunks_for_training": 2,
+    "num_distributed_optimizer_instances": 2, "transformer_impl": "inference_optimized",
 }  # fmt: skip
 JOINT: list[tuple[str, dict[str, Any]]] = [
     ("expert_tensor_parallel_size", {"expert_tensor_parallel_size": None, "tensor_model_parallel_size": 2}),
@@ -48,12 +50,15 @@ JOINT: list[tuple[str, dict[str, Any]]] = [
     ("cuda_graph_impl", {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,moe_router"}),
     ("cuda_graph_impl", {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "moe_preprocess"]}),
     ("moe_router_load_balancing_type", {"moe_router_load_balancing_type": "sinkhorn"}),
+    ("moe_router_load_balancing_type", {"moe_router_load_balancing_type": "quantile_balancing"}),
+    ("offload_modules", {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "moe_act"]}),
 ]
 SUPPORTED: list[dict[str, Any]] = [
     {}, {"expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2, "sequence_parallel": True},
     {"moe_expert_capacity_factor": -1.0}, {"cuda_graph_impl": "none", "cuda_graph_scope": []},
     {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]}, {"recompute_modules": ["moe_act", "layernorm"]},
-    {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, {"mtp_num_layers": 0},
+    {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, {"mtp_num_layers": 1},
+    {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, {"offload_modules": ["moe_act"]},
     {"an_option_of_later": "years"}, {"data_parallel_sharding_strategy": "optim_grads_params"},  # FSDP alone reads it.
 ]  # fmt: skip
 # Options of Megatron-core later than 0.16.1, of its scripts, and of earlier versions.
@@ -63,6 +68,7 @@ ELSEWHERE = {
     "moe_single_grouped_weight", "moe_single_grouped_bias", "moe_use_grouped_tensor", "moe_mlp_glu_interleave_size",
     "use_transformer_engine_op_fuser", "mlp_chunks_for_training", "enable_mhc_connections", "moe_paged_stash",
     "overlap_dispatch_backward_with_experts_wgrad", "use_torch_fsdp2", "cuda_graph_modules",
+    "moe_use_legacy_grouped_gemm", "cuda_graph_scope", "enable_cuda_graph", "external_cuda_graph", "use_custom_fsdp",
 }  # fmt: skip
 
 
@@ -143,11 +149,11 @@ def test_balance_refuses_real_models(state: State) -> None:
     refused_with("router", nn.Identity(), "has a Identity")
     refused_with("__class__", type("LatentMoELayer", (MoELayer,), {}), "is a LatentMoELayer")
     refused_with("experts", nn.Identity(), "has experts in Identity")
-    config.fp8, config.moe_latent_size, chunks[0].ddp_config.delay_wgrad_compute = "e4m3", 8, True
+    config.fp8, config.fp8_param, chunks[0].ddp_config.delay_wgrad_compute = "e4m3", True, True
     refused(r"balanced: fp8=e4m3 is not supported: .*\(2 more: trimtab doctor --megatron lists them\)$")
     config.fp8 = None
-    refused(r"balanced: moe_latent_size=8 .*\(1 more: trimtab doctor --megatron lists them\)$")
-    config.moe_latent_size = None
+    refused(r"balanced: fp8_param=True .*\(1 more: trimtab doctor --megatron lists them\)$")
+    config.fp8_param = False
     refused("balanced: delay_wgrad_compute=True")
     chunks[0].ddp_config.delay_wgrad_compute = False
     chunks[0].overlap_param_gather_with_optimizer_step = True
@@ -161,14 +167,13 @@ def test_balance_refuses_real_models(state: State) -> None:
 
 @runs_on_ranks()
 def test_the_tables_have_the_names_and_defaults_of_megatron(state: State) -> None:
-    from dataclasses import fields
-
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     classes: Any = TransformerConfig, DistributedDataParallelConfig, OptimizerConfig
     defaults = {field.name: field.default for each in classes for field in fields(each)}
+    defaults = {name: None if value is MISSING else value for name, value in defaults.items()}
     assert names() - set(defaults) <= ELSEWHERE
     assert set(refusals(defaults)) == {"moe_token_dispatcher_type"}
     assert set(never_run(defaults)) == {"transformer_impl"}
@@ -176,7 +181,7 @@ def test_the_tables_have_the_names_and_defaults_of_megatron(state: State) -> Non
 
 @pytest.mark.parametrize("option", NEVER_RUN, ids=lambda option: option.name)
 def test_options_that_have_never_run_are_not_refused(option: Any) -> None:
-    value = {"transformer_impl": "transformer_engine"}.get(option.name, True)
+    value = {"transformer_impl": "transformer_engine", "moe_latent_size": 8}.get(option.name, True)
     assert refusals({option.name: value}) == {}
     assert never_run({option.name: value})[option.name].startswith(f"{option.name}={value} has never run with Trimtab")
 
@@ -226,3 +231,74 @@ def test_hybrid_ep_gets_slots_that_its_kernels_need(
         config=SimpleNamespace(moe_flex_dispatcher_backend=backend),
     )  # fmt: skip
     assert fitting_slots(layer, slots, nodes) == found
+
+
+@runs_on_ranks()
+def test_options_that_are_not_known_give_one_warning(state: State) -> None:
+    from trimtab.integrations.megatron import balance
+
+    config, (layer, *_), chunks = model_of(state)
+    later = [("moe_of_later", int, 3), ("router_of_later", int, 3), ("norm_of_later", int, 3)]
+    layer.config = copy.copy(config)
+    layer.config.__class__ = make_dataclass("Config", later, bases=(type(config),))
+    vars(layer.config).update(moe_of_later=5, norm_of_later=5)
+    vars(chunks[0]).update(ddp_config=replace(chunks[0].ddp_config, bucket_size=7))
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trimtab").addHandler(handler)
+    balance(chunks, mode="off").remove()
+    layer.config = config
+    balance(chunks, mode="off").remove()
+    logging.getLogger("trimtab").removeHandler(handler)
+    (line,) = lines
+    assert "does not know these options of Megatron: moe_of_later=5; compare" in line
+
+
+def test_a_megatron_without_a_name_is_refused_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is replaced, whatever the name is for."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.transformer.moe import token_dispatcher
+
+    assert callable(megatron_package.balance)
+    monkeypatch.delattr(DistributedOptimizer, "_get_model_param_range_map")
+    monkeypatch.delattr(token_dispatcher, "_DeepepManager")
+    message = (
+        r"token_dispatcher has no _DeepepManager.* \(1 more\); this version of Trimtab fits megatron-core 0\.16\.1 to"
+    )
+    with pytest.raises(InputError, match=message):
+        megatron_package.balance  # noqa: B018
+
+
+def test_names_that_are_private_in_megatron_are_checked() -> None:
+    from trimtab.integrations.megatron.megatron_names import NAMES
+
+    of_torch = {"_parameters", "_modules", "_register_state_dict_hook"}
+    used: set[str] = set()
+    for file in Path(megatron_package.__file__).parent.glob("*.py"):
+        if file.stem not in ("on_cpu", "megatron_names"):
+            text = file.read_text()
+            used |= set(re.findall(r"(?<!self)\.(_[a-z]\w*)", text)) | set(re.findall(r"\b_[A-Z]\w+Manager\b", text))
+            used -= set(re.findall(r"(?:self\.|def |^)(_\w+)", text, re.MULTILINE))
+    assert used - of_torch
+    assert {name for name in used - of_torch if not any(name in each for each in NAMES)} == set()
+
+
+def test_what_is_written_to_a_router_s_replay_is_the_user_s() -> None:
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    from trimtab.integrations.megatron.replay import SessionReplay
+
+    plain: Any = RouterReplay()
+    RouterReplay.global_router_replay_instances.remove(plain)
+    layer: Any = None
+    replay: Any = SessionReplay(layer, plain, lambda: False)
+    replay.target_topk_idx = [1]
+    replay.set_target_indices([2])
+    replay.layer_number = 7
+    assert (plain.target_topk_idx, plain.replay_backward_list, plain.layer_number) == ([2], [[2]], 7)
+    assert not {"target_topk_idx", "layer_number"} & vars(replay).keys()
+    # Newer routers write the number of their layer.
+    alone: Any = SessionReplay(layer, None, lambda: False)
+    alone.layer_number = 3
+    assert alone.layer_number == 3

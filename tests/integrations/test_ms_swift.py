@@ -233,7 +233,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("", "sequence_packing_scheduler=dp_balanced is not", {"sequence_packing_scheduler": "dp_balanced"}),
     ("", "mtp_num_layers=1 is not supported: .* not recorded", {"mtp_num_layers": 1}),
     ("", "fp8=hybrid is not supported", {"fp8": "hybrid"}),
-    ("", "moe_shared_expert_overlap=True is not supported", {"moe_shared_expert_overlap": True}),
+    ("", "moe_router_fusion=True is not supported", {"moe_router_fusion": True}),
     ("", "context_parallel_size=2 is not supported: ms-swift's Ray workers",
      {"use_ray": True, "context_parallel_size": 2}),
 ]  # fmt: skip
@@ -256,7 +256,7 @@ def test_models_that_can_t_be_balanced_are_refused_before_the_first_step(state: 
     with ms_swift():
         runs = Runs()
         for name, value, message in (
-            ("moe_shared_expert_overlap", True, "moe_shared_expert_overlap=True is not supported"),
+            ("moe_router_fusion", True, "moe_router_fusion=True is not supported"),
             ("num_moe_experts", None, "the model has no experts"),
         ):
             config = copy(runs.model.config)
@@ -291,7 +291,7 @@ def test_the_first_line_and_names_that_are_missing(state: State) -> None:
         assert len(lines) == (0 if dist.get_rank() else 2)
         if lines:
             first, off = lines
-            what = r"^Trimtab \S+ in ms_swift .*, megatron-core \d.*: mode=plan slots_per_rank=2, 2 MoE layers of 8 "
+            what = r"^Trimtab \S+ in ms_swift .*, megatron-core \d.*: mode=plan slots_per_rank=2, 8 "
             assert re.search(what, first)
             assert "never run on a GPU" in first
             assert "mode=off" in off

@@ -285,8 +285,8 @@ def test_refuses_by_name_before_the_first_step(state: State, package: str) -> No
         ("", "overlap_moe_expert_parallel_comm=True is not", {"overlap_moe_expert_parallel_comm": True}),
         (
             "",
-            r"moe_shared_expert_overlap=True is not .* \(1 more\)",
-            {"moe_shared_expert_overlap": True, "fp8": "e4m3"},
+            r"moe_router_fusion=True is not .* \(1 more\)",
+            {"moe_router_fusion": True, "fp8": "e4m3"},
         ),
     ]
     with stand_in(package) as framework:
@@ -318,7 +318,7 @@ def test_the_first_line_has_versions_mode_and_what_has_never_run(state: State) -
         return
     first, off = lines
     for part in (
-        r"^Trimtab \S+ in slime .*, megatron-core \d\S+, torch \d\S+: mode=plan slots_per_rank=2, 2 MoE layers of 8 ",
+        r"^Trimtab \S+ in slime .*, megatron-core \d\S+, torch \d\S+: mode=plan slots_per_rank=2, 8 ",
         "never run on a GPU", "moe_grouped_gemm=True has never run", "offload_train=True has never run",
     ):  # fmt: skip
         assert re.search(part, first), first

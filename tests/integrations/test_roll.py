@@ -316,7 +316,7 @@ def test_models_that_can_t_be_balanced_are_refused_before_the_first_step(state: 
     with roll():
         runs = Runs()
         for name, value, message in (
-            ("moe_shared_expert_overlap", True, "moe_shared_expert_overlap=True is not supported"),
+            ("moe_router_fusion", True, "moe_router_fusion=True is not supported"),
             ("num_moe_experts", None, "the model has no experts"),
         ):
             with mock.patch.object(Strategy, "changed", {name: value}), pytest.raises(InputError, match=message):
@@ -346,8 +346,6 @@ def test_workers_of_three_pipelines_and_the_first_line(state: State) -> None:
         assert lines == []
         return
     first, off = lines
-    assert re.search(
-        r"^Trimtab \S+ in roll .*, megatron-core \d.*: mode=plan slots_per_rank=2, 2 MoE layers of 8 ", first
-    )
+    assert re.search(r"^Trimtab \S+ in roll .*, megatron-core \d.*: mode=plan slots_per_rank=2, 8 ", first)
     assert "never run on a GPU" in first
     assert "mode=off" in off

@@ -270,8 +270,8 @@ def test_models_that_can_t_be_balanced_are_refused_before_the_first_step(state: 
     del state
     with skyrl_modules():
         models = Models()
-        overlap = mock.patch.object(models.other.config, "moe_shared_expert_overlap", True)
-        with overlap, pytest.raises(InputError, match="moe_shared_expert_overlap=True is not supported"):
+        overlap = mock.patch.object(models.other.config, "moe_router_fusion", True)
+        with overlap, pytest.raises(InputError, match="moe_router_fusion=True is not supported"):
             balanced_worker(models.other).__enter__()
 
 

@@ -199,7 +199,7 @@ def test_figures_are_among_what_verl_s_trainer_logs() -> None:
     assert [len(each) for each in of_all_ranks(lines)] == [1, 0]
     for line in lines:
         assert f"in verl {version('verl')}, " in line
-        assert "mode=plan slots_per_rank=6, 2 MoE layers of 8 experts on 2 ranks; " in line
+        assert "mode=plan slots_per_rank=6, 8 experts on 2 ranks; " in line
         assert "never run on a GPU" in line
 
 

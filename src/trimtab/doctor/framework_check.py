@@ -12,7 +12,7 @@ from trimtab.doctor.megatron_check import check_options
 from trimtab.doctor.megatron_file import flat_options, read_options, read_tree
 from trimtab.errors import InputError
 from trimtab.files import read_small_text
-from trimtab.integrations.framework_options import MILES, SLIME, VERL, refused, wrong_mode
+from trimtab.integrations.framework_options import MILES, MTP, SLIME, VERL, refused, wrong_mode
 from trimtab.integrations.megatron.option_tables import Option
 from trimtab.integrations.options import MODES, PluginOptions
 from trimtab.off_switch import VARIABLE
@@ -94,7 +94,7 @@ def _check_arguments(path: Path, package: str, options: tuple[Option, ...]) -> l
         findings.append(Finding(f"{package} options", "problem" if wrong else "ok", wrong or state))
     except InputError as error:
         findings.append(Finding(f"{package} options", "problem", str(error)))
-    findings += [Finding(f"{package} options", "problem", text) for text in refused(options, values)]
+    findings += [Finding(f"{package} options", "problem", text) for text in refused((*options, MTP), values)]
     if values.get("offload_train"):
         text = "it has never run with Trimtab: it needs a GPU and torch_memory_saver"
         findings.append(Finding(f"{package} offload_train", "warning", text))

@@ -11,7 +11,7 @@ from trimtab.doctor.finding import Finding
 from trimtab.doctor.megatron_file import read_options
 from trimtab.integrations.megatron.option_tables import immovable, never_run, refusals
 
-TESTED = "0.16.1"
+TESTED = ("0.16.1", "0.18.2", "0.19.2")
 RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
 SIZES = {
     "EP": "expert_model_parallel_size",
@@ -56,10 +56,10 @@ def _package() -> Finding:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        text = f"not installed here: options are checked by name; balance() needs it, pip install {name}=={TESTED}"
+        text = f"not installed here: options are checked by name; balance() needs it, pip install {name}=={TESTED[0]}"
         return Finding(name, "warning", text)
-    if version != TESTED:
-        return Finding(name, "warning", f"{version}; the tests run with {TESTED}")
+    if version not in TESTED:
+        return Finding(name, "warning", f"{version}; the tests run with {', '.join(TESTED)}")
     return Finding(name, "ok", version)
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from trimtab.errors import InputError
 from trimtab.integrations.framework_names import check_names
-from trimtab.integrations.framework_options import raise_first, read_options, refused, wrong_mode
-from trimtab.integrations.megatron.option_tables import Option, options_of, refusals
+from trimtab.integrations.framework_options import megatron_refusals, raise_first, read_options, refused, wrong_mode
+from trimtab.integrations.megatron.option_tables import Option
 from trimtab.integrations.options import MODES
 from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
 from trimtab.integrations.routers import are_replaying, moe_layers, replayed_ids
@@ -91,7 +91,7 @@ class DryReplayPlugin(ABC):
         """The same for a model, by its TransformerConfig."""
         if not getattr(config, "num_moe_experts", None):
             raise InputError(f"{self.package} can't be balanced: the model has no experts")
-        raise_first(self.package, list(refusals(options_of(config)).values()))
+        raise_first(self.package, megatron_refusals(vars(config)))
 
     def print_first_line(self, config: Any, notes: Sequence[str] = ()) -> None:
         """The first line of the log, on rank 0."""

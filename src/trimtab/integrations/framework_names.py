@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import re
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ def check_names(names: Sequence[str], *, fits: str) -> None:
 
     Args:
         names: `module:name` or `module:name(parameter, ...)`, the parameters that the plugin counts on, of any place;
-            `module:Class.name` also where the class sets the name in its `__init__`.
+            `module:Class.name` also where a method of the class sets the name.
         fits: the versions for which the plugin was written, for the message.
     """
     problems = [problem for name in names if (problem := _problem_of(name))]
@@ -45,8 +46,14 @@ def _problem_of(name: str) -> str:
 
 
 def _is_set_by_class(found: Any, name: str) -> bool:
-    code = getattr(vars(found).get("__init__"), "__code__", None) if isinstance(found, type) else None
-    return code is not None and name in code.co_names
+    methods = vars(found).values() if isinstance(found, type) else ()
+    codes = (getattr(inspect.unwrap(method), "__code__", None) for method in methods if callable(method))
+    found_codes = (code for code in codes if code is not None and name in code.co_names)
+    return any(
+        ("STORE_ATTR", name) == (each.opname, each.argval)
+        for code in found_codes
+        for each in dis.get_instructions(code)
+    )
 
 
 def _missing(function: Any, parameters: Sequence[str]) -> list[str]:

@@ -15,6 +15,8 @@ from trimtab.integrations.options import MODES, PluginMode, PluginOptions
 from trimtab.off_switch import VARIABLE
 
 _UNRECORDED = "MTP layers route tokens that were not recorded"
+MTP = Option("mtp_num_layers", (None, 0), _UNRECORDED, "train without MTP layers")
+"""Frameworks give the routes of other layers to those of MTP, or none; `balance` alone leaves them to Megatron."""
 _ADAPTERS = "adapters add Parameters to experts"
 _WHOLE = "train without LoRA"
 _LIVE = "leave it out, or use mode=live"
@@ -135,8 +137,8 @@ def refused(options: Sequence[Option], given: Mapping[str, Any]) -> list[str]:
 def megatron_refusals(*parts: Mapping[str, Any] | None) -> list[str]:
     """Why options of Megatron in parts of a framework's config are refused, one line each."""
     known = names()
-    given = {name: value for part in parts for name, value in (part or {}).items() if name in known}
-    return list(refusals(given).values())
+    given = {name: value for part in parts for name, value in (part or {}).items() if name in known or name == MTP.name}
+    return [*refused([MTP], given), *refusals(given).values()]
 
 
 _COPIES = (

@@ -15,8 +15,14 @@ from torch import nn
 
 from trimtab.errors import InputError
 from trimtab.integrations.dry_replay import UNREAD, DryReplayPlugin, with_result
-from trimtab.integrations.framework_options import MS_SWIFT, MS_SWIFT_RAY, MS_SWIFT_REPLAY, raise_first, refused
-from trimtab.integrations.megatron.option_tables import options_of, refusals
+from trimtab.integrations.framework_options import (
+    MS_SWIFT,
+    MS_SWIFT_RAY,
+    MS_SWIFT_REPLAY,
+    megatron_refusals,
+    raise_first,
+    refused,
+)
 from trimtab.integrations.schedule import innermost
 from trimtab.launch.launcher import LAUNCH_ORDER
 
@@ -90,7 +96,7 @@ class MsSwiftPlugin(DryReplayPlugin):
         given, replays = vars(args), args.router_replay_mode != "disabled"
         self.refuse_options(given, replays=replays)
         problems = refused(MS_SWIFT_RAY, given) if replays and given.get("use_ray") else []
-        raise_first(self.package, [*problems, *refusals(options_of(args)).values()])
+        raise_first(self.package, [*problems, *megatron_refusals(given)])
 
     def install(self, trainer: Any) -> None:
         """Balance the passes of a trainer whose model is built and loaded. Collective. Raises InputError."""

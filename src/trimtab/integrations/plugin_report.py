@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from trimtab.integrations.megatron.option_tables import moe_pattern, never_run, options_of
+from trimtab.integrations.megatron.option_tables import never_run, options_of
 from trimtab.integrations.options import PluginOptions
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _LIVE = {
 
 
 def first_line(framework: str, options: PluginOptions, config: Any, notes: Sequence[str] = ()) -> str:
-    """Versions, mode, layers, and what of a run has never run with Trimtab.
+    """Versions, mode, experts, and what of a run has never run with Trimtab.
 
     Args:
         framework: its package, for example `slime`.
@@ -40,7 +40,7 @@ def first_line(framework: str, options: PluginOptions, config: Any, notes: Seque
     remarks = ["this plugin has never run on a GPU", *never_run(options_of(config)).values(), *notes]
     return (
         f"Trimtab {_version('trimtab')} in {packages}: mode={options.mode} slots_per_rank={options.slots_per_rank}, "
-        f"{sum(moe_pattern(config))} MoE layers of {experts} experts on {ranks} ranks; {'; '.join(remarks)}"
+        f"{experts} experts on {ranks} ranks; {'; '.join(remarks)}"
     )
 
 

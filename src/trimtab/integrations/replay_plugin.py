@@ -13,8 +13,8 @@ import torch
 
 from trimtab.errors import InputError
 from trimtab.integrations.framework_names import check_names
-from trimtab.integrations.framework_options import raise_first, read_options, refused, wrong_mode
-from trimtab.integrations.megatron.option_tables import Option, options_of, refusals
+from trimtab.integrations.framework_options import megatron_refusals, raise_first, read_options, refused, wrong_mode
+from trimtab.integrations.megatron.option_tables import Option
 from trimtab.integrations.options import MODES
 from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
 from trimtab.integrations.routers import asks_router_replay, moe_layers
@@ -209,8 +209,7 @@ class ReplayPlugin(ABC):
         """Raise InputError with the first option that is refused, and the number of others."""
         given = vars(self.args)
         problems = [] if given.get("num_experts") else ["the model has no experts: num_experts is not set"]
-        problems += self._refused_modes() + refused(self.refused, given)
-        problems += refusals(options_of(self.args)).values()
+        problems += self._refused_modes() + refused(self.refused, given) + megatron_refusals(given)
         raise_first(self.package, problems)
 
     def _refused_modes(self) -> list[str]:

@@ -109,7 +109,7 @@ class ScheduleAdapter:
         key = _key(model_chunks)
         if key not in self._sessions:
             self._sessions[key] = balance(
-                model_chunks, mode=options.mode, slots_per_rank=options.slots_per_rank, **more
+                model_chunks, mode=options.mode, slots_per_rank=options.slots_per_rank, routes_of_stage=True, **more
             )
         return self._sessions[key]
 

@@ -18,7 +18,7 @@ from torch import nn
 from trimtab.errors import InputError
 from trimtab.integrations.framework_names import check_names
 from trimtab.integrations.framework_options import VERL, refused
-from trimtab.integrations.megatron.balancing import MegatronSession
+from trimtab.integrations.megatron import MegatronSession
 from trimtab.integrations.options import MODES, PluginOptions
 from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
 from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter

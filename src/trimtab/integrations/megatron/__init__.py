@@ -4,7 +4,8 @@ session = trimtab.integrations.megatron.balance(model_chunks)
 run = session.planned(get_forward_backward_func(), routing)
 run(forward_step_func=forward_step, data_iterator=data, model=model_chunks, num_microbatches=8, ...)
 
-Megatron-core is imported when a name is first used; `option_tables` does without it.
+Megatron-core is imported when a name is used, and checked for the names that `megatron_names` lists; `option_tables`
+does without it.
 """
 
 from importlib import import_module
@@ -18,5 +19,6 @@ __all__ = ["MegatronSession", "balance"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
+        import_module(f"{__name__}.megatron_names").check_megatron()
         return getattr(import_module(f"{__name__}.balancing"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from trimtab.errors import InputError
 from trimtab.integrations.megatron.experts import Experts, GroupedExperts, experts_of
 from trimtab.integrations.megatron.exporters import check_reader
 from trimtab.integrations.megatron.logical_order import ADVICE, POSITIONAL, format_of, logical_shards
-from trimtab.integrations.megatron.option_tables import moe_pattern
 from trimtab.integrations.megatron.physical_dispatch import (
     MegatronRows,
     PlannedDispatcher,
@@ -31,6 +30,11 @@ from trimtab.runtime.state.expert_places import ExpertPlaces
 class BalancedLayer:
     """One MoE layer of the model, with what `balance` has replaced in it.
 
+    Args:
+        numbers: of all MoE layers of the model, see `number_layers`.
+        groups: Megatron's process groups.
+        dispatcher: see `balance`.
+
     Attributes:
         number: its number among all MoE layers of the model, from 0.
         layers_of_model: MoE layers of the model.
@@ -41,7 +45,7 @@ class BalancedLayer:
             it raises.
     """
 
-    def __init__(self, moe_layer: MoELayer, session: Session, groups: Any) -> None:
+    def __init__(self, moe_layer: MoELayer, numbers: Sequence[int], session: Session, groups: Any) -> None:
         self._moe_layer = moe_layer
         experts = experts_of(moe_layer.experts)
         assert experts is not None
@@ -54,9 +58,8 @@ class BalancedLayer:
         self._layer: FrameworkLayer = session.add_framework_layer(
             experts.tensors, dispatch_forwards=forwards, expert_groups=groups_of, equal_tokens=equal_tokens
         )
-        pattern = moe_pattern(moe_layer.config)
-        self.number = sum(pattern[: moe_layer.layer_number - 1])
-        self.layers_of_model = sum(pattern)
+        self.decoder_layer: int = moe_layer.layer_number - 1
+        self.number, self.layers_of_model = numbers.index(self.decoder_layer), len(numbers)
         # Megatron before 0.16 and forks of it have none; their routers have to ask `SessionReplay` in another way.
         plain_replay = getattr(moe_layer.router, "router_replay", None)
         replay = SessionReplay(self._layer, plain_replay, lambda: session.settings.executes_plans)
@@ -70,7 +73,6 @@ class BalancedLayer:
         self.before_backward: Callable[[], None] = lambda: None
         self.is_exported: Callable[[], bool] = lambda: False
         self.before_positional: Callable[[str], None] = lambda what: None
-        self.decoder_layer = moe_layer.layer_number - 1
         self._sharded_state_dict = moe_layer.experts.sharded_state_dict
         moe_layer.experts.sharded_state_dict = self._logical_state_dict
         self._named_modules = moe_layer.experts.named_modules

@@ -12,17 +12,18 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import nn
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.balanced_layer import BalancedLayer
+from trimtab.integrations.megatron.layer_numbers import number_layers
 from trimtab.integrations.megatron.movable_experts import MovableExperts
 from trimtab.integrations.megatron.physical_dispatch import PlannedDispatcher
 from trimtab.integrations.megatron.reduction_order import ReductionOrder
-from trimtab.integrations.megatron.support import auxiliary_loss, check_supported, fitting_slots
+from trimtab.integrations.megatron.support import auxiliary_loss, check_supported, fitting_slots, warn_of_unknown
+from trimtab.integrations.routers import moe_layers
 from trimtab.runtime import MicroStep, PlanReport, Session
 from trimtab.runtime.session_settings import Mode
 from trimtab.trace import RoutingTrace
@@ -39,13 +40,14 @@ def balance(
     slots_per_rank: int = 2,
     mode: Mode = "plan",
     nodes: Sequence[int] | None = None,
+    routes_of_stage: bool = False,
     **options: Any,
 ) -> MegatronSession:
     """Balance the experts of a Megatron model. Call it when the model is built and loaded, before or after DDP.
 
     Parameters, their gradients, DDP buckets, optimizer and checkpoints stay Megatron's. Experts keep their homes until
-    `register_optimizer` was called. A collective over the ranks of this pipeline stage that hold experts together, and
-    their expert-data-parallel ranks.
+    `register_optimizer` was called. Layers for multi-token prediction (MTP) run as without this call. A collective over
+    the pipeline, the ranks that hold experts together, and their expert-data-parallel ranks.
 
     Args:
         model_chunks: the model of this rank, or its chunks in an interleaved pipeline, in order.
@@ -54,27 +56,34 @@ def balance(
         mode: see `Session`. In `shadow` and `off` Megatron runs as without this call. `rehome` needs an optimizer.
             `live` balances what `MegatronSession.live` runs, by any `policy` but `feplb`.
         nodes: the node number of each rank of the expert-parallel group, in its order; by host name by default.
+        routes_of_stage: routing always has the layers of this rank alone. Then stages without MoE layers need not call,
+            and a model that is not supported is refused on the stages that have its layers.
         options: others of `Session`.
 
     Raises:
-        InputError: if the model has no MoE layers, is balanced already, or its configuration is not supported; if the
-            policy is `feplb`.
+        InputError: if the model has no MoE layers, is balanced already, or its configuration is not supported, on all
+            stages of the pipeline; if the policy is `feplb`.
     """
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
-    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
-    if not layers:
-        if not any(getattr(getattr(chunk, "config", None), "num_moe_experts", None) for chunk in chunks):
-            raise InputError("the model has no MoE layers; balance() is for models with Megatron's MoELayer")
-        return MegatronSession(None, chunks, [])
-    if any(isinstance(layer.token_dispatcher, PlannedDispatcher) for layer in layers):
-        raise InputError("the model is balanced already; call remove() of its MegatronSession first")
     if "dispatcher" in options:
         raise InputError(
             "balance() has no option dispatcher any more: rows go by Megatron's own dispatcher; leave it out"
         )
-    config = layers[0].config
-    check_supported(config, layers, chunks)
+    layers = moe_layers(chunks)
+    if not layers and not any(getattr(getattr(chunk, "config", None), "num_moe_experts", None) for chunk in chunks):
+        raise InputError("the model has no MoE layers; balance() is for models with Megatron's MoELayer")
+    problem = ""
+    try:
+        _check(layers, chunks)
+    except InputError as error:
+        problem = str(error)
     groups = pg_collection or get_default_pg_collection()
+    pipeline = getattr(groups, "pp", None) or parallel_state.get_pipeline_model_parallel_group()
+    numbers = number_layers(layers, problem, None if routes_of_stage else pipeline)
+    if not layers:
+        return MegatronSession(None, chunks, [])
+    config = layers[0].config
+    warn_of_unknown(config, *(getattr(chunk, "ddp_config", None) for chunk in chunks))
     expert_dp = getattr(groups, "expt_dp", None) or parallel_state.get_expert_data_parallel_group()
     nodes = nodes if nodes is not None else _nodes(layers[0].ep_group)
     session = Session(
@@ -83,8 +92,16 @@ def balance(
         nodes=nodes, mode=mode, slots_per_rank=fitting_slots(layers[0], slots_per_rank, nodes), **options,
     )  # fmt: skip
     session.auxiliary_loss = partial(auxiliary_loss, config)
-    balanced = [BalancedLayer(layer, session, groups) for layer in layers]
+    balanced = [BalancedLayer(layer, numbers, session, groups) for layer in layers]
     return MegatronSession(session, chunks, balanced)
+
+
+def _check(layers: Sequence[Any], chunks: Sequence[nn.Module]) -> None:
+    """Raises InputError if this rank's layers can't be balanced."""
+    if any(isinstance(layer.token_dispatcher, PlannedDispatcher) for layer in layers):
+        raise InputError("the model is balanced already; call remove() of its MegatronSession first")
+    if layers:
+        check_supported(layers[0].config, layers, chunks)
 
 
 class MegatronSession(MovableExperts):

@@ -29,6 +29,8 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Experts as modules, and as numbered weights of a grouped product; then all experts of a layer in one tensor.
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)|(?<=\.local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 _OF_EXPERTS = ".experts."
+# Layers for multi-token prediction have numbers of their own, and their experts stay at home.
+_MTP = re.compile(r"(?:^|\.)mtp\.")
 ADVICE = "call return_home() of the MegatronSession first, on all ranks"
 # Formats of Megatron's distributed optimizer that store elements by their place in its buffers.
 POSITIONAL = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
@@ -45,18 +47,23 @@ def rename_experts(pairs: Iterable[NamedTensor], places_of_layer: Mapping[int, E
     Args:
         pairs: names as Megatron's or Hugging Face's, with the number of the decoder layer in the whole model, and for
             an expert its position in all ranks; and tensors. One tensor of all experts `[E, ...]` is put in order.
-        places_of_layer: by decoder layer the places of experts, where they have moved.
+        places_of_layer: by decoder layer the places of experts, of all MoE layers.
 
     Raises:
-        InputError: if a name has no number from 0 to E - 1 of an expert, and the tensor is not one of all experts.
+        InputError: if a name has no number from 0 to E - 1 of an expert, and the tensor is not one of all experts; or
+            if it has the number of a layer without experts, since the exporter then numbers layers in another way.
     """
+    last = max(places_of_layer, default=-1)
     for pair in pairs:
         name, tensor = pair
-        layer = _LAYER.search(name)
-        places = places_of_layer.get(int(layer[1])) if layer and _OF_EXPERTS in name else None
-        if places is None:
+        layer = _LAYER.search(name) if _OF_EXPERTS in name and not _MTP.search(name) else None
+        number = int(layer[1]) if layer else last + 1
+        if number > last:
             yield pair
             continue
+        places = places_of_layer.get(number)
+        if places is None:
+            raise InputError(f"{name} has experts, and layer {number} of the Megatron model has none; {ADVICE}")
         position, num_experts = _EXPERT.search(name), len(places.home_E)
         if position and int(position[0]) < num_experts:
             name = f"{name[: position.start()]}{places.by_position[int(position[0])]}{name[position.end() :]}"
@@ -122,11 +129,13 @@ class WeightExport:
         """
         mine = self._moved
         pipeline = parallel_state.get_pipeline_model_parallel_group()
-        stages = [mine]
+        stages = [{layer.decoder_layer: layer.places for layer in self._layers}]
         if pipeline.size() > 1:
-            stages = [{}] * pipeline.size()
-            dist.all_gather_object(stages, mine, group=pipeline)
+            stages *= pipeline.size()
+            dist.all_gather_object(stages, stages[0], group=pipeline)
         places_of_layer = {number: places for stage in stages for number, places in stage.items()}
+        if all(places.are_first for places in places_of_layer.values()):
+            places_of_layer = {}
 
         def renamed(pairs: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
             for pair in rename_experts(self._run(pairs), places_of_layer):

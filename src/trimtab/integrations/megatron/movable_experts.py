@@ -22,6 +22,7 @@ from trimtab.integrations.megatron.logical_order import (
     WeightExport,
 )
 from trimtab.integrations.megatron.optimizer_state import MegatronState, optimizers_in
+from trimtab.integrations.megatron.support import warn_of_unknown
 from trimtab.planner import Placement
 from trimtab.runtime import Session
 
@@ -87,6 +88,7 @@ class MovableExperts:
             self._warn(f"checkpoints in {POSITIONAL[0]}, Megatron's default format, {FATES[positional]}")
         if self.session is None:
             return
+        warn_of_unknown(*(one.config for one in optimizers))
         self.session.set_framework_state(
             MegatronState(optimizers, self.session.topology, lambda: self._gradients_wait, is_loaded)
         )

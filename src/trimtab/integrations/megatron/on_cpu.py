@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -71,6 +72,8 @@ def use_cpu() -> None:
     if not hasattr(modules[0], "te_general_gemm"):
         modules[0].te_general_gemm = None
     modules[1].maybe_move_tensor_to_cpu = _move_to_cpu
+    # Its classes are those of Transformer Engine.
+    vars(multi_token_prediction)["is_inference_column_parallel_linear"] = lambda _module: False
 
 
 def _norm(_class: type, config: Any, hidden_size: int, eps: float = 1e-5, **_options: Any) -> torch.nn.LayerNorm:

@@ -64,7 +64,6 @@ REFUSED = (
         "only these backends have been built for home experts and replicas",
         "set it to deepep or hybridep",
     ),
-    Option("moe_shared_expert_overlap", OFF, "shared experts would run inside the dispatch", "switch it off"),
     Option(
         "overlap_moe_expert_parallel_comm", OFF, "layers of two micro-batches run at the same time", "switch it off"
     ),
@@ -78,32 +77,25 @@ REFUSED = (
     Option("fp8_param_gather", OFF, _FP8, "gather parameters in bfloat16"),
     Option("fp4_param_gather", OFF, _FP8, "gather parameters in bfloat16"),
     Option("reuse_grad_buf_for_mxfp8_param_ag", OFF, _FP8, "gather parameters in bfloat16"),
-    Option("activation_func_fp8_input_store", OFF, "saved tensors of replicas are not tested in FP8", "switch it off"),
     Option("quant_recipe", (None,), _FP8, "train without a quantization recipe"),
     Option("use_kitchen", OFF, _FP8, "train without Kitchen"),
     Option("moe_use_legacy_grouped_gemm", OFF, _ONE_TENSOR, "use TEGroupedMLP or SequentialMLP"),
     Option("moe_single_grouped_weight", OFF, _ONE_TENSOR, "switch it off"),
     Option("moe_single_grouped_bias", OFF, _ONE_TENSOR, "switch it off"),
-    Option("moe_use_grouped_tensor", OFF, "its padded rows are not tested with replicas", "switch it off"),
+    Option("moe_use_grouped_tensor", OFF, "it pads the rows of home experts alone", "switch it off"),
     Option("use_transformer_engine_op_fuser", OFF, "fused operations keep their own weights", "switch it off"),
-    Option("moe_mlp_glu_interleave_size", (None,), "interleaved weights are not tested", "leave it out"),
     Option(
         "moe_apply_probs_on_input", OFF, "replicas apply the router's weights behind the activation", "switch it off"
     ),
-    Option("moe_latent_size", (None,), "rows would be sent in another width, which is not tested", "leave it out"),
     Option(
-        "mtp_num_layers", (None, 0), "its layers route tokens that were not recorded", "train without MTP layers"
+        "transformer_impl", (None, "local", "transformer_engine"),
+        "its MoE layers replace their dispatcher in every forward", "set it to transformer_engine",
+    ),
+    Option(
+        "batch_invariant_mode", OFF, "sums over a token's experts follow the order of ranks, which replicas change",
+        "switch it off",
     ),
     Option("mlp_chunks_for_training", (None, 1), "a layer would run several times for a micro-batch", "set it to 1"),
-    Option("use_inference_optimized_layers", OFF, "inference layers are not tested", "switch it off"),
-    Option(
-        "is_hybrid_model", OFF, "its MoE layers are not those of moe_layer_freq, which numbers them", "use a GPTModel"
-    ),
-    Option(
-        "heterogeneous_block_specs", OFF, "its MoE layers are not those of moe_layer_freq, which numbers them",
-        "use the same spec for all layers",
-    ),
-    Option("enable_mhc_connections", OFF, "MoE layers with several residual streams are not tested", "switch it off"),
     # Gradients and optimizer.
     Option("delay_wgrad_compute", OFF, _WGRAD, "switch it off"),
     Option("overlap_dispatch_backward_with_experts_wgrad", OFF, _WGRAD, "switch it off"),
@@ -119,22 +111,12 @@ REFUSED = (
         "the first bucket of parameters is still gathered when replicas are copied", "switch it off",
     ),
     # Memory.
-    Option("cpu_offloading", OFF, "its hooks on saved tensors are not tested with those of replicas", "use recompute"),
-    Option(
-        "fine_grained_activation_offloading", OFF,
-        "its hooks on saved tensors are not tested with those of replicas", "use recompute",
-    ),
     Option("moe_paged_stash", OFF, "activations of replicas are not stashed", "switch it off"),
-    Option(
-        "num_microbatches_with_partial_activation_checkpoints", (None,),
-        "recompute that differs between micro-batches is not tested", "recompute all micro-batches alike",
-    ),
-    Option("enable_autocast", OFF, "autocast's copies of weights are not made for replicas", "cast the model"),
 )  # fmt: skip
 """Options whose other values are refused. Some need more than their name: see `refusals`."""
 
 NEVER_RUN = (
-    Option("transformer_impl", (None, "local"), "it needs a GPU", ""),
+    Option("transformer_impl", (None, "local", "inference_optimized"), "it needs a GPU", ""),
     Option("moe_grouped_gemm", OFF, "grouped experts of Transformer Engine need a GPU", ""),
     Option("moe_permute_fusion", OFF, "the fused permutation needs a GPU", ""),
     Option("gradient_accumulation_fusion", OFF, "fused gradients need a GPU", ""),
@@ -143,6 +125,11 @@ NEVER_RUN = (
     Option("optimizer_cpu_offload", OFF, "it needs a GPU", ""),
     Option("use_precision_aware_optimizer", OFF, "it needs Transformer Engine", ""),
     Option("nccl_ub", OFF, "it needs NCCL", ""),
+    Option("cpu_offloading", OFF, "it needs Transformer Engine", ""),
+    Option("fine_grained_activation_offloading", OFF, "it needs a GPU", ""),
+    Option("enable_autocast", OFF, "it needs a GPU", ""),
+    Option("moe_latent_size", (None,), "its projections need Transformer Engine", ""),
+    Option("enable_mhc_connections", OFF, "no test has it", ""),
 )
 """Options whose other values are allowed and have never run with Trimtab, with the reason."""
 
@@ -152,6 +139,7 @@ IMMOVABLE = (
 )
 """Options whose other values keep experts at home."""
 
+_OFFLOADS_OF_EXPERTS = {"expert_fc1", "moe_act", "fused_group_mlp"}
 _GRAPH_MODULES_OUTSIDE = {"attn", "mlp", "mamba"}
 
 
@@ -159,7 +147,7 @@ def names() -> set[str]:
     """All names that `refusals` and `never_run` read."""
     joint = {
         "tensor_model_parallel_size", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope",
-        "cuda_graph_modules", "moe_router_load_balancing_type", "optimizer",
+        "cuda_graph_modules", "moe_router_load_balancing_type", "optimizer", "offload_modules",
     }  # fmt: skip
     return joint | {option.name for option in (*REFUSED, *NEVER_RUN)}
 
@@ -167,14 +155,6 @@ def names() -> set[str]:
 def options_of(config: Any) -> dict[str, Any]:
     """The options that `refusals` and `never_run` read, of a config or arguments that have some of them."""
     return {name: getattr(config, name) for name in sorted(names()) if hasattr(config, name)}
-
-
-def moe_pattern(config: Any) -> list[int]:
-    """For every layer of the model 1 if it is a MoE layer, else 0; as Megatron reads `moe_layer_freq`."""
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return [int(layer % frequency == 0) for layer in range(config.num_layers)]
-    return list(frequency)
 
 
 def refusals(values: Mapping[str, Any]) -> dict[str, str]:
@@ -188,7 +168,7 @@ def refusals(values: Mapping[str, Any]) -> dict[str, str]:
         value = values.get(option.name)
         if value not in option.supported and not (option.name in _MAY_BE_NEGATIVE and _is_negative(value)):
             found[option.name] = _line(option.name, value, option.reason, option.remedy)
-    for problem in (_expert_tensor, _cuda_graphs, _sinkhorn):
+    for problem in (_expert_tensor, _cuda_graphs, _own_topk, _offloading):
         found |= problem(values)
     return found
 
@@ -281,9 +261,19 @@ def _cuda_graphs(values: Mapping[str, Any]) -> dict[str, str]:
     return {"cuda_graph_impl": _line(name, impl, reason, "set cuda_graph_scope to attn, or cuda_graph_impl to none")}
 
 
-def _sinkhorn(values: Mapping[str, Any]) -> dict[str, str]:
+def _offloading(values: Mapping[str, Any]) -> dict[str, str]:
+    name = "offload_modules"
+    modules = _as_list(values.get(name))
+    if values.get("fine_grained_activation_offloading") and not _OFFLOADS_OF_EXPERTS.isdisjoint(modules):
+        return {
+            name: _line(name, modules, "it counts the products of experts, and replicas add some", "leave them out")
+        }
+    return {}
+
+
+def _own_topk(values: Mapping[str, Any]) -> dict[str, str]:
     name = "moe_router_load_balancing_type"
     kinds = _as_list(values.get(name))
-    if "sinkhorn" in kinds:
+    if not {"sinkhorn", "quantile_balancing"}.isdisjoint(kinds):
         return {name: _line(name, kinds, "its router can't replay recorded routing", "use none or aux_loss")}
     return {}

@@ -254,8 +254,13 @@ PhysicalDispatcher = PhysicalAlltoAll | PhysicalFlex
 
 def physical_dispatcher(moe_layer: MoELayer, num_slots: int, pg_collection: Any) -> PhysicalDispatcher:
     """A dispatcher for physical experts, of the kind that the layer has. See `PhysicalAlltoAll`."""
-    is_flex = isinstance(moe_layer.token_dispatcher, MoEFlexTokenDispatcher)
-    return (PhysicalFlex if is_flex else PhysicalAlltoAll)(moe_layer, num_slots, pg_collection)
+    plain = moe_layer.token_dispatcher
+    kind = PhysicalFlex if isinstance(plain, MoEFlexTokenDispatcher) else PhysicalAlltoAll
+    physical: PhysicalDispatcher = kind(moe_layer, num_slots, pg_collection)
+    if plain.shared_experts is not None:
+        # Computed within the dispatch, with `moe_shared_expert_overlap`.
+        physical.set_shared_experts(plain.shared_experts)
+    return physical
 
 
 def _physical_experts(moe_layer: MoELayer, num_slots: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
 
+_OWN = ("plain", "_layer", "_is_replaying", "_ids")
 ComputeTopk = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -28,6 +29,11 @@ class SessionReplay:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Frameworks, and newer versions of Megatron, write to what they find in the router.
+        owner = self if name in _OWN or self.plain is None else self.plain
+        object.__setattr__(owner, name, value)
 
     def get_replay_topk(
         self,

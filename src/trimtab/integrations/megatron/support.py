@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher
@@ -14,6 +16,7 @@ from torch import nn
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.experts import experts_of
 from trimtab.integrations.megatron.option_tables import options_of, refusals
+from trimtab.integrations.megatron.unknown_options import unknown_options
 
 HYBRID_EP_RANKS = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 EXPERTS_ADVICE = "use SequentialMLP, or TEGroupedMLP with one weight for each expert and without fused operations"
@@ -41,6 +44,16 @@ def check_supported(config: Any, layers: Sequence[MoELayer], chunks: Sequence[nn
     if found:
         more = f" ({len(found) - 1} more: trimtab doctor --megatron lists them)" if len(found) > 1 else ""
         raise InputError(f"this Megatron model can't be balanced: {found[0]}{more}")
+
+
+def warn_of_unknown(*configs: Any) -> None:
+    """Log one warning, on rank 0, of options of Megatron's configs that `unknown_options` yields."""
+    unknown = sorted({option for config in configs for option in unknown_options(config)})
+    if unknown and dist.get_rank() == 0:
+        logging.getLogger("trimtab").warning(
+            "this version of Trimtab does not know these options of Megatron: %s; compare a step with mode off",
+            ", ".join(unknown),
+        )
 
 
 def fitting_slots(layer: MoELayer, slots_per_rank: int, nodes: Sequence[int] | None) -> int:
