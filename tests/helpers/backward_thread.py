@@ -51,7 +51,8 @@ class EngineOnThread:
             with torch.set_grad_enabled(with_gradients):
                 return self._engine.run_backward(*args, **options)
 
-        done, results = _thread.allocate_lock(), []
+        results: list[Any] = []
+        done = _thread.allocate_lock()
         done.acquire()
         calls.put((run, results, done))
         done.acquire()

@@ -121,7 +121,8 @@ def load_grouped_linear(folder: Path) -> Any:
     extension.te_general_grouped_gemm = grouped_product
     extension.get_cublasLt_version = lambda: 120900
     extension.get_num_cublas_streams = lambda: 4
-    extension.DType = enum.IntEnum("DType", {name: int(value or place) for place, (name, value) in enumerate(members)})
+    make_enum: Any = enum.IntEnum
+    extension.DType = make_enum("DType", {name: int(value or place) for place, (name, value) in enumerate(members)})
     sys.modules["transformer_engine_torch"] = extension
     for name in PACKAGES:
         # Not their own __init__, which loads the core library.
