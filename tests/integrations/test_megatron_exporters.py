@@ -204,6 +204,24 @@ def check_exporter(known: Known, modules: Modules, pair: Pair) -> None:
 
 
 @runs_on_ranks(2, "megatron")
+def test_what_gives_no_names_away_runs_with_experts_away() -> None:
+    from megatron.core.utils import check_param_hashes_across_dp_replicas
+
+    use_layout(EP_2)
+    pair = Pair(EP_2, MegatronCase(grouped=True))
+    pair.move(everywhere=True)
+    chunk = pair.moving.chunks[0]
+    assert len(list(chunk.parameters())) == len(pair.plain.named_parameters())
+    assert len(list(chunk.modules())) == len(list(pair.plain.chunks[0].named_modules()))
+    assert check_param_hashes_across_dp_replicas(pair.moving.chunks)
+    with pytest.raises(
+        InputError, match=r"test_megatron_exporters:test_what.* in which layer 1 has experts by position"
+    ):
+        dict(chunk.named_parameters())
+    pair.session.remove()
+
+
+@runs_on_ranks(2, "megatron")
 def test_tensors_on_one_rank_alone_are_renamed_on_all() -> None:
     use_layout(EP_2)
     pair = Pair(EP_2, MegatronCase(grouped=True))
