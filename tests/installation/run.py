@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +120,37 @@ class Case:
         return sum(file.lstat().st_blocks * 512 for file in files)
 
 
+def dependencies(part: str = "") -> list[str]:
+    """What pyproject.toml asks for, with an extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [*project["dependencies"], *(project["optional-dependencies"][part] if part else [])]
+
+
 def install_line(form: str, wheel: Path, extra: str = "") -> str:
     """Installs the wheel into `.venv`."""
-    what = shlex.quote(f"{wheel}{extra}")
+    what = f"{wheel}[{extra}]" if extra else str(wheel)
     if form == "oldest":
-        uv = shlex.join([*UV, "pip", "install", "--quiet", "--resolution", "lowest-direct", "--only-binary", ":all:"])
-        return f"{uv} --python .venv/bin/python {what}"
-    return f".venv/bin/pip install --quiet --only-binary :all: {what}"
+        uv = [*UV, "pip", "install", "--quiet", "--resolution", "lowest-direct", "--only-binary", ":all:"]
+        return shlex.join([*uv, "--python", ".venv/bin/python", *dependencies(extra), what])
+    return f".venv/bin/pip install --quiet --only-binary :all: {shlex.quote(what)}"
 
 
-def check(case: Case, form: str, wheel: Path) -> Iterator[str]:
+def check_versions(installed: Mapping[str, str], form: str, python: str) -> str:
+    """The installed versions as text. Raises CaseError if the oldest Python has not the lowest that are allowed."""
+    bounds = dict(text.split(">=") for text in dependencies())
+    found = {name: installed[name] for name in bounds}
+    if form == "oldest" and python == PYTHONS[0]:
+        higher = [name for name, bound in bounds.items() if _trimmed(found[name]) != _trimmed(bound)]
+        if higher:
+            raise CaseError(f"{higher} have {[found[name] for name in higher]}, which are not the lowest allowed")
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def _trimmed(version: str) -> str:
+    return re.sub(r"(\.0)+$", "", version)
+
+
+def check(case: Case, python: str, form: str, wheel: Path) -> Iterator[str]:
     """Install, and run everything. Yields what there is to tell."""
     install, commands = readme_lines()
     case.run(install if form == "README" else f"python3 -m venv .venv && {install_line(form, wheel)}")
@@ -137,8 +159,7 @@ def check(case: Case, form: str, wheel: Path) -> Iterator[str]:
         raise CaseError(f"the packages take {megabytes:.0f} MB; README says {readme_megabytes()} MB")
     yield f"{megabytes:.0f} MB"
     packages = json.loads(case.run(".venv/bin/pip list --format json --disable-pip-version-check").stdout)
-    own = re.findall(r'^  "([\w-]+)>=', (ROOT / "pyproject.toml").read_text().split("[project.optional")[0], re.M)
-    yield ", ".join(f"{each['name']} {each['version']}" for each in packages if each["name"] in own)
+    yield check_versions({each["name"]: each["version"] for each in packages}, form, python)
 
     dump = ({"object": "text_completion", "choices": [choice(index)]} for index in range(32))
     json_lines(case.folder / "rollout.jsonl", dump)
@@ -159,7 +180,7 @@ def check(case: Case, form: str, wheel: Path) -> Iterator[str]:
     if figures["gap_to_bound_mean"] is not None or (refused.stdout, refused.stderr) != ("", NO_SOLVER):
         raise CaseError(f"without the solver: {figures['gap_to_bound_mean']}, {refused.stdout}{refused.stderr}")
 
-    case.run(install_line(form, wheel, "[solver]"))
+    case.run(install_line(form, wheel, "solver"))
     solved = case.json_of(f"{plan} --json -")
     case.json_of(f"{plan} --policy lplb --json -")
     if solved["gap_to_bound_mean"] is None or solved["plan_hash"] != figures["plan_hash"]:
@@ -187,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         subprocess.run([*UV, "build", "--quiet", "--wheel", "--out-dir", scratch, ROOT], check=True)
         [wheel] = Path(scratch).glob("*.whl")
-        for version, python in found.items():
+        for version, interpreter in found.items():
             for form in options.form:
                 start, name = time.perf_counter(), f"Python {version}, {form}"
                 folder = Path(scratch) / name / "a folder with a space"
@@ -195,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if form == "README":
                     subprocess.run(["git", "clone", "--quiet", ROOT, folder], check=True)
                 try:
-                    told = [*check(Case(folder, python), form, wheel)]
+                    told = [*check(Case(folder, interpreter), version, form, wheel)]
                 except CaseError as error:
                     failed += 1
                     print(f"{name}: FAILED\n{error}", flush=True)

@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
         "completion",
         description="Print a script with which bash and zsh complete commands, options and their choices. Files are "
         "completed as elsewhere.",
-        examples=['eval "$(trimtab completion)"'],
+        examples=["trimtab completion >> ~/.bashrc", 'eval "$(trimtab completion)"'],
     )
     parser.set_defaults(run=run)
 
