@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 import pickle
+import struct
 import subprocess
 import sys
 import tracemalloc
@@ -20,8 +21,8 @@ import torch
 from helpers.pickled_dumps import load, saved
 from trimtab import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.containers.pickles import LargeText, OpaqueObject
 from trimtab.trace.containers.tensors import Jagged, NumpyArray
+from trimtab.trace.containers.unpickling import OpaqueObject
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
@@ -41,14 +42,16 @@ def test_tensors_of_every_dtype(dtype: torch.dtype, legacy: bool) -> None:
 
 
 def test_bfloat16_empty_and_repeated_tensors() -> None:
-    values = torch.tensor([1.5, -2.0, 0.0, 3.0e38]).to(torch.bfloat16)
+    values = torch.tensor([1.5, -2.0, 0.0, 3.0e38])
     scalar, empty, repeated = torch.tensor(5), torch.empty((0, 3), dtype=torch.int16), torch.arange(3).expand(1000, 3)
-    again = load(saved([values, scalar, empty, repeated, torch.nn.Parameter(values.float())]))
-    assert np.array_equal(again[0].numpy(), values.float().numpy())
+    again = load(saved([values.to(torch.bfloat16), scalar, empty, repeated, torch.nn.Parameter(values)]))
+    # numpy has no bfloat16, and no reader needs it.
+    with pytest.raises(InputError, match="dtype bfloat16, which is not known"):
+        again[0].numpy()
     assert again[1].numpy() == 5
     assert again[2].numpy().shape == (0, 3)
     assert np.array_equal(again[3].numpy(), repeated.numpy())
-    assert np.array_equal(again[4].numpy(), again[0].numpy())
+    assert np.array_equal(again[4].numpy(), values.numpy())
 
 
 @pytest.mark.parametrize(
@@ -111,6 +114,8 @@ def test_numpy_arrays_of_every_protocol_and_version(protocol: int, module: str) 
             content = content.replace(b"\x8c" + bytes([len(name)]) + name, b"\x8c" + bytes([len(older)]) + older)
             content = content.replace(b"c" + name + b"\n", b"c" + older + b"\n")
         assert b"numpy._core" not in content
+        if protocol >= 4:
+            content = content[:3] + struct.pack("<Q", len(content) - 11) + content[11:]
     again = load(content)
     for before, after in zip(arrays, again, strict=False):
         assert isinstance(after, NumpyArray)
@@ -138,8 +143,9 @@ def test_large_values_stay_in_the_file(tmp_path: Path) -> None:
     ids = again["ids"].numpy()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 1 << 20
-    assert isinstance(again["text"], LargeText)
+    # The array's bytes are copied, the tensor's are not.
+    assert peak < 5 * array.nbytes < tensor.numpy().nbytes
+    assert again["text"] == "µ" * 100_000
     assert np.array_equal(again["array"].numpy(), array)
     assert np.array_equal(again["list"][1].numpy(), array[1])
     assert np.array_equal(ids, tensor.numpy())

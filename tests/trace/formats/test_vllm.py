@@ -322,7 +322,7 @@ def test_invalid_responses_are_refused(tmp_path: Path) -> None:
     assert message(npy_text(ids.astype("f4"))) == "line 2, choice 0: ids are float32; they should be integers"
     assert "claims shape [4, 2, 3] of uint8; there are 16 bytes" in message(npy_text(ids, shape="(4, 2, 3)"))
     assert "claims shape [1000000000000, 48, 8]" in message(npy_text(ids, shape="(1000000000000, 48, 8)"))
-    assert "holds object; only plain numbers are read" in message(npy_text(ids, descr="|O"))
+    assert "it holds objects; only plain numbers are read" in message(npy_text(ids, descr="|O"))
     assert "shape [4, 2]" in message(npy_text(ids[:, :, 0]))
     assert "there is true or false" in message([[[1, True]]])
     assert "there is a number" in message([[[1, 2.0]]])

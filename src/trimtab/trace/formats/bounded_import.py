@@ -168,7 +168,7 @@ def _answer(request: Any, send: Callable[[Any], None]) -> None:
     files, form, options, summary, limits = request
     compile_kernels()
     process = ProcessLimits(limits)
-    file, allowed = files[0], limits
+    file, allowed, is_full = files[0], limits, False
 
     def begin(path: Path) -> None:
         nonlocal allowed, file
@@ -191,6 +191,9 @@ def _answer(request: Any, send: Callable[[Any], None]) -> None:
     except OSError as error:
         send(InputError(f"{file}: can't be read ({reason(error)})"))
     except MemoryError:
+        # What was read is let go at the end of this block.
+        is_full = True
+    if is_full:
         send(InputError(f"{file}: takes more than {allowed.memory >> 20} MiB of memory, {_ADVICE}"))
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.npy import array_of_lists
-from trimtab.trace.containers.pickles import OpaqueObject
 from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
-from trimtab.trace.message_text import clip
+from trimtab.trace.containers.unpickling import OpaqueObject
+from trimtab.trace.message_text import clip, kind_of, short
 
 
 @contextmanager
@@ -135,6 +135,40 @@ def whole_field(value: Mapping[str, Any], key: str, default: Any = _REQUIRED) ->
     if number is not default and (type(number) is not int or not 0 <= number < 1 << 31):
         raise InputError(f"{key} should be a whole number of 0 or more")
     return number
+
+
+def array_of_lists(value: Sequence[Any], depth: int, what: str = "ids", *, scalars: bool = False) -> Array:
+    """An integer array from lists `depth` deep, in the narrowest dtype.
+
+    Args:
+        scalars: whether booleans, and numbers of numpy and torch, are integers too.
+
+    Raises:
+        InputError: if the lists are ragged or contain anything but integers of 64 bits.
+    """
+    shape = [len(value)]
+    flat: Sequence[Any] = value
+    for _ in range(depth - 1):
+        if not all(isinstance(part, list | tuple) for part in flat):
+            raise InputError(f"{what} should be lists {depth} deep")
+        lengths = set(map(len, flat))
+        if len(lengths) > 1:
+            raise InputError(f"lists of {what} have different lengths, {min(lengths)} and {max(lengths)}")
+        shape.append(lengths.pop() if lengths else 0)
+        flat = list(chain.from_iterable(flat))
+    if scalars and set(map(type, flat)) != {int}:
+        flat = [each.item() if hasattr(each, "item") else each for each in flat]
+        flat = [int(each) if type(each) is bool else each for each in flat]
+    if set(map(type, flat)) - {int}:
+        kind = kind_of(next(each for each in flat if type(each) is not int))
+        raise InputError(f"{what} should be whole numbers; there is {kind}")
+    try:
+        ids = np.array(flat, np.int64)
+    except OverflowError:
+        raise InputError(f"{what} hold {short(max(flat, key=abs))}; that is no expert") from None
+    low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+    narrow = next((t for t in (np.int16, np.int32) if np.iinfo(t).min <= low and high <= np.iinfo(t).max), np.int64)
+    return ids.astype(narrow).reshape(shape)
 
 
 def _depth(value: Any) -> int:

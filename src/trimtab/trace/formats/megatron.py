@@ -24,8 +24,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
 from trimtab.trace.containers.json_values import json_head, json_lines, json_values, one_value
-from trimtab.trace.containers.npy import array_of_lists
-from trimtab.trace.formats.dump_fields import whole_field
+from trimtab.trace.formats.dump_fields import array_of_lists, whole_field
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record, require_records
 from trimtab.trace.message_text import at_place, kind_of
 

@@ -17,7 +17,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.containers.pickles import OpaqueObject
+from trimtab.trace.containers.unpickling import OpaqueObject
 from trimtab.trace.formats.dump_fields import (
     damaged_values,
     field,

@@ -18,13 +18,13 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.containers.npy import NPY_MAGIC
-from trimtab.trace.containers.pickles import OpaqueObject
 from trimtab.trace.containers.tensors import (
+    NPY_MAGIC,
     Jagged,
     NumpyArray,
     Tensor,
 )
+from trimtab.trace.containers.unpickling import OpaqueObject
 from trimtab.trace.formats.dump_fields import (
     as_array,
     damaged_values,

@@ -34,8 +34,7 @@ from trimtab.trace.formats.responses import (
     token_count,
     tokens,
 )
-from trimtab.trace.formats.routes import check_ids, decode_routes, missing_id, trim_padding
-from trimtab.trace.formats.sequence_arrays import lengths_of_starts, sequence_numbers
+from trimtab.trace.formats.routes import check_ids, decode_routes, lengths_of_starts, missing_id, trim_padding
 from trimtab.trace.message_text import at_place, kind_of
 
 ROUTES = "routed_experts"
@@ -138,8 +137,8 @@ def _fields(value: Any) -> Mapping[str, Any]:
 
 def _read_arrays(path: Path) -> Iterator[Record | Dropped]:
     with open_arrays(path) as arrays:
-        name = ROUTES if ROUTES in arrays.shapes else ""
-        shape = arrays.shapes.get(name, ())
+        name = ROUTES if ROUTES in arrays else ""
+        shape = arrays.shape(name)
         if len(shape) not in (3, 4) or 0 in shape[-2:] or (len(shape) == 4 and not shape[1]):
             raise InputError(
                 f"routed_experts has shape {list(shape)}; it should be [tokens, layers, top_k] or [sequences, tokens, "
@@ -149,15 +148,17 @@ def _read_arrays(path: Path) -> Iterator[Record | Dropped]:
         lengths: Array | None = None
         if not padded:
             lengths = _lengths(arrays, shape[0])
-        elif "lengths" in arrays.shapes:
-            lengths = sequence_numbers(arrays, "lengths", shape[0], shape[1] + 1)
+        elif "lengths" in arrays:
+            lengths = arrays.numbers("lengths", shape[0], shape[1] + 1)
         count = shape[0] if lengths is None else len(lengths)
-        prompts, steps = (sequence_numbers(arrays, key, count) for key in ("prompt_lengths", "steps"))
-        rows = arrays.rows(name)
+        prompts, steps = (arrays.numbers(key, count) for key in ("prompt_lengths", "steps"))
+        end = 0
         for index in range(count):
             # Sequences of a padded batch without lengths are cut to the rows that may be routes.
             length = None if lengths is None else int(lengths[index])
-            ids = check_ids(rows(1)[0] if padded else rows(length or 0))
+            start, end = end, end + (1 if padded else length or 0)
+            rows = arrays.rows(name, start, end)
+            ids = check_ids(rows[0] if padded else rows)
             kept = trim_padding(ids) if length is None else ids[:length]
             yield Record(
                 ids=kept,
@@ -171,12 +172,12 @@ def _read_arrays(path: Path) -> Iterator[Record | Dropped]:
 
 def _lengths(arrays: Arrays, total: int) -> Array:
     """`[S]` tokens of each of the concatenated sequences, `total` together."""
-    if "sequence_starts" in arrays.shapes:
-        starts = arrays.integers("sequence_starts")
+    if "sequence_starts" in arrays:
+        starts = arrays.values("sequence_starts", "iu")
         without_end = len(starts) > 0 and starts[0] == 0 and starts[-1] != total
         return lengths_of_starts(np.append(starts, total) if without_end else starts, total)
-    if "lengths" in arrays.shapes:
-        lengths = arrays.integers("lengths").astype(np.int64)
+    if "lengths" in arrays:
+        lengths = arrays.values("lengths", "iu").astype(np.int64)
         if lengths.min(initial=0) < 0 or lengths.max(initial=0) > total or lengths.sum() != total:
             raise InputError(f"lengths should add up to the number of tokens, {total}")
         return lengths
