@@ -136,8 +136,8 @@ class Jagged(Sealed):
     offsets: Any
     lengths: Any = None
 
-    def unbind(self) -> list[Array]:
-        """Its rows.
+    def bounds(self) -> list[tuple[int, int]]:
+        """The start and end of every row.
 
         Raises:
             InputError: if the offsets are not ascending within the values.
@@ -148,7 +148,7 @@ class Jagged(Sealed):
         ends = offsets[1:] if self.lengths is None else offsets[:-1] + self.lengths.numpy()
         if offsets[0] < 0 or np.any(ends < offsets[:-1]) or np.any(ends > len(values)):
             raise InputError("a damaged file: the offsets of a nested tensor lie outside its values")
-        return [values[start:end] for start, end in zip(offsets[:-1].tolist(), ends.tolist(), strict=True)]
+        return list(zip(offsets[:-1].tolist(), ends.tolist(), strict=True))
 
 
 @dataclass(slots=True, eq=False)

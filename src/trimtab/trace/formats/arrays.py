@@ -62,8 +62,8 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record]:
             start, end = end, end + length
             ids = check_ids(arrays.rows(IDS, start, end))
             yield Record(
-                ids=ids,
-                where=f"sequence {index}",
+                ids,
+                f"sequence {index}",
                 missing=_gap(ids, metadata.num_experts),
                 prompt_length=int(prompts[index]),
                 sequence_hash=int(hashes[index]),

@@ -157,7 +157,7 @@ def _address_space() -> int | None:
 
 def compile_kernels() -> None:
     """Compile or load what every import uses, before limits are set."""
-    record = Record(ids=np.array([[[0, 1]], [[1, 2]]], np.int32), where="")
+    record = Record(np.array([[[0, 1]], [[1, 2]]], np.int32), "")
     for num_experts in (4, 400):
         trace_of([record], ImportOptions(num_experts=num_experts))
     ids_at_end(b"[[0, 1]]}\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -46,14 +46,18 @@ def first_field(source: Any, *names: str) -> Any:
     return next((value for name in names if (value := field(source, name)) is not None), None)
 
 
-def as_array(value: Any, what: str) -> Array:
+def as_array(value: Any, what: str = "expert ids") -> Array:
     """An array of any library, one of a dump, or nested lists of integers, as a numpy array; a view where it can be.
+
+    A nested (jagged) tensor is the array of all its rows, one after the other.
 
     Raises:
         InputError: if it is none of these.
     """
     if isinstance(value, np.ndarray):
         return value
+    if isinstance(value, Jagged) or getattr(value, "is_nested", False):
+        value = value.values() if callable(value.values) else value.values
     if isinstance(value, Tensor | NumpyArray):
         return value.numpy()
     if isinstance(value, list | tuple):
@@ -84,10 +88,63 @@ def optional_integers(source: Any, name: str, ndim: int) -> Array | None:
     return None if value is None else integers(value, name, ndim)
 
 
+def shape_of(routes: Any, what: str) -> tuple[int, ...]:
+    """The shape `[B, T, layers, K]` of the routes of a padded batch, whose ids are not read.
+
+    Raises:
+        InputError: if it has another number of axes, or they are no integers.
+    """
+    if is_on_device(routes):
+        return tuple(routes.shape)
+    return integers(routes, what, 4).shape
+
+
+def is_on_device(value: Any) -> bool:
+    """Whether a tensor is in other memory than the host's."""
+    return getattr(getattr(value, "device", None), "type", "cpu") != "cpu"
+
+
+def masks(batch: Any, key: str, shape: tuple[int, ...], *names: str) -> list[Array | None]:
+    """The fields `[B, T]` of a padded batch by name; None for those that are missing.
+
+    Args:
+        key: of the routes, and their shape.
+
+    Raises:
+        InputError: if one has another shape, or holds no integers.
+    """
+    found = [optional_integers(batch, name, 2) for name in names]
+    for name, mask in zip(names, found, strict=True):
+        if mask is not None and mask.shape != shape[:2]:
+            raise InputError(f"{name} has shape {list(mask.shape)}; {key} has [{shape[0]}, {shape[1]}, ...]")
+    return found
+
+
+def required(source: Any, key: str, how: str) -> Any:
+    """A field. Raises InputError that says how it is recorded, if it is missing."""
+    value = field(source, key)
+    if value is None:
+        raise InputError(f"no {key!r} in this batch; {how}")
+    return value
+
+
+def parts_of(routes: Any) -> list[tuple[Any, slice | None, int]]:
+    """The rows of a nested (jagged) tensor or of a list: what holds each, where in its array, and its length."""
+    if isinstance(routes, Jagged):
+        bounds = routes.bounds()
+    elif hasattr(routes, "offsets"):
+        ends = routes.offsets().tolist()
+        bounds = list(pairwise(ends))
+    else:
+        return [(row, None, len(row)) for row in (routes if isinstance(routes, list) else routes.unbind())]
+    return [(routes, slice(start, end), end - start) for start, end in bounds]
+
+
 def rows_of(value: Any, what: str) -> list[Any]:
     """The rows of a nested (jagged) tensor, or of any array along its first axis, one view each."""
     if isinstance(value, Jagged):
-        return value.unbind()
+        values = value.values.numpy()
+        return [values[start:end] for start, end in value.bounds()]
     if getattr(value, "is_nested", False):
         return list(value.unbind())
     if isinstance(value, list | tuple):

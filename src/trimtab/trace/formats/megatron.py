@@ -100,7 +100,7 @@ def _micro_batches(rows: list[_Row]) -> Iterator[Record]:
                     f"top-{rows_L[0].ids.shape[1]}"
                 )
         yield Record(
-            ids=np.stack([row.ids for row in rows_L], axis=1),
+            np.stack([row.ids for row in rows_L], axis=1),
             where=f"{start.where}, step {start.step}",
             missing=-1,
             prompt_length=start.prompt_length,

@@ -65,8 +65,8 @@ def missing_id(ids: Array) -> int | None:
     return 0 if ids.shape[-1] > 1 else None
 
 
-def trim_padding(ids: Array) -> Array:
-    """Ids `[t, L, K]` without the rows at both ends that are all 0 or all -1.
+def between_padding(ids: Array) -> slice:
+    """The rows of ids `[t, L, K]` without those at both ends that are all 0 or all -1.
 
     With one layer and top-1 zeros stay: they may be routes.
     """
@@ -75,7 +75,7 @@ def trim_padding(ids: Array) -> Array:
     if flat.shape[1] > 1:
         padded |= ~flat.any(axis=1)
     kept = np.flatnonzero(~padded)
-    return ids[kept[0] : kept[-1] + 1] if len(kept) else ids[:0]
+    return slice(kept[0], kept[-1] + 1) if len(kept) else slice(0, 0)
 
 
 def lengths_of_starts(starts: Array, total: int) -> Array:

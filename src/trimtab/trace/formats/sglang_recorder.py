@@ -132,7 +132,7 @@ def _from_tokens(dump: Mapping[Any, Any], dumped: Any) -> Iterator[Record | Drop
     for name, pieces in _requests(passes).items():
         ids = [_logical_ids(piece, layers, top_k, logical) for piece in pieces]
         yield Record(
-            ids=np.concatenate(ids) if len(ids) > 1 else ids[0],
+            np.concatenate(ids) if len(ids) > 1 else ids[0],
             where=name,
             missing=-1,
             prompt_length=sum(len(each) for each, piece in zip(ids, pieces, strict=True) if piece.of.mode in PREFILL),
@@ -240,7 +240,7 @@ def _from_counts(counts: list[Array], names: Any, options: ImportOptions) -> Ite
         ids_TLK = np.full((num_tokens, len(layers), options.top_k), -1, np.int32)
         for place, layer in enumerate(layers.tolist()):
             _assign_experts(counts_LE[layer], ids_TLK[:, place], f"{where}, layer {layer}")
-        yield Record(ids=ids_TLK, where=where, missing=-1, layers=tuple(layers.tolist()))
+        yield Record(ids_TLK, where, missing=-1, layers=tuple(layers.tolist()))
         yield Dropped(_GENERATED, num_tokens)
 
 

@@ -75,7 +75,7 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record]:
         raise InputError(f"source ranks are {source_T.min()} to {source_T.max()}; there are {world_size} ranks")
     for rank in np.unique(source_T).tolist():
         yield Record(
-            ids=ids_TK[source_T == rank, None],
+            ids_TK[source_T == rank, None],
             where=f"source rank {rank}",
             step=whole_field(manifest, "step_id"),
             domain=text(manifest.get("workload_id")),

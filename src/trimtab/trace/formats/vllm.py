@@ -34,7 +34,7 @@ from trimtab.trace.formats.responses import (
     token_count,
     tokens,
 )
-from trimtab.trace.formats.routes import check_ids, decode_routes, lengths_of_starts, missing_id, trim_padding
+from trimtab.trace.formats.routes import between_padding, check_ids, decode_routes, lengths_of_starts
 from trimtab.trace.message_text import at_place, kind_of
 
 ROUTES = "routed_experts"
@@ -120,7 +120,9 @@ def _completion(
         output_length = token_count(usage, "completion_tokens") if output is None else len(output)
         of_output = split and before is None and output_length is not None and len(ids) == output_length - 1
         first = prompt_length or 0 if of_output else 0
-        return record_of(ids, response, where, prompt, output, prompt_length, output_length, first)
+        # An array of the engine itself is read later.
+        source = found[0] if len(found) == 1 and hasattr(found[0], "dtype") else ids
+        return record_of(source, response, where, prompt, output, prompt_length, output_length, first)
 
 
 def _is_empty_list(routes: Any) -> bool:
@@ -159,15 +161,14 @@ def _read_arrays(path: Path) -> Iterator[Record | Dropped]:
             start, end = end, end + (1 if padded else length or 0)
             rows = arrays.rows(name, start, end)
             ids = check_ids(rows[0] if padded else rows)
-            kept = trim_padding(ids) if length is None else ids[:length]
             yield Record(
-                ids=kept,
-                where=f"sequence {index}",
-                missing=missing_id(kept),
+                ids,
+                f"sequence {index}",
+                missing="inferred",
+                rows=between_padding(ids) if length is None else slice(0, length),
                 prompt_length=int(prompts[index]),
                 step=int(steps[index]),
             )
-            yield Dropped("padding rows", len(ids) - len(kept))
 
 
 def _lengths(arrays: Arrays, total: int) -> Array:
