@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -20,7 +21,6 @@ import pyarrow.parquet as pq
 from trimtab.errors import InputError
 from trimtab.files import atomic_file
 from trimtab.trace.parquet_footer import read_columns
-from trimtab.trace.prefetch import prefetch
 from trimtab.trace.routing import RoutingTrace
 from trimtab.trace.row_groups import open_parquet, read_facts, read_group, schema_of, table_of
 from trimtab.trace.sequence_facts import SequenceFacts
@@ -154,6 +154,16 @@ def _naming(file: Path) -> Iterator[None]:
     except (pa.ArrowException, MemoryError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{file}: not a readable Parquet file ({reason})") from None
+
+
+def prefetch(parts: Iterable[RoutingTrace]) -> Iterator[RoutingTrace]:
+    """Yields the same parts; a second thread computes each while its predecessor is used."""
+    source = iter(parts)
+    with ThreadPoolExecutor(1) as pool:
+        next_part = pool.submit(next, source, None)
+        while (part := next_part.result()) is not None:
+            next_part = pool.submit(next, source, None)
+            yield part
 
 
 def _row_groups(trace: RoutingTrace) -> Iterator[RoutingTrace]:

@@ -103,8 +103,9 @@ def _completion(
     before = first_given(choice, PROMPT_ROUTES, default=response.content.get(PROMPT_ROUTES))
     with at_place(where):
         # Nested lists without rows have no shape.
-        found = [routes for routes in (before, choice.get(ROUTES)) if routes is not None]
-        parts = [decode_routes(routes, options) for routes in found if not _is_empty_list(routes)]
+        given = [routes for routes in (before, choice.get(ROUTES)) if routes is not None]
+        found = [routes for routes in given if not isinstance(routes, list | tuple) or routes]
+        parts = [decode_routes(routes, options) for routes in found]
         if not parts:
             return WITHOUT_ROUTES
         if len({part.shape[1:] for part in parts}) > 1:
@@ -116,17 +117,13 @@ def _completion(
         output = tokens(choice.get("token_ids"))
         prompt_length = token_count(usage, "prompt_tokens") if prompt is None else len(prompt)
         if prompt_length is None and before is not None:
-            prompt_length = 0 if _is_empty_list(before) else len(parts[0])
+            prompt_length = len(parts[0]) if found[0] is before else 0
         output_length = token_count(usage, "completion_tokens") if output is None else len(output)
         of_output = split and before is None and output_length is not None and len(ids) == output_length - 1
         first = prompt_length or 0 if of_output else 0
         # An array of the engine itself is read later.
         source = found[0] if len(found) == 1 and hasattr(found[0], "dtype") else ids
         return record_of(source, response, where, prompt, output, prompt_length, output_length, first)
-
-
-def _is_empty_list(routes: Any) -> bool:
-    return isinstance(routes, list | tuple) and not routes
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
