@@ -83,8 +83,9 @@ class SampleReader:
         try:
             records = [_light(record) for record in sample.records(owner)]
             (trace,) = normalise(records, self._options, summary, "the sample")
-            peak = _peak(records[0]) if isinstance(records[0], Record) else None
-            if sample.mark is not None and any(fingerprint(record.block) != sample.mark for record in records):
+            record = records[0]
+            peak = _peak(record) if isinstance(record, Record) else None
+            if sample.mark is not None and isinstance(record, Record) and fingerprint(record.block) != sample.mark:
                 raise InputError(CHANGED)
         except Exception as error:
             # Of any kind: what is wrong with a sample must not end the observation.

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -156,7 +157,7 @@ def _naming(file: Path) -> Iterator[None]:
         raise InputError(f"{file}: not a readable Parquet file ({reason})") from None
 
 
-def prefetch(parts: Iterable[RoutingTrace]) -> Iterator[RoutingTrace]:
+def prefetch(parts: Iterable[Any]) -> Iterator[Any]:
     """Yields the same parts; a second thread computes each while its predecessor is used."""
     source = iter(parts)
     with ThreadPoolExecutor(1) as pool:

@@ -40,8 +40,10 @@ class Arrays:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of an array, () if it is missing."""
-        array = self.arrays.get(name)
-        return tuple(array.get_shape()) if hasattr(array, "get_shape") else getattr(array, "shape", ())
+        if name not in self.arrays:
+            return ()
+        array = self.arrays[name]
+        return tuple(array.shape if isinstance(array, np.ndarray) else array.get_shape())
 
     def rows(self, name: str, start: int, end: int) -> Array:
         """Rows `start` to `end - 1` of an array."""

@@ -55,6 +55,10 @@ class OpaqueObject:
 
     __slots__ = ("args", "entries", "items", "state")
     name = ""
+    args: tuple[Any, ...]
+    state: Any
+    items: dict[Any, Any]
+    entries: list[Any]
 
     def __new__(cls, *args: Any, **_: Any) -> OpaqueObject:
         made = super().__new__(cls)
@@ -183,7 +187,8 @@ def _class(full_name: str) -> type[OpaqueObject]:
 
 
 def _nested_class(outer: Any, name: Any) -> type[OpaqueObject]:
-    if isinstance(outer, type) and type(name) is str and outer.name.split(".")[0] in _FRAMEWORKS:
+    is_class = isinstance(outer, type) and issubclass(outer, OpaqueObject)
+    if is_class and type(name) is str and outer.name.split(".")[0] in _FRAMEWORKS:
         return _class(f"{outer.name}.{name}")
     raise _not_data("a call of 'builtins.getattr'")
 
@@ -242,39 +247,37 @@ def _list(items: Any = None, *_: Any) -> Any:
     return [] if items is None else items
 
 
-FUNCTIONS = {
-    name: Function(function)
-    for name, function in {
-        "_codecs.encode": _encode,
-        "builtins.bytes": lambda: b"",
-        "builtins.bytearray": lambda data=b"", *_: data,
-        "builtins.complex": complex,
-        "builtins.getattr": _nested_class,
-        # The content of sets is not used.
-        "builtins.set": _list,
-        "builtins.frozenset": _list,
-        "builtins.list": _list,
-        "collections.deque": _list,
-        "builtins.dict": _Dictionary,
-        "collections.OrderedDict": _Dictionary,
-        "collections.defaultdict": lambda _=None: _Dictionary(),
-        "collections.Counter": lambda items=(): _Dictionary(items),
-        "builtins.slice": lambda *_: None,
-        "builtins.range": lambda *_: None,
-        "copyreg._reconstructor": _reconstructed,
-        "numpy.core.multiarray._reconstruct": lambda *_: NumpyArray(),
-        "numpy.core.multiarray.scalar": _scalar,
-        "numpy.core.numeric._frombuffer": _from_buffer,
-        "numpy.ndarray": NumpyArray,
-        "numpy.dtype": lambda code, *_: DType(code if type(code) is str else "?unknown"),
-        "torch.Size": lambda size=(): size,
-        "torch.device": lambda kind, index=None: kind,
-        "torch.serialization._get_layout": lambda name: name,
-        "torch._utils._rebuild_tensor": _tensor,
-        "torch._utils._rebuild_tensor_v2": _tensor,
-        "torch._utils._rebuild_tensor_v3": _typed_tensor,
-        "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
-        "torch._tensor._rebuild_from_type_v2": _rebuilt,
-        "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
-    }.items()
+_MADE: dict[str, Callable[..., Any]] = {
+    "_codecs.encode": _encode,
+    "builtins.bytes": lambda: b"",
+    "builtins.bytearray": lambda data=b"", *_: data,
+    "builtins.complex": complex,
+    "builtins.getattr": _nested_class,
+    # The content of sets is not used.
+    "builtins.set": _list,
+    "builtins.frozenset": _list,
+    "builtins.list": _list,
+    "collections.deque": _list,
+    "builtins.dict": _Dictionary,
+    "collections.OrderedDict": _Dictionary,
+    "collections.defaultdict": lambda _=None: _Dictionary(),
+    "collections.Counter": lambda items=(): _Dictionary(items),
+    "builtins.slice": lambda *_: None,
+    "builtins.range": lambda *_: None,
+    "copyreg._reconstructor": _reconstructed,
+    "numpy.core.multiarray._reconstruct": lambda *_: NumpyArray(),
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy.core.numeric._frombuffer": _from_buffer,
+    "numpy.ndarray": NumpyArray,
+    "numpy.dtype": lambda code, *_: DType(code if type(code) is str else "?unknown"),
+    "torch.Size": lambda size=(): size,
+    "torch.device": lambda kind, index=None: kind,
+    "torch.serialization._get_layout": lambda name: name,
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _typed_tensor,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    "torch._tensor._rebuild_from_type_v2": _rebuilt,
+    "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
 }
+FUNCTIONS = {name: Function(function) for name, function in _MADE.items()}

@@ -234,8 +234,8 @@ def _routes(record: Record, ids: Array, layout: _Layout, summary: Summary) -> Ar
         (tokens, len(layout.columns), layout.top_k), no_route(layout.num_experts), id_dtype(layout.num_experts)
     )
     # With K = 1, id 0 is a valid route, so it cannot mark a missing one.
-    missing = missing_id(ids) if record.missing == "inferred" else record.missing
-    missing = NO_ID if missing is None or (missing == 0 and layout.top_k == 1) else missing
+    gap = missing_id(ids) if record.missing == "inferred" else record.missing
+    missing = NO_ID if gap is None or (gap == 0 and layout.top_k == 1) else gap
     unknown_routes = unknown_rows = 0
     at_once = max(1, NARROWED_IDS // ids[:1].size) if len(ids) else 1
     for start in range(0, len(ids), at_once):
