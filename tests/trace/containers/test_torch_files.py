@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import io
 import pickle
 import struct
 import subprocess
@@ -21,7 +22,7 @@ import torch
 from helpers.pickled_dumps import load, saved
 from trimtab import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.containers.tensors import Jagged, NumpyArray
+from trimtab.trace.containers.tensors import DType, Jagged, NumpyArray, buffer_of
 from trimtab.trace.containers.unpickling import OpaqueObject
 from trimtab.trace.formats.dump_fields import rows_of
 
@@ -77,6 +78,28 @@ def test_nested_tensors() -> None:
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(rows_of(again, "n"), rows, strict=True))
 
 
+@pytest.mark.parametrize(("offsets", "lengths"), [([0, 2, 5], None), ([1, 0, 4], None), ([0, 2, 4], [2, 3])])
+def test_nested_tensors_outside_their_values_are_refused(offsets: list[int], lengths: list[int] | None) -> None:
+    def tensor(values: list[int]) -> NumpyArray:
+        return NumpyArray((len(values),), DType("<i8"), np.array(values).tobytes())
+
+    with pytest.raises(InputError, match="outside its values"):
+        Jagged(tensor([1, 2, 3, 4]), tensor(offsets), None if lengths is None else tensor(lengths)).bounds()
+
+
+def test_tensors_of_machines_with_the_other_byte_order() -> None:
+    source, target = zipfile.ZipFile(io.BytesIO(saved({"a": torch.arange(300)}))), io.BytesIO()
+    with zipfile.ZipFile(target, "w") as archive:
+        for name in source.namelist():
+            data = source.read(name)
+            if name.endswith("byteorder"):
+                data = b"big"
+            elif "/data/" in name:
+                data = np.frombuffer(data, "<i8").astype(">i8").tobytes()
+            archive.writestr(name, data)
+    assert np.array_equal(load(target.getvalue())["a"].numpy(), np.arange(300))
+
+
 PLAIN: dict[str, Any] = {
     "numbers": [0, 1, 255, 256, 65535, 65536, -1, 1 << 31, -(1 << 62), 1.5, float("inf"), True, False, None],
     "texts": ["", "a", "µ≤🙂", "x" * 300, "\ud800"],
@@ -92,6 +115,8 @@ PLAIN: dict[str, Any] = {
 def test_plain_values_of_every_protocol(protocol: int) -> None:
     assert load(pickle.dumps(PLAIN, protocol)) == PLAIN
     assert load(saved(PLAIN)) == PLAIN
+    large = bytes(range(256)) * (1 << 15) + b"end"
+    assert buffer_of(load(pickle.dumps(large, protocol))) == large
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

@@ -120,6 +120,15 @@ def masks(batch: Any, key: str, shape: tuple[int, ...], *names: str) -> list[Arr
     return found
 
 
+def spans(mask_BT: Array) -> Iterator[tuple[int, int, int]]:
+    """Yields for every row the first column that is not 0, the last one + 1, and the number of those; that is 0 if the
+    row has none."""
+    fed_BT = mask_BT != 0
+    starts, backwards = fed_BT.argmax(axis=1), fed_BT[:, ::-1].argmax(axis=1)
+    counts = np.count_nonzero(fed_BT, axis=1)
+    yield from zip(starts.tolist(), (fed_BT.shape[1] - backwards).tolist(), counts.tolist(), strict=True)
+
+
 def required(source: Any, key: str, how: str) -> Any:
     """A field. Raises InputError that says how it is recorded, if it is missing."""
     value = field(source, key)

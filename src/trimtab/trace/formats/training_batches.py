@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-import numpy as np
-
 from trimtab.errors import InputError
 from trimtab.trace.formats.dump_fields import (
     damaged_values,
@@ -33,6 +31,7 @@ from trimtab.trace.formats.dump_fields import (
     required,
     rows_of,
     shape_of,
+    spans,
     whole_number,
 )
 from trimtab.trace.formats.records import Dropped, Record, require_records
@@ -59,7 +58,7 @@ def roll_records(batch: Any) -> Iterator[Record | Dropped]:
             raise InputError("its rows are padded, and attention_mask, which gives their lengths, is missing")
         labels = field(getattr(batch, "non_tensor_batch", None) or {}, "domain")
         step = whole_number(field(getattr(batch, "meta_info", None) or {}, "global_step"))
-        for row, length in enumerate((fed_BT != 0).sum(axis=1).tolist()):
+        for row, (_, _, length) in enumerate(spans(fed_BT)):
             if not length:
                 yield from (Dropped("empty sequences"), Dropped("padding rows", shape[1]))
                 continue
@@ -88,18 +87,16 @@ def skyrl_records(batch: Any) -> Iterator[Record | Dropped]:
         if isinstance(routes, list | tuple):
             yield from _listed(batch, SKYRL_KEY, ("prompt_token_ids", "response_ids"), "trajectory", None)
             return
-        count, width, *_ = shape = shape_of(routes, SKYRL_KEY)
+        _, width, *_ = shape = shape_of(routes, SKYRL_KEY)
         without_BT, fed_BT = masks(batch, SKYRL_KEY, shape, "router_padding_mask", "attention_mask")
         if without_BT is None:
             raise InputError("its rows are padded with ids, and router_padding_mask, which tells them, is missing")
         responses_BR = optional_integers(batch, "response_mask", 2)
-        for row in range(count):
-            places = np.flatnonzero(without_BT[row] == 0)
-            if not len(places):
+        for row, (start, end, count) in enumerate(spans(without_BT == 0)):
+            if not count:
                 # Filler of data-parallel ranks has the first row's masks.
                 yield from (Dropped("empty sequences"), Dropped("padding rows", width))
                 continue
-            start, end = int(places[0]), int(places[-1]) + 1
             fed = width - start if fed_BT is None else int((fed_BT[row] != 0).sum())
             answer = 0 if responses_BR is None else int((responses_BR[row] != 0).sum())
             yield Record(

@@ -9,7 +9,6 @@ the bare array in a `.npy`. Without padding (nested tensors), every sequence is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from trimtab.trace.containers.tensors import (
 )
 from trimtab.trace.containers.unpickling import OpaqueObject
 from trimtab.trace.formats.dump_fields import (
+    as_array,
     damaged_values,
     field,
     label_of,
@@ -34,6 +34,7 @@ from trimtab.trace.formats.dump_fields import (
     required,
     rows_of,
     shape_of,
+    spans,
     whole_number,
 )
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
@@ -87,13 +88,11 @@ def records_of_batch(batch: Any) -> Iterator[Record | Dropped]:
         sources = field(labels, "data_source")
         sources = field(tensors, "data_source") if sources is None else sources
         is_jagged = isinstance(routes, Jagged | list) or getattr(routes, "is_nested", False)
-        for row, item in _jagged_rows(tensors, routes) if is_jagged else _rows(tensors, routes):
-            yield replace(item, step=step, domain=label_of(sources, row)) if isinstance(item, Record) else item
+        yield from (_jagged_rows if is_jagged else _rows)(tensors, routes, step, sources)
 
 
-def _rows(tensors: Any, routes: Any) -> Iterator[tuple[int, Record | Dropped]]:
-    """Yields row numbers, and their records or what is dropped of them."""
-    batch, width, *_ = shape = shape_of(routes, KEY)
+def _rows(tensors: Any, routes: Any, step: int, sources: Any) -> Iterator[Record | Dropped]:
+    _, width, *_ = shape = shape_of(routes, KEY)
     mask_BT, tokens_BT = masks(tensors, KEY, shape, "attention_mask", "input_ids")
     prompts, responses = (optional_integers(tensors, name, 2) for name in ("prompts", "responses"))
     prompt_width = 0
@@ -101,26 +100,30 @@ def _rows(tensors: Any, routes: Any) -> Iterator[tuple[int, Record | Dropped]]:
         prompt_width = min(width, prompts.shape[1])
     elif responses is not None:
         prompt_width = max(0, width - responses.shape[1])
-    for row in range(batch):
-        record = Record(routes, f"row {row}", missing=0, place=row)
-        places = np.flatnonzero(record.block.any(axis=(1, 2)) if mask_BT is None else mask_BT[row])
-        if not len(places):
-            yield row, Dropped("empty sequences")
-            yield row, Dropped("padding rows", width)
+    fed_BT = as_array(routes).any(axis=(2, 3)) if mask_BT is None else mask_BT
+    for row, (start, end, count) in enumerate(spans(fed_BT)):
+        if not count:
+            yield from (Dropped("empty sequences"), Dropped("padding rows", width))
             continue
-        start, end = int(places[0]), int(places[-1]) + 1
-        if mask_BT is None:
-            places = np.arange(start, end)
         # Masked tokens in the middle were not fed to the model either.
-        rows = slice(start, end) if len(places) == end - start else places
-        record = replace(record, rows=rows, prompt_length=int((places < prompt_width).sum()))
-        if mask_BT is not None:
-            tokens = () if tokens_BT is None else (tokens_BT[row][rows],)
-            record = replace(record, num_tokens=len(places), tokens=tokens)
-        yield row, record
+        is_whole = mask_BT is None or count == end - start
+        rows = slice(start, end) if is_whole else np.flatnonzero(fed_BT[row])
+        before = max(0, min(prompt_width, end) - start) if is_whole else np.count_nonzero(fed_BT[row, :prompt_width])
+        yield Record(
+            routes,
+            f"row {row}",
+            missing=0,
+            place=row,
+            rows=rows,
+            num_tokens=None if mask_BT is None else count,
+            prompt_length=int(before),
+            tokens=() if mask_BT is None or tokens_BT is None else (tokens_BT[row][rows],),
+            step=step,
+            domain=label_of(sources, row),
+        )
 
 
-def _jagged_rows(tensors: Any, routes: Any) -> Iterator[tuple[int, Record]]:
+def _jagged_rows(tensors: Any, routes: Any, step: int, sources: Any) -> Iterator[Record]:
     parts = parts_of(routes)
     fields = [(name, field(tensors, name)) for name in ("input_ids", "prompts")]
     tokens, prompts = (None if value is None else rows_of(value, name) for name, value in fields)
@@ -128,17 +131,16 @@ def _jagged_rows(tensors: Any, routes: Any) -> Iterator[tuple[int, Record]]:
         if rows is not None and len(rows) != len(parts):
             raise InputError(f"{name} has {len(rows)} rows; {KEY} has {len(parts)}")
     for row, (source, place, length) in enumerate(parts):
-        yield (
-            row,
-            Record(
-                source,
-                f"row {row}",
-                missing=0,
-                place=place,
-                num_tokens=length if tokens is None else len(tokens[row]),
-                prompt_length=0 if prompts is None else len(prompts[row]),
-                tokens=() if tokens is None else (tokens[row],),
-            ),
+        yield Record(
+            source,
+            f"row {row}",
+            missing=0,
+            place=place,
+            num_tokens=length if tokens is None else len(tokens[row]),
+            prompt_length=0 if prompts is None else len(prompts[row]),
+            tokens=() if tokens is None else (tokens[row],),
+            step=step,
+            domain=label_of(sources, row),
         )
 
 
