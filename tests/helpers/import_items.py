@@ -12,14 +12,20 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trimtab.errors import InputError
+from trimtab.trace.formats.dump_fields import damaged_values
 from trimtab.trace.formats.records import Dropped, Record
+from trimtab.trace.message_text import at_place
 
 ABSURD_NUMBERS = [b"-1", b"0", b"999999999999", b"1e308", b"4294967296", b"0.5", b"null", b'"x"', b"[]", b"{}", b"true"]
 
 
 def kept(items: Iterable[Record | Dropped]) -> list[Record]:
-    """The records."""
-    return [item for item in items if isinstance(item, Record)]
+    """The records, whose ids and tokens can be read."""
+    records = [item for item in items if isinstance(item, Record)]
+    for record in records:
+        with at_place(record.where), damaged_values():
+            _ = record.ids, record.token_ids
+    return records
 
 
 def tokens_of(record: Record) -> list[int] | None:
@@ -32,6 +38,8 @@ def dropped(items: Iterable[Record | Dropped]) -> dict[str, int]:
     for item in items:
         if isinstance(item, Dropped):
             counts[item.kind] += item.count
+        else:
+            counts["padding rows"] += len(item.block) - len(item.ids) if item.padding is None else item.padding
     return dict(+counts)
 
 

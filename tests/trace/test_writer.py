@@ -18,7 +18,7 @@ import pytest
 
 from trimtab import InputError, RoutingTrace, TraceReader, TraceWriter, read_trace, write_trace
 from trimtab.trace import store
-from trimtab.trace.prefetch import prefetch
+from trimtab.trace.store import prefetch
 
 
 def some_sequences(seed: int, count: int = 3, num_experts: int = 8) -> RoutingTrace:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.observe.borrowed import Borrowed, fingerprint
 from trimtab.trace import ImportOptions, RoutingTrace
@@ -23,6 +22,8 @@ CHANGED = "written to before the thread had read them"
 NO_ROOM = "more text, lists and arrays of mapped files than may be held"
 # A sequence's ids in a trace; longer sequences are not read.
 MOST_BYTES = 32 << 20
+# Padding rows of a sample whose experts are looked at.
+PADDING_ROWS = 16
 TOO_LONG = f"longer than {MOST_BYTES >> 20} MB of ids"
 
 
@@ -31,22 +32,16 @@ class Sample:
     """A sequence, or all completions of a request.
 
     Attributes:
-        owner: what holds the recorded ids: an array of this sample, or of a whole batch.
+        owner: what holds the recorded ids: an array of this sample or of a whole batch, or a response.
         nbytes: of the ids, or of what they are made of.
-        take: from the owner to this sample's ids, `[t, layers, K]` with padding, or what its reader makes ids of.
-        records: from what `take` returned to the records.
-        mark: `fingerprint` of the ids when they were handed over; None if `take` returns no array.
-        padding: from the ids to those of some padding tokens, `[n, layers, K]`; None without padding.
-        domain: kind of prompt, "" if unknown.
+        records: from what the owner holds to records.
+        mark: `fingerprint` of the ids, padding included, when they were handed over; None if they are made of text.
     """
 
     owner: Borrowed
     nbytes: int
-    take: Callable[[Any], Any]
     records: Callable[[Any], Iterable[Record | Dropped]]
     mark: bytes | None = None
-    padding: Callable[[Array], Array] | None = None
-    domain: str = ""
 
 
 @dataclass
@@ -86,11 +81,11 @@ class SampleReader:
             return None
         summary = Summary()
         try:
-            ids = sample.take(owner)
-            records = [_light(record, sample.domain) for record in sample.records(ids)]
+            records = [_light(record) for record in sample.records(owner)]
             (trace,) = normalise(records, self._options, summary, "the sample")
-            peak = _peak(sample.padding(ids)) if sample.padding else None
-            if sample.mark is not None and fingerprint(ids) != sample.mark:
+            record = records[0]
+            peak = _peak(record) if isinstance(record, Record) else None
+            if sample.mark is not None and isinstance(record, Record) and fingerprint(record.block) != sample.mark:
                 raise InputError(CHANGED)
         except Exception as error:
             # Of any kind: what is wrong with a sample must not end the observation.
@@ -105,17 +100,24 @@ class SampleReader:
         return trace
 
 
-def _light(record: Record | Dropped, domain: str) -> Record | Dropped:
+def _light(record: Record | Dropped) -> Record | Dropped:
     """The record without token ids. Raises InputError if it is too long."""
     if isinstance(record, Dropped):
         return record
     if record.ids.size > MOST_BYTES:
         raise InputError(TOO_LONG)
-    return replace(record, token_ids=None, domain=record.domain or domain)
+    return replace(record, tokens=())
 
 
-def _peak(ids_NLK: Array) -> float | None:
-    """The part of tokens that use the same expert, of the most used one, mean over layers; None without tokens."""
+def _peak(record: Record) -> float | None:
+    """The part of padding tokens that use the same expert, of the most used one, mean over layers; None without any."""
+    if record.rows is None:
+        return None
+    block = record.block
+    is_padding = np.ones(len(block), bool)
+    is_padding[record.rows] = False
+    places = np.flatnonzero(is_padding)
+    ids_NLK = block[places[:: max(1, len(places) // PADDING_ROWS)]]
     if not len(ids_NLK):
         return None
     count, layers, _ = ids_NLK.shape

@@ -11,15 +11,17 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from trimtab.errors import InputError
 from trimtab.files import atomic_file
-from trimtab.trace.prefetch import prefetch
+from trimtab.trace.parquet_footer import read_columns
 from trimtab.trace.routing import RoutingTrace
 from trimtab.trace.sequence_facts import SequenceFacts
 
@@ -162,6 +164,16 @@ def _naming(file: Path) -> Iterator[None]:
         raise InputError(f"{file}: not a readable Parquet file ({reason})") from None
 
 
+def prefetch(parts: Iterable[Any]) -> Iterator[Any]:
+    """Yields the same parts; a second thread computes each while its predecessor is used."""
+    source = iter(parts)
+    with ThreadPoolExecutor(1) as pool:
+        next_part = pool.submit(next, source, None)
+        while (part := next_part.result()) is not None:
+            next_part = pool.submit(next, source, None)
+            yield part
+
+
 def _row_groups(trace: RoutingTrace) -> Iterator[RoutingTrace]:
     """The trace in parts of whole sequences, each at most `ROW_GROUP_BYTES` of ids or one sequence."""
     token_bytes = max(1, trace.expert_ids[:1].nbytes)
@@ -175,7 +187,6 @@ def _row_groups(trace: RoutingTrace) -> Iterator[RoutingTrace]:
 
 def _open(file: Path) -> tuple[RoutingTrace, SequenceFacts]:
     """A file's trace without sequences, and the facts of its sequences."""
-    from trimtab.trace.parquet_footer import read_columns
     from trimtab.trace.row_groups import open_parquet, read_facts
 
     with _naming(file):

@@ -172,7 +172,7 @@ def test_only_the_ids_are_needed(tmp_path: Path) -> None:
         ({"num_experts": [0]}, "num_experts should be a number of 1 to 65535"),
         ({"num_experts": 300}, "num_experts should be an array of one value"),
         ({"expert_ids": np.zeros((13, 2))}, "expert_ids has shape [13, 2]; it should be [tokens, layers, top_k]"),
-        ({"expert_ids": np.zeros((13, 2, 3), object)}, "expert_ids holds object; only plain numbers are read"),
+        ({"expert_ids": np.zeros((13, 2, 3), object)}, "expert_ids: it holds objects; only plain numbers are read"),
         ({"expert_ids": np.zeros((13, 2, 3))}, "ids are float64; they should be integers"),
     ],
 )

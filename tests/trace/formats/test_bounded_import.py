@@ -22,12 +22,12 @@ from helpers.every_dump import NUM_EXPERTS, all_dumps, routes
 from helpers.examples import examples
 from helpers.hostile_dumps import (
     HOSTILE,
-    growing_names,
     many_objects,
     nested_axes,
     nested_key,
     overlapping_entries,
     packed_text,
+    terabytes_of_ids,
 )
 from trimtab import InputError, RoutingTrace
 from trimtab.cli.main import main
@@ -42,6 +42,7 @@ pytestmark = pytest.mark.slow
 MODEL = ImportOptions(num_experts=NUM_EXPERTS)
 # A recorded count needs it.
 TOP_8 = ImportOptions(num_experts=NUM_EXPERTS, top_k=8)
+TOP_2 = ImportOptions(num_experts=NUM_EXPERTS, top_k=2)
 # Reads each request, and prints the processor time, the most memory of its children so far, and the error. This process
 # is small: its memory counts as that of its children.
 MEASURED = """
@@ -183,21 +184,31 @@ def test_memory_of_any_kind_is_limited(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "limits", "taken"),
-    [(nested_key, Limits(seconds=2), "2 s"), (growing_names, Limits(memory=300 << 20), "300 MiB")],
-    ids=["time", "memory"],
+    ("make", "limits", "form", "taken"),
+    [
+        (nested_key, Limits(seconds=2), "slime", "takes more than 2 s"),
+        (
+            many_objects,
+            Limits(memory=300 << 20),
+            "slime",
+            "not a readable pickle: it takes more memory",
+        ),
+        (terabytes_of_ids, Limits(memory=300 << 20), "sglang-recorder", "takes more than 300 MiB"),
+    ],
+    ids=["time", "pickle", "memory"],
 )
 def test_every_file_has_limits_of_its_own(
-    make: Callable[[], bytes], limits: Limits, taken: str, tmp_path: Path
+    make: Callable[[], bytes], limits: Limits, form: str, taken: str, tmp_path: Path
 ) -> None:
     files = [tmp_path / "a", tmp_path / "b"]
-    files[0].write_bytes(all_dumps()["slime"].content)
+    dumps = all_dumps()
+    files[0].write_bytes(dumps["slime" if form == "slime" else f"{form}:counts"].content)
     files[1].write_bytes(make())
-    with pytest.raises(InputError, match=f"^{files[1]}: takes more than {taken}"):
-        list(bounded_import(files, "slime", MODEL, Summary(), limits))
+    with pytest.raises(InputError, match=f"^{files[1]}: {taken}"):
+        list(bounded_import(files, form, TOP_2, Summary(), limits))
     files[1].write_bytes(files[0].read_bytes())
     begun: list[Path] = []
-    assert common_format(files, begun.append) == "slime"
+    assert common_format(files, begun.append) == form
     assert begun == files
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.import_items import dropped
 from trimtab.errors import InputError
 from trimtab.trace import ImportOptions
 from trimtab.trace.formats import from_memory
@@ -103,6 +104,7 @@ def test_ms_swift_s_samples(rows: int) -> None:
 def test_nemo_rl_s_turns_of_an_environment_at_the_end_have_no_routes() -> None:
     filler = np.broadcast_to(np.arange(TOP_K, dtype=np.int32), (3, LAYERS, TOP_K))
     batch = {"routed_experts": np.concatenate([ROWS, filler])[None], "input_lengths": np.array([7])}
+    assert dropped(from_memory.READERS["nemo-rl"](batch, KNOWN)) == {}
     trace = from_memory.from_nemo_rl(batch, KNOWN)
     np.testing.assert_array_equal(trace.expert_ids[:4], ROWS)
     assert len(trace.expert_ids) == 6

@@ -83,7 +83,7 @@ def test_conversion_equals_plain_loops(
         records.append(
             Record(
                 ids, f"record {index}", missing=missing, first=first, num_tokens=length,
-                prompt_length=int(rng.integers(0, 12)), token_ids=rng.integers(0, 50, 5) if index % 2 else None,
+                prompt_length=int(rng.integers(0, 12)), tokens=(rng.integers(0, 50, length or 5),) if index % 2 else (),
                 step=[0, 3][index % 2], domain=["", "code"][index % 2], layers=(5, 9) if axis == "named" else None,
             )
         )  # fmt: skip
@@ -117,7 +117,7 @@ def test_tokens_and_layers_keep_their_places() -> None:
     ids = np.zeros((2, 4, 2), np.int16)
     ids[:, 1], ids[:, 3] = [[1, 2], [3, 4]], [[5, 6], [0, 0]]
     tokens = np.array([10, 11, 12, 13, 14, 15, 16])
-    record = Record(ids, "a", missing=0, first=2, num_tokens=7, token_ids=tokens)
+    record = Record(ids, "a", missing=0, first=2, num_tokens=7, tokens=(tokens,))
     none = [255, 255]
     expected = [[none, none], [none, none], [[1, 2], [5, 6]], [[3, 4], none], [none, none], [none, none]]
     for known in (EIGHT, ImportOptions(8, num_layers=4, moe_layers=(1, 3))):

@@ -145,11 +145,11 @@ def test_groups_of_groups_and_samples_without_tokens() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rollout_routed_experts": np.zeros((3, 2, 2, 1), np.int32)}, r"sample 0.*\[3, 2, 2, 1\]; it should be"),
+        ({"rollout_routed_experts": np.zeros((3, 2, 2, 1), np.int32)}, r"sample 0.*\[3, 2, 2, 1\]; it should have"),
         ({"rollout_routed_experts": np.zeros((3, 2, 2))}, "float64; it should hold integers"),
         ({"rollout_routed_experts": "abc"}, "a str; it should be an array"),
         ({"rollout_routed_experts": [[[1], [2, 3]]]}, "different lengths"),
-        ({"tokens": [1.5]}, "sample 0: tokens should be whole numbers; there is a number"),
+        ({"tokens": [1.5]}, "sample 0: token ids should be whole numbers; there is a number"),
         ({"tokens": {"a": 1}}, "should be an array"),
     ],
 )

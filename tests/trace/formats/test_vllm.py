@@ -18,7 +18,7 @@ from helpers.response_dumps import json_lines, npy_bytes, npy_text, routes
 from trimtab import InputError
 from trimtab.trace.formats import sglang, vllm
 from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.routes import trim_padding
+from trimtab.trace.formats.routes import between_padding, missing_id
 
 NOTHING = ImportOptions()
 
@@ -57,7 +57,7 @@ def test_completion_response(tmp_path: Path, experts: int, dtype: str, top_k: in
     assert record.ids.dtype == dtype
     assert (record.where, record.num_tokens, record.prompt_length, record.first) == ("line 1, choice 0", 8, 5, 0)
     assert tokens_of(record) == [0, 1, 2, 3, 4, 100, 101, 102]
-    assert record.missing == (None if top_k == 1 else 0)
+    assert (record.missing, missing_id(record.ids)) == ("inferred", None if top_k == 1 else 0)
     assert record.layers is None
 
 
@@ -242,7 +242,7 @@ def test_padded_batch(tmp_path: Path, gap: int, dtype: str) -> None:
     first, second, third = read(path)
     np.testing.assert_array_equal(first.ids, ids[:5])
     np.testing.assert_array_equal(second.ids, batch[1, 2:])
-    assert (second.missing, len(third.ids)) == (gap, 0)
+    assert (missing_id(second.ids), len(third.ids)) == (gap, 0)
     assert dropped(vllm.read(path, NOTHING)) == {"padding rows": 3 + 2 + 8}
     named = tmp_path / "b.npz"
     np.savez(named, routed_experts=batch, lengths=np.array([5, 8, 0]), prompt_lengths=[2, 3, 0], steps=[4, 4, 5])
@@ -255,9 +255,9 @@ def test_padded_batch(tmp_path: Path, gap: int, dtype: str) -> None:
 
 def test_rows_that_may_be_routes_are_not_padding() -> None:
     """Of one layer and top-1, 0 is an expert; and a row that is -1 in part is no padding."""
-    assert len(trim_padding(np.array([[[0]], [[3]], [[0]]]))) == 3
-    assert trim_padding(np.array([[[-1]], [[3]], [[-1]]])).tolist() == [[[3]]]
-    assert trim_padding(np.array([[[-1, 2]], [[0, 3]], [[-1, -1]]])).tolist() == [[[-1, 2]], [[0, 3]]]
+    assert between_padding(np.array([[[0]], [[3]], [[0]]])) == slice(0, 3)
+    assert between_padding(np.array([[[-1]], [[3]], [[-1]]])) == slice(1, 2)
+    assert between_padding(np.array([[[-1, 2]], [[0, 3]], [[-1, -1]]])) == slice(0, 2)
 
 
 def test_the_size_of_raw_numbers_decides_their_dtype() -> None:
@@ -322,7 +322,7 @@ def test_invalid_responses_are_refused(tmp_path: Path) -> None:
     assert message(npy_text(ids.astype("f4"))) == "line 2, choice 0: ids are float32; they should be integers"
     assert "claims shape [4, 2, 3] of uint8; there are 16 bytes" in message(npy_text(ids, shape="(4, 2, 3)"))
     assert "claims shape [1000000000000, 48, 8]" in message(npy_text(ids, shape="(1000000000000, 48, 8)"))
-    assert "holds object; only plain numbers are read" in message(npy_text(ids, descr="|O"))
+    assert "it holds objects; only plain numbers are read" in message(npy_text(ids, descr="|O"))
     assert "shape [4, 2]" in message(npy_text(ids[:, :, 0]))
     assert "there is true or false" in message([[[1, True]]])
     assert "there is a number" in message([[[1, 2.0]]])

@@ -305,7 +305,7 @@ class StepPlan:
     def from_bytes(cls, data: bytes, source: str = "plan") -> StepPlan:
         """Read `to_bytes` back. Raises InputError, naming `source`, if the data is not a plan."""
         # Sessions make plans and read none.
-        from trimtab.trace.containers.npy import array_of_npy
+        from trimtab.trace.containers.tensors import array_of_npy
 
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:

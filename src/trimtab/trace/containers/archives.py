@@ -1,7 +1,4 @@
-"""Entries of zip files (torch files and `.npz`) as views of the mapped file.
-
-Uncompressed entries, as written by `torch.save` and `np.savez`, are views of the file and are not copied.
-"""
+"""Buffers as files, and entries of zip files (torch files and `.npz`) as views of the file, which are not copied."""
 
 from __future__ import annotations
 
@@ -17,6 +14,55 @@ ZIP_MAGIC = b"PK\x03\x04"
 ZIP_ERRORS = (EOFError, NotImplementedError, OSError, OverflowError, RuntimeError, ValueError, struct.error,
               zipfile.BadZipFile, zlib.error)  # fmt: skip
 _CHECKSUM_CHUNK = 64 << 20
+_LONGEST_LINE = 512
+_HELD = 4 << 20
+
+
+class BufferFile:
+    """A buffer as a file. Bytes that are claimed but not there take no memory, nor do those of a file once read.
+
+    Attributes:
+        at: the position.
+    """
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self._released = self.at = 0
+
+    def seek(self, offset: int, whence: int = 0) -> None:
+        at = offset + (0, self.at, len(self._content))[whence]
+        if at < 0:
+            raise OSError("a position before the start")
+        self.at = at
+
+    def tell(self) -> int:
+        return self.at
+
+    def peek(self, size: int | None = None) -> bytes:
+        return bytes(self._content[self.at :][:size])
+
+    def read(self, size: int | None = None) -> bytes:
+        data = self.peek(size)
+        self._advance(len(data))
+        return data
+
+    def readinto(self, target: memoryview) -> int:
+        start = self.at
+        for done in range(0, len(target), _HELD):
+            data = self._content[self.at : start + min(done + _HELD, len(target))]
+            target[done : done + len(data)] = data
+            self._advance(len(data))
+        return self.at - start
+
+    def readline(self) -> bytes:
+        """A line of at most 512 bytes; nothing where it is longer."""
+        return self.read(self.peek(_LONGEST_LINE).find(b"\n") + 1)
+
+    def _advance(self, size: int) -> None:
+        self.at += size
+        if self.at - self._released >= _HELD:
+            release_pages(self._content)
+            self._released = self.at
 
 
 class Archive:
@@ -27,12 +73,11 @@ class Archive:
     """
 
     def __init__(self, file: memoryview) -> None:
-        import pyarrow as pa
 
         self._file = file
         self._checked: set[str] = set()
         try:
-            self.entries = zipfile.ZipFile(pa.BufferReader(pa.py_buffer(file))).NameToInfo
+            self.entries = zipfile.ZipFile(BufferFile(file)).NameToInfo  # type: ignore[call-overload]
         except ZIP_ERRORS:
             raise InputError("a damaged or truncated zip file: its list of entries can't be read") from None
 

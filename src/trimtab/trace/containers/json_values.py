@@ -50,53 +50,48 @@ def json_values(path: Path) -> Iterator[tuple[str, Any]]:
             if sign == "[":
                 yield from _items(text)
             else:
-                yield f"line {text.line}", text.value()
+                yield f"line {text.line}", text.value(f"line {text.line}")
 
 
 def _items(text: _Text) -> Iterator[tuple[str, Any]]:
-    text.skip()
-    if text.next_sign() == "]":
-        text.skip()
-        return
+    sign = text.next_sign(skip=1)
     for item in count(1):
         where = f"item {item}"
-        yield where, text.value(where)
+        if item > 1 or sign != "]":
+            yield where, text.value(where)
         sign = text.next_sign()
         if sign not in (",", "]"):
-            raise InputError(f"{where}: the array is cut off" if not sign else f"{where}: no comma after it")
-        text.skip()
+            raise InputError(f"{where}: {'no comma after it' if sign else 'the array is cut off'}")
+        text.next_sign(skip=1)
         if sign == "]":
             return
 
 
 class _Text:
-    """The current part of a file's text."""
+    """The current part of a file's text.
+
+    Attributes:
+        line: of the next character.
+    """
 
     def __init__(self, file: io.TextIOBase) -> None:
         self._file = file
-        self._text = ""
-        self._at = 0
-        self._ended = False
+        self._text, self._at, self._ended = "", 0, False
         self._decode = json.JSONDecoder().raw_decode
         self.line = 1
 
-    def next_sign(self) -> str:
-        """The next non-blank character, without consuming it; "" at the end."""
+    def next_sign(self, skip: int = 0) -> str:
+        """The next non-blank character behind so many others, without consuming it; "" at the end."""
+        self._at += skip
         while True:
-            end = _BLANK.match(self._text, self._at).end()  # type: ignore[union-attr]
-            self._advance(end)
-            if end < len(self._text):
-                return self._text[end]
+            self._advance(_BLANK.match(self._text, self._at).end())  # type: ignore[union-attr]
+            if self._at < len(self._text):
+                return self._text[self._at]
             if not self._read_more():
                 return ""
 
-    def skip(self) -> None:
-        self._at += 1
-
-    def value(self, where: str = "") -> Any:
-        """Returns the next value."""
-        self.next_sign()
-        where = where or f"line {self.line}"
+    def value(self, where: str) -> Any:
+        """The next value, at which the text must be. Errors begin with `where`."""
         while True:
             try:
                 value, end = self._decode(self._text, self._at)
@@ -104,12 +99,9 @@ class _Text:
                 cut_off = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - _NEAR_END
                 if cut_off and self._read_more():
                     continue
-                problem = "cut off" if cut_off else f"{error.msg[0].lower()}{error.msg[1:]}"
-                raise InputError(f"{where}: not valid JSON ({problem})") from None
-            except RecursionError:
-                raise InputError(f"{where}: JSON nested too deep") from None
-            except ValueError:
-                raise InputError(f"{where}: a number of thousands of digits") from None
+                raise _refused(error, where, "cut off" if cut_off else "") from None
+            except (RecursionError, ValueError) as error:
+                raise _refused(error, where) from None
             if end == len(self._text) and not self._ended and not isinstance(value, dict | list | str):
                 self._read_more()  # a number may continue
                 continue
@@ -147,13 +139,18 @@ def one_value(text: bytes, where: str) -> Any:
     """The JSON value in a line. Raises InputError that begins with `where`."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not valid JSON ({error.msg[0].lower()}{error.msg[1:]})") from None
-    except RecursionError:
-        raise InputError(f"{where}: JSON nested too deep") from None
-    except ValueError as error:
-        kind = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "a number of thousands of digits"
-        raise InputError(f"{where}: {kind}") from None
+    except (RecursionError, ValueError) as error:
+        raise _refused(error, where) from None
+
+
+def _refused(error: Exception, where: str, problem: str = "") -> InputError:
+    """The error of a value that can't be decoded."""
+    if isinstance(error, json.JSONDecodeError):
+        return InputError(f"{where}: not valid JSON ({problem or error.msg[0].lower() + error.msg[1:]})")
+    if isinstance(error, RecursionError):
+        return InputError(f"{where}: JSON nested too deep")
+    is_bytes = isinstance(error, UnicodeDecodeError)
+    return InputError(f"{where}: {'not UTF-8 text' if is_bytes else 'a number of thousands of digits'}")
 
 
 def _open(path: Path) -> BinaryIO:

@@ -5,6 +5,7 @@ Each describes its bytes; `numpy()` checks the description against the existing 
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections.abc import Callable
@@ -15,32 +16,18 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.archives import release_pages
-from trimtab.trace.containers.pickles import LargeText
-from trimtab.trace.message_text import clip
+from trimtab.trace.message_text import at_place, clip, reason
 
-# Torch's names of storages and dtypes, and numpy's. bfloat16 is not numpy's; `widen` makes float32 of it.
-DTYPES = {
-    "bool": "?",
-    "uint8": "u1",
-    "int8": "i1",
-    "int16": "i2",
-    "uint16": "u2",
-    "int32": "i4",
-    "uint32": "u4",
-    "int64": "i8",
-    "uint64": "u8",
-    "float16": "f2",
-    "bfloat16": "bfloat16",
-    "float32": "f4",
-    "float64": "f8",
-    "complex64": "c8",
-    "complex128": "c16",
-    # One byte each; their meaning is not needed here.
-    "float8_e4m3fn": "u1",
-    "float8_e5m2": "u1",
-    "float8_e4m3fnuz": "u1",
-    "float8_e5m2fnuz": "u1",
+NPY_MAGIC = b"\x93NUMPY"
+_NUMPY_DTYPES = (
+    "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64",
+    "complex64", "complex128",
+)  # fmt: skip
+# Torch's dtypes by name; those that numpy does not have, which no reader needs, as bytes.
+TORCH_DTYPES: dict[str, np.dtype[Any]] = {
+    **{name: np.dtype(name) for name in _NUMPY_DTYPES},
+    "bfloat16": np.dtype("V2"),
+    **{f"float8_{kind}": np.dtype("V1") for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")},
 }
 STORAGES = {
     "BoolStorage": "bool",
@@ -61,16 +48,20 @@ _PLAIN_DTYPE = re.compile(r"[<>|=]?([?b]1?|[iu][1248]|f[248]|c(8|16)|[SU]\d{1,6}
 _MOST_DIMENSIONS = 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LatinBytes:
+class Sealed:
+    """A class of whose objects a pickle can change nothing."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        raise TypeError(f"state for a {type(self).__name__}")
+
+
+@dataclass(slots=True, eq=False)
+class LatinBytes(Sealed):
     """Bytes that protocol 2 wrote as a large string, one letter a byte."""
 
-    text: LargeText
-
-    def decode(self) -> bytes:
-        content = str(self.text.utf8, "utf-8").encode("latin-1")
-        release_pages(self.text.utf8)
-        return content
+    text: str
 
 
 def buffer_of(data: Any) -> memoryview:
@@ -81,16 +72,16 @@ def buffer_of(data: Any) -> memoryview:
     """
     if isinstance(data, LatinBytes):
         try:
-            return memoryview(data.decode())
+            return memoryview(data.text.encode("latin-1"))
         except UnicodeError:
             raise InputError("a damaged file: an array's bytes can't be read") from None
-    if isinstance(data, bytes | memoryview):
-        return memoryview(data)
+    if isinstance(data, bytes | bytearray | memoryview):
+        return memoryview(data).toreadonly()
     raise InputError(f"a damaged file: a {type(data).__name__} where the bytes of an array should be")
 
 
 @dataclass(slots=True, eq=False)
-class Storage:
+class Storage(Sealed):
     """Memory that tensors share: `count` elements of a torch dtype, or bytes; `fetch` returns what the file holds."""
 
     dtype: str
@@ -99,13 +90,8 @@ class Storage:
     big_endian: bool = False
 
 
-def stored(content: memoryview) -> Callable[[], memoryview]:
-    """Returns a `fetch` for a storage whose content is in memory."""
-    return lambda: content
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tensor:
+@dataclass(slots=True, eq=False)
+class Tensor(Sealed):
     """A torch tensor: a strided view of a storage. `offset` and `strides` count elements of `dtype`."""
 
     storage: Storage
@@ -118,12 +104,11 @@ class Tensor:
         """The tensor as a read-only view of the file.
 
         Raises:
-            InputError: if it does not fit its storage.
+            InputError: if it does not fit its storage, or numpy does not have its dtype.
         """
-        if self.dtype not in DTYPES:
+        dtype = TORCH_DTYPES.get(self.dtype)
+        if dtype is None or dtype.kind == "V":
             raise InputError(f"a tensor of dtype {clip(self.dtype)}, which is not known")
-        code = DTYPES[self.dtype]
-        dtype = np.dtype("u2" if code == "bfloat16" else code)
         content = self.storage.fetch()
         elements = np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype)
         if self.storage.big_endian:
@@ -140,20 +125,19 @@ class Tensor:
         if not size:
             return np.empty(shape, elements.dtype)
         strides = tuple(stride * dtype.itemsize for stride in self.strides)
-        view: Array = np.lib.stride_tricks.as_strided(elements[self.offset :], shape, strides, writeable=False)
-        return (view.astype("u4") << 16).view("f4") if code == "bfloat16" else view
+        return np.lib.stride_tricks.as_strided(elements[self.offset :], shape, strides, writeable=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Jagged:
+@dataclass(slots=True, eq=False)
+class Jagged(Sealed):
     """A nested tensor: row i is `values[offsets[i]:offsets[i + 1]]`, or the first `lengths[i]` of these."""
 
     values: Any
     offsets: Any
     lengths: Any = None
 
-    def unbind(self) -> list[Array]:
-        """Its rows.
+    def bounds(self) -> list[tuple[int, int]]:
+        """The start and end of every row.
 
         Raises:
             InputError: if the offsets are not ascending within the values.
@@ -164,7 +148,7 @@ class Jagged:
         ends = offsets[1:] if self.lengths is None else offsets[:-1] + self.lengths.numpy()
         if offsets[0] < 0 or np.any(ends < offsets[:-1]) or np.any(ends > len(values)):
             raise InputError("a damaged file: the offsets of a nested tensor lie outside its values")
-        return [values[start:end] for start, end in zip(offsets[:-1].tolist(), ends.tolist(), strict=True)]
+        return list(zip(offsets[:-1].tolist(), ends.tolist(), strict=True))
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +157,7 @@ class DType:
 
     code: str
 
-    def set_state(self, state: Any) -> None:
+    def __setstate__(self, state: Any) -> None:
         order = state[1]
         if order not in ("<", ">", "|", "="):
             raise ValueError("a dtype without byte order")
@@ -198,7 +182,23 @@ class NumpyArray:
     order: str = "C"
     axes: tuple[int, ...] | None = None
 
-    def set_state(self, state: Any) -> None:
+    @classmethod
+    def of_npy(cls, content: memoryview, what: str = "an array") -> NumpyArray:
+        """The array in `.npy` bytes; the data of one of objects is a pickle.
+
+        Raises:
+            InputError: if it has no header of `.npy`.
+        """
+        file = io.BytesIO(bytes(content[: 1 << 14]))
+        try:
+            version = np.lib.format.read_magic(file)
+            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+            shape, fortran, dtype = read(file)
+        except Exception as error:  # for a hostile header numpy's parser raises any exception of Python's parser
+            raise InputError(f"{what} has no valid .npy header ({reason(error)})") from None
+        return cls(shape, DType(dtype.str), content[file.tell() :], "F" if fortran else "C")
+
+    def __setstate__(self, state: Any) -> None:
         _, self.shape, self.dtype, fortran, self.data = state
         self.order = "F" if fortran else "C"
 
@@ -223,11 +223,31 @@ class NumpyArray:
             content = buffer_of(self.data)
             if len(content) != size * dtype.itemsize:
                 raise InputError(
-                    f"a damaged file: an array of shape {list(shape)} and dtype {dtype} with {len(content)} bytes"
+                    f"a damaged file: an array claims shape {list(shape)} of {dtype}; there are {len(content)} bytes"
                 )
             array = np.frombuffer(content, dtype) if size else np.empty(0, dtype)
         array = array.reshape(shape, order="F" if self.order == "F" else "C")
         return array if self.axes is None else array.transpose(self.axes)
+
+
+def array_of_npy(data: bytes, what: str) -> Array:
+    """The array in `.npy` bytes, a view of the same memory.
+
+    Args:
+        what: its name in messages.
+
+    Raises:
+        InputError: if it is not that, or holds objects.
+    """
+    return plain_numbers(NumpyArray.of_npy(memoryview(data), what), what)
+
+
+def plain_numbers(array: NumpyArray, what: str) -> Array:
+    """An array of a dump as numpy's. Raises InputError, which begins with its name, if it holds objects."""
+    with at_place(what):
+        if "O" in array.dtype.code:
+            raise InputError("it holds objects; only plain numbers are read")
+        return array.numpy()
 
 
 def _checked_shape(shape: Any) -> tuple[int, ...]:

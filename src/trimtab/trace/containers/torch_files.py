@@ -1,7 +1,7 @@
 """Reader of `torch.save`, `pickle.dump`, `np.save` and `np.savez` files, without torch and without running code.
 
-Tensors and arrays stay in the file and come as `Tensor` and `NumpyArray`, which have `numpy()`. Which
-classes and functions a pickle may name is in `allowed_globals.py`.
+Tensors and arrays stay in the file and come as `Tensor` and `NumpyArray`, which have `numpy()`. Which classes and
+functions a pickle may name is in `unpickling.py`.
 
 Formats: torch's zip (`torch/serialization.py`, `_save`), the one before torch 1.6 (`_legacy_save`), which
 `pickle.dumps` of a tensor still uses, plain pickles, and numpy's `.npy` (`numpy.lib.format`) and `.npz`.
@@ -9,27 +9,17 @@ Formats: torch's zip (`torch/serialization.py`, `_save`), the one before torch 1
 
 from __future__ import annotations
 
-import io
 import mmap
 import struct
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from trimtab.errors import InputError
-from trimtab.trace.containers.allowed_globals import AllowedGlobals
-from trimtab.trace.containers.archives import ZIP_MAGIC, Archive
-from trimtab.trace.containers.npy import NPY_MAGIC, npy_header
-from trimtab.trace.containers.pickles import Unpickler
-from trimtab.trace.containers.tensors import (
-    DTYPES,
-    DType,
-    NumpyArray,
-    Storage,
-    stored,
-)
+from trimtab.trace.containers.archives import ZIP_MAGIC, Archive, release_pages
+from trimtab.trace.containers.tensors import NPY_MAGIC, TORCH_DTYPES, NumpyArray, Storage
+from trimtab.trace.containers.unpickling import Unpickler
 
 # The first pickle of the format before torch 1.6 is this number.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -61,7 +51,7 @@ def _map(path: Path) -> mmap.mmap:
 def loads(content: memoryview) -> Any:
     """As `load`, of bytes in memory."""
     try:
-        return _Loader().load(content)
+        return _load(content)
     except RecursionError:
         raise InputError("nested too deeply") from None
 
@@ -108,88 +98,82 @@ def _is_main(name: str) -> bool:
     return name == "data.pkl" or (name.count("/") == 1 and name.endswith("/data.pkl"))
 
 
-class _Loader:
-    """One file and the files inside it."""
+def _load(content: memoryview) -> Any:
+    start = bytes(content[:16])
+    if start.startswith(ZIP_MAGIC):
+        return _load_zip(Archive(content))
+    if start.startswith(NPY_MAGIC):
+        return _load_npy(content)
+    if start.startswith(_LEGACY_START):
+        return _load_legacy(content)
+    if start[:1] == b"\x80":
+        return _unpickled(content)
+    raise InputError("not a file of torch.save, pickle (protocols 2 to 5), np.save or np.savez")
 
-    def __init__(self) -> None:
-        self._globals = AllowedGlobals(self.load)
 
-    def load(self, content: memoryview) -> Any:
-        start = bytes(content[:16])
-        if start.startswith(ZIP_MAGIC):
-            return self._load_zip(Archive(content))
-        if start.startswith(NPY_MAGIC):
-            return self._load_npy(content)
-        if start.startswith(_LEGACY_START[:14]):
-            return self._load_legacy(content)
-        if start[:1] == b"\x80":
-            return self._unpickler(content, _no_storage).load()
-        raise InputError("not a file of torch.save, pickle (protocols 2 to 5), np.save or np.savez")
+def _unpickled(content: memoryview, load_storage: Callable[[Any], Storage] | None = None) -> Any:
+    value = Unpickler(content, _load, load_storage or _no_storage).load()
+    release_pages(content)
+    return value
 
-    def _unpickler(self, content: memoryview, load_storage: Any) -> Unpickler:
-        return Unpickler(content, self._globals.find, load_storage)
 
-    def _load_zip(self, archive: Archive) -> Any:
-        main = [name for name in archive.entries if _is_main(name)]
-        if not main:
-            if not archive.entries or not all(name.endswith(".npy") for name in archive.entries):
-                raise InputError("a zip file, but neither of torch.save nor of np.savez")
-            return {name.removesuffix(".npy"): self._load_npy(archive.view(name)) for name in archive.entries}
-        if len(main) > 1:
-            raise InputError("a damaged torch file: it has several data.pkl")
-        folder = main[0].removesuffix("data.pkl")
-        big_endian = f"{folder}byteorder" in archive.entries and bytes(archive.view(f"{folder}byteorder")) == b"big"
+def _load_zip(archive: Archive) -> Any:
+    main = [name for name in archive.entries if _is_main(name)]
+    if not main:
+        if not archive.entries or not all(name.endswith(".npy") for name in archive.entries):
+            raise InputError("a zip file, but neither of torch.save nor of np.savez")
+        return {name.removesuffix(".npy"): _load_npy(archive.view(name)) for name in archive.entries}
+    if len(main) > 1:
+        raise InputError("a damaged torch file: it has several data.pkl")
+    folder = main[0].removesuffix("data.pkl")
+    big_endian = f"{folder}byteorder" in archive.entries and bytes(archive.view(f"{folder}byteorder")) == b"big"
 
-        def load_storage(persistent_id: Any) -> Storage:
-            dtype, key, count = _storage_facts(persistent_id)
-            return Storage(dtype, count, lambda: archive.view(f"{folder}data/{key}"), big_endian)
+    def load_storage(persistent_id: Any) -> Storage:
+        dtype, key, count = _storage_facts(persistent_id)
+        return Storage(dtype, count, lambda: archive.view(f"{folder}data/{key}"), big_endian)
 
-        if archive.entries[main[0]].compress_type != zipfile.ZIP_STORED:
-            raise InputError("a torch file that was compressed since; torch.save does not compress")
-        return self._unpickler(archive.view(main[0]), load_storage).load()
+    if archive.entries[main[0]].compress_type != zipfile.ZIP_STORED:
+        raise InputError("a torch file that was compressed since; torch.save does not compress")
+    return _unpickled(archive.view(main[0]), load_storage)
 
-    def _load_legacy(self, content: memoryview) -> Any:
-        """Magic number, version, system, the value, the names of the storages; then each storage behind its length."""
-        storages: dict[str, Storage] = {}
 
-        def load_storage(persistent_id: Any) -> Storage:
-            dtype, key, count = _storage_facts(persistent_id)
-            if len(persistent_id) == 6 and persistent_id[5] is not None:
-                raise InputError(
-                    "a torch file of before 2020 with views of storages; load it with torch and save again"
-                )
-            return storages.setdefault(key, Storage(dtype, count, _nothing))
+def _load_legacy(content: memoryview) -> Any:
+    """Magic number, version, system, the value, the names of the storages; then each storage behind its length."""
+    storages: dict[str, Storage] = {}
 
-        unpickler = self._unpickler(content, load_storage)
-        if unpickler.load() != _LEGACY_MAGIC:
-            raise InputError("a damaged torch file")
-        _version, system, value, keys = (unpickler.load() for _ in range(4))
-        big_endian = isinstance(system, dict) and system.get("little_endian") is False
-        at = unpickler.at
-        if not isinstance(keys, list):
-            raise InputError("a damaged torch file: the names of its storages are missing")
-        for key in keys:
-            storage = storages.get(key) if type(key) is str else None
-            if storage is None:
-                raise InputError("a damaged torch file: a storage that nothing refers to")
-            item_size = 2 if storage.dtype == "bfloat16" else np.dtype(DTYPES[storage.dtype]).itemsize
-            start, at = at + 8, at + 8 + storage.count * item_size
-            if at > len(content):
-                raise InputError("a truncated torch file: a storage lies beyond its end")
-            storage.fetch = stored(content[start:at])
-            storage.big_endian = big_endian
-        return value
+    def load_storage(persistent_id: Any) -> Storage:
+        dtype, key, count = _storage_facts(persistent_id)
+        if len(persistent_id) == 6 and persistent_id[5] is not None:
+            raise InputError("a torch file of before 2020 with views of storages; load it with torch and save again")
+        return storages.setdefault(key, Storage(dtype, count, _nothing))
 
-    def _load_npy(self, content: memoryview) -> NumpyArray:
-        header = io.BytesIO(bytes(content[: 1 << 14]))
-        shape, dtype, fortran = npy_header(header, "an array")
-        data: Any = content[header.tell() :]
-        if dtype.hasobject and dtype.kind == "O":
-            pickled = self._unpickler(data, _no_storage).load()
-            if not isinstance(pickled, NumpyArray):
-                raise InputError("a damaged .npy array of objects")
-            return pickled
-        return NumpyArray(shape, DType(dtype.str), data, "F" if fortran else "C")
+    unpickler = Unpickler(content, _load, load_storage)
+    if unpickler.load() != _LEGACY_MAGIC:
+        raise InputError("a damaged torch file")
+    _version, system, value, keys = (unpickler.load() for _ in range(4))
+    at = unpickler.at
+    if not isinstance(keys, list):
+        raise InputError("a damaged torch file: the names of its storages are missing")
+    for key in keys:
+        storage = storages.get(key) if type(key) is str else None
+        if storage is None:
+            raise InputError("a damaged torch file: a storage that nothing refers to")
+        start, at = at + 8, at + 8 + storage.count * TORCH_DTYPES[storage.dtype].itemsize
+        if at > len(content):
+            raise InputError("a truncated torch file: a storage lies beyond its end")
+        storage.fetch = lambda start=start, at=at: content[start:at]  # type: ignore[misc]
+        storage.big_endian = isinstance(system, dict) and system.get("little_endian") is False
+    return value
+
+
+def _load_npy(content: memoryview) -> NumpyArray:
+    array = NumpyArray.of_npy(content)
+    if not array.dtype.code.endswith("O"):
+        return array
+    pickled = _unpickled(array.data)
+    if not isinstance(pickled, NumpyArray):
+        raise InputError("a damaged .npy array of objects")
+    return pickled
 
 
 def _no_storage(_: Any) -> Storage:
@@ -202,6 +186,6 @@ def _nothing() -> memoryview:
 
 def _storage_facts(persistent_id: Any) -> tuple[str, str, int]:
     match persistent_id:
-        case ("storage", str(dtype), str(key), _, int(count), *_) if count >= 0 and dtype in DTYPES:
+        case ("storage", str(dtype), str(key), _, int(count), *_) if count >= 0 and dtype in TORCH_DTYPES:
             return dtype, key, count
     raise InputError("a damaged torch file: a storage without description")

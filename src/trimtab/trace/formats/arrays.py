@@ -19,8 +19,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.array_files import Arrays, array_names, open_arrays
 from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.routes import check_ids, missing_id
-from trimtab.trace.formats.sequence_arrays import lengths_of_starts, sequence_numbers
+from trimtab.trace.formats.routes import check_ids, lengths_of_starts, missing_id
 from trimtab.trace.routing import no_route
 
 IDS = "expert_ids"
@@ -47,23 +46,24 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record]:
         InputError: if arrays are missing or don't fit together.
     """
     with open_arrays(path) as arrays:
-        shape = arrays.shapes.get(IDS, ())
+        shape = arrays.shape(IDS)
         if len(shape) != 3 or 0 in shape[1:]:
             raise InputError(f"{IDS} has shape {list(shape)}; it should be [tokens, layers, top_k]")
-        starts = arrays.integers("sequence_starts") if "sequence_starts" in arrays.shapes else np.array([0, shape[0]])
+        starts = arrays.values("sequence_starts", "iu") if "sequence_starts" in arrays else np.array([0, shape[0]])
         lengths = lengths_of_starts(starts, shape[0])
         count = len(lengths)
-        prompts, steps = (sequence_numbers(arrays, name, count) for name in ("prompt_lengths", "steps"))
-        hashes = sequence_numbers(arrays, "sequence_hashes", count, 1 << 64)
+        prompts, steps = (arrays.numbers(name, count) for name in ("prompt_lengths", "steps"))
+        hashes = arrays.numbers("sequence_hashes", count, 1 << 64)
         domains = _domains(arrays, count)
         layers = _layers(arrays, shape[1])
         metadata = _metadata(arrays)
-        rows = arrays.rows(IDS)
+        end = 0
         for index, length in enumerate(lengths.tolist()):
-            ids = check_ids(rows(length))
+            start, end = end, end + length
+            ids = check_ids(arrays.rows(IDS, start, end))
             yield Record(
-                ids=ids,
-                where=f"sequence {index}",
+                ids,
+                f"sequence {index}",
                 missing=_gap(ids, metadata.num_experts),
                 prompt_length=int(prompts[index]),
                 sequence_hash=int(hashes[index]),
@@ -95,17 +95,17 @@ def _metadata(arrays: Arrays) -> ImportOptions:
 
 def _single(arrays: Arrays, name: str) -> Any:
     """The value of an array of one value, None if it is missing."""
-    if name not in arrays.shapes:
+    if name not in arrays:
         return None
-    if arrays.shapes[name] != (1,):
+    if arrays.shape(name) != (1,):
         raise InputError(f"{name} should be an array of one value")
     return arrays.values(name)[0]
 
 
 def _layers(arrays: Arrays, count: int) -> tuple[int, ...] | None:
-    if "layer_indices" not in arrays.shapes:
+    if "layer_indices" not in arrays:
         return None
-    layers = arrays.integers("layer_indices")
+    layers = arrays.values("layer_indices", "iu")
     if len(layers) != count or (np.diff(layers) <= 0).any() or layers[0] < 0 or layers[-1] >= 1 << 31:
         raise InputError(f"layer_indices should be {count} ascending whole numbers below 2^31")
     return tuple(layers.tolist())
@@ -117,7 +117,7 @@ def _domains(arrays: Arrays, count: int) -> list[str]:
             domains = json.loads(arrays.texts["domains"])
         except (ValueError, RecursionError):
             domains = None
-    elif "domains" in arrays.shapes:
+    elif "domains" in arrays:
         domains = [str(domain) for domain in arrays.values("domains")]
     else:
         domains = [""] * count

@@ -217,7 +217,7 @@ def compile_kernels() -> None:
     """Compile or load what every import uses, before limits are set."""
     import pyarrow  # noqa: F401
 
-    record = Record(ids=np.array([[[0, 1]], [[1, 2]]], np.int32), where="")
+    record = Record(np.array([[[0, 1]], [[1, 2]]], np.int32), "")
     for num_experts in (4, 400):
         trace_of([record], ImportOptions(num_experts=num_experts))
     ids_at_end(b"[[0, 1]]}\n")
@@ -228,7 +228,7 @@ def _answer(request: Any, send: Callable[[Any], None]) -> None:
     files, form, options, summary, limits, limited = request
     compile_kernels()
     process = ProcessLimits(limits, memory=limited)
-    file = files[0]
+    file, is_full = files[0], False
 
     def begin(path: Path) -> None:
         nonlocal file
@@ -251,6 +251,9 @@ def _answer(request: Any, send: Callable[[Any], None]) -> None:
     except OSError as error:
         send(InputError(f"{file}: can't be read ({reason(error)})"))
     except MemoryError:
+        # What was read is let go at the end of this block.
+        is_full = True
+    if is_full:
         send(_too_much_memory(file, limits))
 
 

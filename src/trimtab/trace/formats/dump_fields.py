@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.npy import array_of_lists
-from trimtab.trace.containers.pickles import OpaqueObject
 from trimtab.trace.containers.tensors import Jagged, NumpyArray, Tensor
-from trimtab.trace.message_text import clip
+from trimtab.trace.containers.unpickling import OpaqueObject
+from trimtab.trace.message_text import clip, kind_of, short
 
 
 @contextmanager
@@ -46,14 +46,18 @@ def first_field(source: Any, *names: str) -> Any:
     return next((value for name in names if (value := field(source, name)) is not None), None)
 
 
-def as_array(value: Any, what: str) -> Array:
+def as_array(value: Any, what: str = "expert ids") -> Array:
     """An array of any library, one of a dump, or nested lists of integers, as a numpy array; a view where it can be.
+
+    A nested (jagged) tensor is the array of all its rows, one after the other.
 
     Raises:
         InputError: if it is none of these.
     """
     if isinstance(value, np.ndarray):
         return value
+    if isinstance(value, Jagged) or getattr(value, "is_nested", False):
+        value = value.values() if callable(value.values) else value.values
     if isinstance(value, Tensor | NumpyArray):
         return value.numpy()
     if isinstance(value, list | tuple):
@@ -84,10 +88,72 @@ def optional_integers(source: Any, name: str, ndim: int) -> Array | None:
     return None if value is None else integers(value, name, ndim)
 
 
+def shape_of(routes: Any, what: str) -> tuple[int, ...]:
+    """The shape `[B, T, layers, K]` of the routes of a padded batch, whose ids are not read.
+
+    Raises:
+        InputError: if it has another number of axes, or they are no integers.
+    """
+    if is_on_device(routes):
+        return tuple(routes.shape)
+    return integers(routes, what, 4).shape
+
+
+def is_on_device(value: Any) -> bool:
+    """Whether a tensor is in other memory than the host's."""
+    return getattr(getattr(value, "device", None), "type", "cpu") != "cpu"
+
+
+def masks(batch: Any, key: str, shape: tuple[int, ...], *names: str) -> list[Array | None]:
+    """The fields `[B, T]` of a padded batch by name; None for those that are missing.
+
+    Args:
+        key: of the routes, and their shape.
+
+    Raises:
+        InputError: if one has another shape, or holds no integers.
+    """
+    found = [optional_integers(batch, name, 2) for name in names]
+    for name, mask in zip(names, found, strict=True):
+        if mask is not None and mask.shape != shape[:2]:
+            raise InputError(f"{name} has shape {list(mask.shape)}; {key} has [{shape[0]}, {shape[1]}, ...]")
+    return found
+
+
+def spans(mask_BT: Array) -> Iterator[tuple[int, int, int]]:
+    """Yields for every row the first column that is not 0, the last one + 1, and the number of those; that is 0 if the
+    row has none."""
+    fed_BT = mask_BT != 0
+    starts, backwards = fed_BT.argmax(axis=1), fed_BT[:, ::-1].argmax(axis=1)
+    counts = np.count_nonzero(fed_BT, axis=1)
+    yield from zip(starts.tolist(), (fed_BT.shape[1] - backwards).tolist(), counts.tolist(), strict=True)
+
+
+def required(source: Any, key: str, how: str) -> Any:
+    """A field. Raises InputError that says how it is recorded, if it is missing."""
+    value = field(source, key)
+    if value is None:
+        raise InputError(f"no {key!r} in this batch; {how}")
+    return value
+
+
+def parts_of(routes: Any) -> list[tuple[Any, slice | None, int]]:
+    """The rows of a nested (jagged) tensor or of a list: what holds each, where in its array, and its length."""
+    if isinstance(routes, Jagged):
+        bounds = routes.bounds()
+    elif hasattr(routes, "offsets"):
+        ends = routes.offsets().tolist()
+        bounds = list(pairwise(ends))
+    else:
+        return [(row, None, len(row)) for row in (routes if isinstance(routes, list) else routes.unbind())]
+    return [(routes, slice(start, end), end - start) for start, end in bounds]
+
+
 def rows_of(value: Any, what: str) -> list[Any]:
     """The rows of a nested (jagged) tensor, or of any array along its first axis, one view each."""
     if isinstance(value, Jagged):
-        return value.unbind()
+        values = value.values.numpy()
+        return [values[start:end] for start, end in value.bounds()]
     if getattr(value, "is_nested", False):
         return list(value.unbind())
     if isinstance(value, list | tuple):
@@ -135,6 +201,40 @@ def whole_field(value: Mapping[str, Any], key: str, default: Any = _REQUIRED) ->
     if number is not default and (type(number) is not int or not 0 <= number < 1 << 31):
         raise InputError(f"{key} should be a whole number of 0 or more")
     return number
+
+
+def array_of_lists(value: Sequence[Any], depth: int, what: str = "ids", *, scalars: bool = False) -> Array:
+    """An integer array from lists `depth` deep, in the narrowest dtype.
+
+    Args:
+        scalars: whether booleans, and numbers of numpy and torch, are integers too.
+
+    Raises:
+        InputError: if the lists are ragged or contain anything but integers of 64 bits.
+    """
+    shape = [len(value)]
+    flat: Sequence[Any] = value
+    for _ in range(depth - 1):
+        if not all(isinstance(part, list | tuple) for part in flat):
+            raise InputError(f"{what} should be lists {depth} deep")
+        lengths = set(map(len, flat))
+        if len(lengths) > 1:
+            raise InputError(f"lists of {what} have different lengths, {min(lengths)} and {max(lengths)}")
+        shape.append(lengths.pop() if lengths else 0)
+        flat = list(chain.from_iterable(flat))
+    if scalars and set(map(type, flat)) != {int}:
+        flat = [each.item() if hasattr(each, "item") else each for each in flat]
+        flat = [int(each) if type(each) is bool else each for each in flat]
+    if set(map(type, flat)) - {int}:
+        kind = kind_of(next(each for each in flat if type(each) is not int))
+        raise InputError(f"{what} should be whole numbers; there is {kind}")
+    try:
+        ids = np.array(flat, np.int64)
+    except OverflowError:
+        raise InputError(f"{what} hold {short(max(flat, key=abs))}; that is no expert") from None
+    low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+    narrow = next((t for t in (np.int16, np.int32) if np.iinfo(t).min <= low and high <= np.iinfo(t).max), np.int64)
+    return ids.astype(narrow).reshape(shape)
 
 
 def _depth(value: Any) -> int:

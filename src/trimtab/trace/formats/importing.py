@@ -29,7 +29,7 @@ LONGEST_REASON = 500  # characters
 
 
 class Format(Protocol):
-    """Interface of each framework's module."""
+    """Interface of each framework's module; one whose files state facts of the model has `read_metadata(path)`, too."""
 
     def recognise(self, path: Path) -> bool:
         """True if a file looks like this format. Reads little of it, and never raises."""
@@ -52,11 +52,6 @@ FORMATS: dict[str, Format] = {
     "megatron": megatron,
     "token-imbalance": token_imbalance,
     "arrays": arrays,
-}
-# Formats whose files state facts of the model.
-_METADATA: dict[str, Callable[[Path], ImportOptions]] = {
-    "token-imbalance": token_imbalance.read_metadata,
-    "arrays": arrays.read_metadata,
 }
 
 
@@ -120,9 +115,9 @@ def import_files(
     Raises:
         InputError: one line that names the file and the place in it.
     """
-    if form in _METADATA:
+    if read_metadata := getattr(FORMATS[form], "read_metadata", None):
         with _naming(files[0]):
-            options = options.with_default(_METADATA[form](files[0]))
+            options = options.with_default(read_metadata(files[0]))
     name = f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
     return normalise(_records(files, FORMATS[form], options, begin), options, summary, name)
 

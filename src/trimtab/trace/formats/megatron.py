@@ -24,8 +24,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
 from trimtab.trace.containers.json_values import json_head, json_lines, json_values, one_value
-from trimtab.trace.containers.npy import array_of_lists
-from trimtab.trace.formats.dump_fields import whole_field
+from trimtab.trace.formats.dump_fields import array_of_lists, whole_field
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record, require_records
 from trimtab.trace.message_text import at_place, kind_of
 
@@ -101,7 +100,7 @@ def _micro_batches(rows: list[_Row]) -> Iterator[Record]:
                     f"top-{rows_L[0].ids.shape[1]}"
                 )
         yield Record(
-            ids=np.stack([row.ids for row in rows_L], axis=1),
+            np.stack([row.ids for row in rows_L], axis=1),
             where=f"{start.where}, step {start.step}",
             missing=-1,
             prompt_length=start.prompt_length,

@@ -8,7 +8,6 @@ they are joined, messages have their own: `message_log[i][turn]` with `token_ids
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.containers.pickles import OpaqueObject
+from trimtab.trace.containers.unpickling import OpaqueObject
 from trimtab.trace.formats.dump_fields import (
     damaged_values,
     field,
@@ -26,6 +25,7 @@ from trimtab.trace.formats.dump_fields import (
     label_of,
     optional_integers,
     rows_of,
+    shape_of,
 )
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
@@ -46,7 +46,7 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
         InputError: one line, if it is damaged, or holds no `routed_experts` or no lengths.
     """
     with damaged_values():
-        yield from _records(torch_files.load(path))
+        yield from records_of_batch(torch_files.load(path))
 
 
 def records_of_batch(batch: Any) -> Iterator[Record | Dropped]:
@@ -58,10 +58,6 @@ def records_of_batch(batch: Any) -> Iterator[Record | Dropped]:
     Raises:
         InputError: one line, if there are no routes or no lengths, or shapes do not fit together.
     """
-    yield from _records(batch)
-
-
-def _records(batch: Any) -> Iterator[Record | Dropped]:
     with damaged_values():
         if isinstance(batch, OpaqueObject):
             # A UserDict keeps its items in an attribute.
@@ -82,8 +78,8 @@ def _records(batch: Any) -> Iterator[Record | Dropped]:
 
 
 def _padded(batch: Any) -> Iterator[Record | Dropped]:
-    ids_BTLK = integers(field(batch, KEY), KEY, 4)
-    count, width = ids_BTLK.shape[:2]
+    routes = field(batch, KEY)
+    count, width, *_ = shape_of(routes, KEY)
     found = first_field(batch, *_LENGTHS)
     if found is None:
         raise InputError(f"its rows are padded and their lengths ({' or '.join(_LENGTHS)}) are missing")
@@ -102,15 +98,18 @@ def _padded(batch: Any) -> Iterator[Record | Dropped]:
             continue
         answer = length if generated_B is None else int(generated_B[row])
         yield Record(
-            ids=_recorded(ids_BTLK[row, :length]),
-            where=f"row {row}",
+            routes,
+            f"row {row}",
             missing=-1,
+            place=row,
+            rows=slice(0, length),
+            padding=max(0, width - length),
             num_tokens=length,
             prompt_length=max(0, length - answer),
-            token_ids=None if tokens_BT is None else tokens_BT[row, :length],
+            tokens=() if tokens_BT is None else (tokens_BT[row, :length],),
             domain=label_of(field(batch, "task_name"), row),
+            recorded=_recorded,
         )
-        yield Dropped("padding rows", max(0, width - length))
 
 
 def _logged(batch: Any) -> Iterator[Record]:
@@ -118,44 +117,45 @@ def _logged(batch: Any) -> Iterator[Record]:
     if not isinstance(log, list | tuple):
         raise InputError(f"message_log is a {type(log).__name__}; it should be a list, one entry a sample")
     found = False
-    for row, messages in enumerate(log):
-        record = _joined(rows_of(messages, "message_log"), f"sample {row}")
-        if record is not None:
-            found = True
-            yield replace(record, domain=label_of(field(batch, "task_name"), row))
+    for row, listed in enumerate(log):
+        messages, where = rows_of(listed, "message_log"), f"sample {row}"
+        if all(field(message, KEY) is None for message in messages):
+            continue
+        found = True
+        tokens = [integers(field(message, "token_ids"), f"{where}: token_ids", 1) for message in messages]
+        roles = [field(message, "role") for message in messages]
+        answered = roles.index("assistant") if "assistant" in roles else len(roles)
+        yield Record(
+            [(field(message, KEY), len(each)) for message, each in zip(messages, tokens, strict=True)],
+            where,
+            read=_joined,
+            padding=0,
+            missing=-1,
+            num_tokens=sum(map(len, tokens)),
+            prompt_length=sum(map(len, tokens[:answered])),
+            tokens=tuple(tokens),
+            domain=label_of(field(batch, "task_name"), row),
+            recorded=_recorded,
+        )
     if len(log) and not found:
         raise InputError(f"no message has {KEY!r}; NeMo-RL writes it with policy.router_replay.enabled=true")
 
 
-def _joined(messages: list[Any], where: str) -> Record | None:
-    """The concatenated turns of one sample; a turn without routes has rows of -1."""
-    tokens = [integers(field(message, "token_ids"), f"{where}: token_ids", 1) for message in messages]
-    routes = [field(message, KEY) for message in messages]
-    ids = [None if each is None else integers(each, f"{where}: {KEY}", 3) for each in routes]
-    shapes = {each.shape[1:] for each in ids if each is not None}
-    if not shapes:
-        return None
-    if len(shapes) > 1:
-        raise InputError(f"{where}: its messages have {KEY} of different shapes")
-    shape = shapes.pop()
+def _joined(turns: list[tuple[Any, int]]) -> Array:
+    """The ids of the turns of one sample, given with their numbers of tokens; a turn without routes has rows of -1."""
+    ids = [None if routes is None else integers(routes, KEY, 3) for routes, _ in turns]
+    shape, *others = {each.shape[1:] for each in ids if each is not None}
+    if others:
+        raise InputError(f"its messages have {KEY} of different shapes")
     rows = []
-    for turn, (each, turn_tokens) in enumerate(zip(ids, tokens, strict=True)):
-        missing = len(turn_tokens) - (0 if each is None else len(each))
+    for turn, (each, (_, tokens)) in enumerate(zip(ids, turns, strict=True)):
+        missing = tokens - (0 if each is None else len(each))
         # Only the last token of all has no route; a missing row in an earlier turn would shift all following rows.
         if missing < 0:
-            raise InputError(f"{where}, turn {turn}: {-missing} more rows of {KEY} than tokens")
+            raise InputError(f"turn {turn}: {-missing} more rows of {KEY} than tokens")
         rows += [] if each is None else [each.astype(np.int32)]
         rows.append(np.full((missing, *shape), -1, np.int32))
-    roles = [field(message, "role") for message in messages]
-    answered = roles.index("assistant") if "assistant" in roles else len(roles)
-    return Record(
-        ids=_recorded(np.concatenate(rows)),
-        where=where,
-        missing=-1,
-        num_tokens=sum(map(len, tokens)),
-        prompt_length=sum(map(len, tokens[:answered])),
-        token_ids=np.concatenate(tokens),
-    )
+    return np.concatenate(rows)
 
 
 def _recorded(ids_TLK: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Conversion of records to trace parts: finds MoE layers and rows with routes, and checks every id.
+"""Conversion of records to trace parts: reads their ids, finds MoE layers and rows with routes, and checks every id.
 
 A record has one layer axis. It lists either all decoder layers, with a fill id in dense layers, or only the MoE layers.
 The record's layer numbers or the model's config tell which. Without these it is inferred from the first record with
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
+from trimtab.trace.formats.dump_fields import damaged_values
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
+from trimtab.trace.formats.routes import missing_id
 from trimtab.trace.message_text import at_place, printable
 from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
 from trimtab.trace.store import ROW_GROUP_BYTES
@@ -81,7 +83,7 @@ def normalise(
             row; or if there is no record with a route.
     """
     layout: _Layout | None = None
-    early: list[Record] = []
+    early: list[tuple[Record, Array]] = []
     waiting: list[tuple[Record, Array]] = []
     size = 0
     for item in items:
@@ -89,14 +91,21 @@ def normalise(
             if item.count:
                 summary.dropped[item.kind] += item.count
             continue
-        with at_place(item.where):
-            _check_form(item)
-            layout = layout or _layout_of(item, options)
-        early.append(item)
+        with at_place(item.where), damaged_values():
+            block = item.block
+            ids = item.chosen(block)
+            _check_form(item, ids)
+            layout = layout or _layout_of(item, ids, options)
+            token_ids = item.token_ids
+        padding = len(block) - len(ids) if item.padding is None else item.padding
+        if padding:
+            summary.dropped["padding rows"] += padding
+        token_hash = item.sequence_hash if token_ids is None else hash_tokens(token_ids)
+        early.append((replace(item, source=None, tokens=(), sequence_hash=token_hash), ids))
         if layout is None:
             continue
-        for record in early:
-            waiting.append((record, _routes(record, layout, summary)))
+        for record, ids in early:
+            waiting.append((record, _routes(record, ids, layout, summary)))
             size += waiting[-1][1].nbytes
         early.clear()
         if size >= ROW_GROUP_BYTES:
@@ -127,8 +136,7 @@ class _Layout:
     top_k: int
 
 
-def _check_form(record: Record) -> None:
-    ids = record.ids
+def _check_form(record: Record, ids: Array) -> None:
     if ids.dtype.kind not in "iu":
         raise InputError(f"expert ids are {ids.dtype}; they should be integers")
     if ids.ndim != 3 or 0 in ids.shape[1:]:
@@ -149,20 +157,20 @@ def _check_form(record: Record) -> None:
         raise InputError(f"step {record.step}; it should be 0 to 2**31 - 1")
 
 
-def _layout_of(record: Record, options: ImportOptions) -> _Layout | None:
+def _layout_of(record: Record, ids: Array, options: ImportOptions) -> _Layout | None:
     """The layout of this record; None if it has no routes."""
-    axis, top_k = record.ids.shape[1:]
+    axis, top_k = ids.shape[1:]
     if options.top_k not in (None, top_k):
         raise InputError(f"it has top-{top_k} routing; it should be top-{options.top_k}, as given")
     if record.layers is None and options.moe_layers is None and options.num_layers not in (None, axis):
         raise InputError(f"it has {axis} layers; it should have {options.num_layers}, as given")
-    routes = _layers_with_routes(record.ids)
+    routes = _layers_with_routes(ids)
     if not routes.any():
         return None
-    columns, layers = _moe_layers(record, routes, options)
+    columns, layers = _moe_layers(record, ids, routes, options)
     if options.num_experts is None:
         raise InputError(
-            f"the number of experts per layer is unknown (largest id: {int(record.ids.max())}); give "
+            f"the number of experts per layer is unknown (largest id: {int(ids.max())}); give "
             "--num-experts, or --model with a config.json or a model's name"
         )
     if top_k > options.num_experts:
@@ -186,13 +194,13 @@ def _layers_with_routes(ids: Array) -> Array:
     return np.asarray(distinct.any(axis=(0, 2)))
 
 
-def _moe_layers(record: Record, routes: Array, options: ImportOptions) -> tuple[Array, Array]:
+def _moe_layers(record: Record, ids: Array, routes: Array, options: ImportOptions) -> tuple[Array, Array]:
     """Indices of the MoE layers in the record, and their decoder layers."""
     axis = len(routes)
     if record.layers is not None:
         return np.arange(axis), np.array(record.layers)
     if options.moe_layers is None:
-        if record.ids.shape[2] == 1 and not (ones := (record.ids > 0).any(axis=(0, 2))).all():
+        if ids.shape[2] == 1 and not (ones := (ids > 0).any(axis=(0, 2))).all():
             raise InputError(
                 f"every token has expert 0 in layer {int(ones.argmin())}, which may have no experts at "
                 "all; give --model with a config.json or a model's name"
@@ -206,18 +214,18 @@ def _moe_layers(record: Record, routes: Array, options: ImportOptions) -> tuple[
     raise InputError(f"it has {axis} layers; the model has {options.num_layers}, {len(moe)} of them with experts")
 
 
-def _routes(record: Record, layout: _Layout, summary: Summary) -> Array:
+def _routes(record: Record, ids: Array, layout: _Layout, summary: Summary) -> Array:
     """`[T, L, K]`, one row for each token that was fed to the model, unknown routes as `no_route`."""
-    if record.ids.shape[1:] != (layout.axis, layout.top_k) or (
+    if ids.shape[1:] != (layout.axis, layout.top_k) or (
         record.layers is not None and not np.array_equal(record.layers, layout.layer_indices)
     ):
         raise InputError(
-            f"{record.where}: it has {record.ids.shape[1]} layers, top-{record.ids.shape[2]}; sequences before it have "
+            f"{record.where}: it has {ids.shape[1]} layers, top-{ids.shape[2]}; sequences before it have "
             f"{layout.axis}, top-{layout.top_k}: they are of different models"
         )
-    rows = len(record.ids)
+    rows = len(ids)
     tokens = record.first + rows if record.num_tokens is None else max(record.num_tokens - 1, 0)
-    ids = record.ids[: max(tokens - record.first, 0)]
+    ids = ids[: max(tokens - record.first, 0)]
     if len(ids) < rows:
         summary.dropped["rows of last tokens, which are never fed"] += rows - len(ids)
     if len(layout.dense):
@@ -226,7 +234,8 @@ def _routes(record: Record, layout: _Layout, summary: Summary) -> Array:
         (tokens, len(layout.columns), layout.top_k), no_route(layout.num_experts), id_dtype(layout.num_experts)
     )
     # With K = 1, id 0 is a valid route, so it cannot mark a missing one.
-    missing = NO_ID if record.missing is None or (record.missing == 0 and layout.top_k == 1) else record.missing
+    gap = missing_id(ids) if record.missing == "inferred" else record.missing
+    missing = NO_ID if gap is None or (gap == 0 and layout.top_k == 1) else gap
     unknown_routes = unknown_rows = 0
     at_once = max(1, NARROWED_IDS // ids[:1].size) if len(ids) else 1
     for start in range(0, len(ids), at_once):
@@ -277,10 +286,7 @@ def _join(waiting: list[tuple[Record, Array]], layout: _Layout, options: ImportO
         layer_indices=layout.layer_indices,
         prompt_lengths=[min(max(record.prompt_length, 0), len(routes)) for record, routes in waiting],
         steps=[record.step or options.step for record in records],
-        sequence_hashes=np.array(
-            [record.sequence_hash if record.token_ids is None else hash_tokens(record.token_ids) for record in records],
-            np.uint64,
-        ),
+        sequence_hashes=np.array([record.sequence_hash for record in records], np.uint64),
         domains=[_label(record.domain or options.domain) for record in records],
         model=_label(options.model),
     )

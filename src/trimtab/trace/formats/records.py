@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.trace.formats.dump_fields import as_array, damaged_values, integers
 
 
 @dataclass(frozen=True)
@@ -38,35 +42,68 @@ class ImportOptions:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """One sequence as it was recorded.
+    """One sequence as it was recorded: where its ids are, and what is known of it. Ids are read when they are used.
 
     Attributes:
-        ids: `[t, layers, K]`, any integer dtype: a row for each consecutive token of the record. Padding
-            at either end of a batch is not part of it.
+        source: what holds the ids: an array or tensor of this sequence or of a batch, or nested lists.
         where: the place in the source, for messages: "line 3, choice 1".
-        missing: what all K ids are where there is no route (0 or -1); None if the format has no gaps.
+        missing: what all K ids are where there is no route (0 or -1); None if the format has no gaps; "inferred" where
+            frameworks differ (`missing_id`).
         first: number of tokens before the first row, served from a cache.
         num_tokens: tokens of the sequence, the last of which is never fed to the model; None for `first + t + 1`.
             Rows from `num_tokens - 1` on are dropped, missing rows are unknown routes.
         prompt_length: tokens of the prompt; 0 if unknown.
-        token_ids: `[num_tokens]`, or None.
+        tokens: token ids in one or more parts; not used if they are not `num_tokens` together.
         sequence_hash: `hash_tokens` of the token ids, if the source has only the hash; 0 if unknown.
         step: the RL step; 0 if unknown.
         domain: kind of prompt; "" if unknown.
-        layers: the decoder layer of each layer of `ids`, if options.
+        layers: the decoder layer of each layer of `ids`, if known.
+        place: index of this sequence in the source's array; None for all of it.
+        rows: those of the sequence among the rows at `place`; the others are padding. None for all.
+        padding: rows of padding; None for all that are not among `rows`.
+        recorded: from the sequence's rows to those that hold a record; what it leaves out at the end is unknown.
+        read: from the source to an array of ids, any integer dtype.
     """
 
-    ids: Array
+    source: Any
     where: str
-    missing: int | None = None
+    missing: int | Literal["inferred"] | None = None
     first: int = 0
     num_tokens: int | None = None
     prompt_length: int = 0
-    token_ids: Array | None = None
+    tokens: tuple[Any, ...] = ()
     sequence_hash: int = 0
     step: int = 0
     domain: str = ""
     layers: tuple[int, ...] | None = None
+    place: Any = None
+    rows: slice | Array | None = None
+    padding: int | None = None
+    recorded: Callable[[Array], Array] = lambda ids: ids
+    read: Callable[[Any], Array] = as_array
+
+    @property
+    def block(self) -> Array:
+        """The rows at `place`, padding included."""
+        array = self.read(self.source)
+        return array if self.place is None else array[self.place]
+
+    def chosen(self, block: Array) -> Array:
+        """Those of the rows that are of the sequence: `[t, layers, K]`, a row for each consecutive token."""
+        return self.recorded(block if self.rows is None else block[self.rows])
+
+    @property
+    def ids(self) -> Array:
+        """`[t, layers, K]` of the sequence."""
+        return self.chosen(self.block)
+
+    @property
+    def token_ids(self) -> Array | None:
+        """`[num_tokens]` int64; None if unknown."""
+        if not self.tokens or (self.num_tokens is not None and sum(map(len, self.tokens)) != self.num_tokens):
+            return None
+        with damaged_values():
+            return np.concatenate([integers(part, "token ids", 1).astype(np.int64) for part in self.tokens])
 
 
 @dataclass(frozen=True)

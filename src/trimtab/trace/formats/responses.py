@@ -11,7 +11,6 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.formats.records import Dropped, Record, require_records
-from trimtab.trace.formats.routes import missing_id
 from trimtab.trace.message_text import kind_of
 
 WITHOUT_ROUTES = Dropped("responses without routed_experts")
@@ -100,7 +99,7 @@ def tokens(value: Any) -> Array | None:
 
 
 def record_of(
-    ids: Array,
+    source: Any,
     response: Response,
     where: str,
     prompt: Array | None,
@@ -112,20 +111,18 @@ def record_of(
     """The record of one completion.
 
     Args:
-        ids: `[t, layers, K]`, from token `first` on.
-        prompt, output: token ids, None if unknown; dropped if their number differs from the lengths.
+        source: of ids `[t, layers, K]`, from token `first` on.
+        prompt, output: token ids, None if unknown.
         prompt_length, output_length: tokens, None if unknown.
     """
-    num_tokens = None if prompt_length is None or output_length is None else prompt_length + output_length
-    token_ids = None if prompt is None or output is None else np.concatenate([prompt, output])
     return Record(
-        ids=ids,
-        where=where,
-        missing=missing_id(ids),
+        source,
+        where,
+        missing="inferred",
         first=first,
-        num_tokens=num_tokens,
+        num_tokens=None if prompt_length is None or output_length is None else prompt_length + output_length,
         prompt_length=prompt_length or 0,
-        token_ids=token_ids if token_ids is not None and len(token_ids) == num_tokens else None,
+        tokens=() if prompt is None or output is None else (prompt, output),
         step=response.step,
         domain=response.domain,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import binascii
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.npy import NPY_MAGIC, array_of_lists, array_of_npy, decode_base64
+from trimtab.trace.containers.tensors import NPY_MAGIC, array_of_npy
+from trimtab.trace.formats.dump_fields import array_of_lists
 from trimtab.trace.formats.records import ImportOptions
 from trimtab.trace.message_text import reason, short
 
+ROUTES = "routed_experts"
 _RAW_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 # With a shape but no dtype, the size of a number gives the dtype. Signed, so -1 stays -1.
 _DTYPE_OF_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
@@ -32,8 +35,8 @@ def decode_routes(value: Any, options: ImportOptions, dtype: str = "int32") -> A
         InputError: if it is none of these formats, or sizes don't fit.
     """
     if isinstance(value, str):
-        data = decode_base64(value)
-        ids = array_of_npy(data) if data.startswith(NPY_MAGIC) else shape_flat(_raw(data, dtype), options)
+        data = _decoded(value)
+        ids = array_of_npy(data, ROUTES) if data.startswith(NPY_MAGIC) else shape_flat(_raw(data, dtype), options)
     elif isinstance(value, Mapping):
         ids = _array_of_mapping(value, dtype)
     elif isinstance(value, list | tuple):
@@ -62,8 +65,8 @@ def missing_id(ids: Array) -> int | None:
     return 0 if ids.shape[-1] > 1 else None
 
 
-def trim_padding(ids: Array) -> Array:
-    """Ids `[t, L, K]` without the rows at both ends that are all 0 or all -1.
+def between_padding(ids: Array) -> slice:
+    """The rows of ids `[t, L, K]` without those at both ends that are all 0 or all -1.
 
     With one layer and top-1 zeros stay: they may be routes.
     """
@@ -72,7 +75,19 @@ def trim_padding(ids: Array) -> Array:
     if flat.shape[1] > 1:
         padded |= ~flat.any(axis=1)
     kept = np.flatnonzero(~padded)
-    return ids[kept[0] : kept[-1] + 1] if len(kept) else ids[:0]
+    return slice(kept[0], kept[-1] + 1) if len(kept) else slice(0, 0)
+
+
+def lengths_of_starts(starts: Array, total: int) -> Array:
+    """`[S]` tokens of each sequence, from the first token of each and the end `[S + 1]`.
+
+    Raises:
+        InputError: if the starts are not ascending from 0 to `total`.
+    """
+    starts = starts.astype(np.int64)
+    if len(starts) < 1 or starts[0] != 0 or starts[-1] != total or (np.diff(starts) < 0).any():
+        raise InputError(f"sequence_starts should be ascending from 0 to the number of tokens, {total}")
+    return np.diff(starts)
 
 
 def raw_dtype(name: Any) -> str:
@@ -99,6 +114,13 @@ def shape_flat(flat: Array, options: ImportOptions, what: str = "routed_experts"
     return flat.reshape(-1, layers, top_k)
 
 
+def _decoded(text: str) -> bytes:
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except ValueError as error:
+        raise InputError(f"routed_experts is not valid base64 ({reason(error)})") from None
+
+
 def _raw(data: bytes, dtype: str) -> Array:
     kind = np.dtype(dtype).newbyteorder("<")
     if len(data) % kind.itemsize:
@@ -110,9 +132,9 @@ def _array_of_mapping(value: Mapping[str, Any], default: str) -> Array:
     data, shape, dtype = value.get("data"), value.get("shape"), value.get("dtype")
     if not isinstance(data, str):
         raise InputError("routed_experts has no base64 'data'")
-    content = decode_base64(data)
+    content = _decoded(data)
     if content.startswith(NPY_MAGIC):
-        return array_of_npy(content)
+        return array_of_npy(content, ROUTES)
     if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
         raise InputError("routed_experts has no 'shape' [tokens, layers, top_k]")
     count = math.prod(shape)
@@ -127,7 +149,7 @@ def _array_of_mapping(value: Mapping[str, Any], default: str) -> Array:
 def _plain_array(value: Any) -> Array:
     """An array or tensor on the CPU."""
     if isinstance(value, bytes | bytearray):
-        return array_of_npy(bytes(value))
+        return array_of_npy(bytes(value), ROUTES)
     try:
         array = np.asarray(value)
     except Exception as error:  # whatever a tensor of another library raises

@@ -89,61 +89,58 @@ def records_of_dump(dump: Any, options: ImportOptions) -> Iterator[Record | Drop
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """One forward pass.
+class _Piece:
+    """The tokens of one request in one forward pass.
 
     Attributes:
-        mode: "prefill", "decode", "mixed" or "".
-        ids: `[layers, T, 8]`.
-        lengths: tokens of each request in this pass, T together.
-        requests: a name for each of these requests; None if unknown.
+        name: of the pass.
+        mode: of the pass: "prefill", "decode", "mixed" or "".
+        request: its name; None if unknown.
+        ids: `[layers, t, 8]`, physical.
     """
 
     name: str
     mode: str
+    request: str | None
     ids: Array
-    lengths: list[int]
-    requests: list[str] | None
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """The tokens of one request in one forward pass: rows `start` to `end - 1`."""
-
-    of: _Pass
-    start: int
-    end: int
 
 
 def _from_tokens(dump: Mapping[Any, Any], dumped: Any) -> Iterator[Record | Dropped]:
     logical = optional_integers(dump, MAP, 2)
-    passes: list[_Pass] = []
-    for each in dumped:
-        passes.append(_pass_of(each))
-        if passes[-1].ids.shape[::2] != passes[0].ids.shape[::2]:
-            raise InputError(f"{passes[-1].name}: {IDS} has another shape than those before")
-    used_LK = np.any([(each.ids >= 0).any(axis=1) for each in passes], axis=0)
+    passes = [integers(field(each, IDS), f"{_name(each)}: {IDS}", 3) for each in dumped]
+    for each, ids in zip(dumped, passes, strict=True):
+        if ids.shape[::2] != passes[0].shape[::2]:
+            raise InputError(f"{_name(each)}: {IDS} has another shape than those before")
+    used_LK = np.any([(ids >= 0).any(axis=1) for ids in passes], axis=0)
     if not np.any(used_LK):
         raise InputError("its records hold no token")
     layers = np.flatnonzero(used_LK.any(axis=1))
     # The recorder has room for top-8, whatever the model's is.
     top_k = int(np.flatnonzero(used_LK.any(axis=0))[-1]) + 1
-    yield Dropped(EMPTY_PASSES, sum(each.ids.shape[1] == 0 for each in passes))
-    for name, pieces in _requests(passes).items():
-        ids = [_logical_ids(piece, layers, top_k, logical) for piece in pieces]
+    yield Dropped(EMPTY_PASSES, sum(ids.shape[1] == 0 for ids in passes))
+    sequences: dict[str, list[_Piece]] = {}
+    for each, ids in zip(dumped, passes, strict=True):
+        for number, piece in enumerate(_pieces(each, ids)):
+            name = f"request {piece.request}" if piece.request else f"{piece.name}, piece {number}"
+            # Passes of several ranks or recordings may have the same number.
+            while not piece.request and name in sequences:
+                name += "'"
+            if piece.ids.shape[1]:
+                sequences.setdefault(name, []).append(piece)
+    for name, pieces in sequences.items():
+        parts = [_logical_ids(piece, layers, top_k, logical) for piece in pieces]
         yield Record(
-            ids=np.concatenate(ids) if len(ids) > 1 else ids[0],
-            where=name,
+            np.concatenate(parts),
+            name,
             missing=-1,
-            prompt_length=sum(len(each) for each, piece in zip(ids, pieces, strict=True) if piece.of.mode in PREFILL),
-            domain="" if name.startswith("request") else pieces[0].of.mode,
+            prompt_length=sum(len(ids) for ids, piece in zip(parts, pieces, strict=True) if piece.mode in PREFILL),
+            domain="" if pieces[0].request else pieces[0].mode,
             layers=tuple(layers.tolist()),
         )
 
 
-def _pass_of(each: Any) -> _Pass:
-    name = _name(each)
-    ids = integers(field(each, IDS), f"{name}: {IDS}", 3)
+def _pieces(each: Any, ids: Array) -> Iterator[_Piece]:
+    """The pieces of a forward pass, one a request; all tokens are one if requests are not told apart."""
     tokens = ids.shape[1]
     lengths, requests = field(each, "extend_seq_lens"), field(each, "rids")
     if not (
@@ -153,14 +150,11 @@ def _pass_of(each: Any) -> _Pass:
     ):
         lengths = [1] * tokens if isinstance(requests, list | tuple) and len(requests) == tokens else [tokens]
     named = isinstance(requests, list | tuple) and len(requests) == len(lengths) and all(map(text, requests))
-    return _Pass(
-        name=name,
-        # `ForwardMode`: 1 is prefill, 2 decoding, 3 both in one pass.
-        mode={1: "prefill", 2: "decode", 3: "mixed"}.get(whole_number(field(each, "forward_mode")), ""),
-        ids=ids,
-        lengths=list(lengths),
-        requests=list(map(text, requests)) if named else None,
-    )
+    # `ForwardMode`: 1 is prefill, 2 decoding, 3 both in one pass.
+    mode = {1: "prefill", 2: "decode", 3: "mixed"}.get(whole_number(field(each, "forward_mode")), "")
+    ends = np.cumsum(lengths).tolist()
+    for number, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        yield _Piece(_name(each), mode, text(requests[number]) if named else None, ids[:, end - length : end])
 
 
 def _name(each: Any) -> str:
@@ -170,28 +164,12 @@ def _name(each: Any) -> str:
     )
 
 
-def _requests(passes: list[_Pass]) -> dict[str, list[_Piece]]:
-    """The pieces of every sequence."""
-    groups: dict[str, list[_Piece]] = {}
-    for each in passes:
-        ends = np.cumsum(each.lengths).tolist()
-        for number, (length, end) in enumerate(zip(each.lengths, ends, strict=True)):
-            if not length:
-                continue
-            name = f"request {each.requests[number]}" if each.requests else f"{each.name}, piece {number}"
-            # Passes of several ranks or recordings may have the same number.
-            while not each.requests and name in groups:
-                name += "'"
-            groups.setdefault(name, []).append(_Piece(each, end - length, end))
-    return groups
-
-
 def _logical_ids(piece: _Piece, layers: Array, top_k: int, logical: Array | None) -> Array:
-    ids_TLK = piece.of.ids[layers, piece.start : piece.end, :top_k].transpose(1, 0, 2)
+    ids_TLK = piece.ids[layers, :, :top_k].transpose(1, 0, 2)
     if logical is None:
         return ids_TLK
     if layers[-1] >= len(logical) or ids_TLK.max(initial=-1) >= logical.shape[1]:
-        raise InputError(f"{piece.of.name}: a physical expert that is not in {MAP} of shape {list(logical.shape)}")
+        raise InputError(f"{piece.name}: a physical expert that is not in {MAP} of shape {list(logical.shape)}")
     mapped = logical[layers[None, :, None], np.maximum(ids_TLK, 0)]
     return np.where(ids_TLK >= 0, mapped, -1)
 
@@ -240,7 +218,7 @@ def _from_counts(counts: list[Array], names: Any, options: ImportOptions) -> Ite
         ids_TLK = np.full((num_tokens, len(layers), options.top_k), -1, np.int32)
         for place, layer in enumerate(layers.tolist()):
             _assign_experts(counts_LE[layer], ids_TLK[:, place], f"{where}, layer {layer}")
-        yield Record(ids=ids_TLK, where=where, missing=-1, layers=tuple(layers.tolist()))
+        yield Record(ids_TLK, where, missing=-1, layers=tuple(layers.tolist()))
         yield Dropped(_GENERATED, num_tokens)
 
 

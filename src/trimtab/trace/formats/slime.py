@@ -8,6 +8,7 @@ miles fills rows without a route with -1.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,32 +79,29 @@ def records_of_samples(
 
 
 def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, options: ImportOptions) -> Record:
-    token_ids = integers(tokens, f"{where}: tokens", 1)
-    ids_TLK = _shaped(as_array(ids, f"{where}: {KEY}"), where, options)
-    length = whole_number(field(sample, "response_length"), len(token_ids))
+    tokens = tokens if isinstance(tokens, list | tuple) else integers(tokens, f"{where}: tokens", 1)
+    length = whole_number(field(sample, "response_length"), len(tokens))
     metadata = field(sample, "metadata")
     labels = [text(metadata.get(key)) for key in _DOMAIN_KEYS] if isinstance(metadata, Mapping) else []
     return Record(
-        ids=ids_TLK,
-        where=where,
+        ids,
+        where,
+        read=partial(_shaped, options=options),
         missing=-1,
-        num_tokens=len(token_ids),
-        prompt_length=max(0, len(token_ids) - length),
-        token_ids=token_ids,
+        num_tokens=len(tokens),
+        prompt_length=max(0, len(tokens) - length),
+        tokens=(tokens,),
         step=step,
         domain=next((label for label in labels if label), ""),
     )
 
 
-def _shaped(ids: Array, where: str, options: ImportOptions) -> Array:
+def _shaped(ids: Any, options: ImportOptions) -> Array:
     """`[t, layers, K]`, also from flat ids or `[t, layers * K]`."""
-    if ids.dtype.kind not in "iu":
-        raise InputError(f"{where}: {KEY} is {ids.dtype}; it should hold integers")
-    if ids.ndim in (1, 2):
-        return shape_flat(ids, options, f"{where}: {KEY}")
-    if ids.ndim != 3:
-        raise InputError(f"{where}: {KEY} has shape {list(ids.shape)}; it should be [tokens - 1, layers, top_k]")
-    return ids
+    array = as_array(ids, KEY)
+    if array.dtype.kind in "iu" and array.ndim in (1, 2):
+        return shape_flat(array, options, KEY)
+    return integers(array, KEY, 3)
 
 
 def samples_of(samples: Any, depth: int = 0) -> Iterator[Any]:

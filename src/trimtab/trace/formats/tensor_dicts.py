@@ -7,9 +7,8 @@ from typing import Any
 
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.containers.pickles import OpaqueObject
 from trimtab.trace.containers.tensors import (
-    DTYPES,
+    TORCH_DTYPES,
     DType,
     Jagged,
     LatinBytes,
@@ -17,8 +16,8 @@ from trimtab.trace.containers.tensors import (
     Storage,
     Tensor,
     buffer_of,
-    stored,
 )
+from trimtab.trace.containers.unpickling import OpaqueObject
 from trimtab.trace.formats.dump_fields import as_array
 
 
@@ -64,7 +63,7 @@ def _decoded(value: Any) -> Any:
         return [_decoded(each) for each in value[1]]
     dtype, shape, content = value
     content = content.data if isinstance(content, NumpyArray) else content
-    return NumpyArray(tuple(shape), DType(DTYPES.get(dtype, "?unknown")), content)
+    return NumpyArray(tuple(shape), DType(TORCH_DTYPES[dtype].str), content)
 
 
 def _from_consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
@@ -79,8 +78,8 @@ def _from_consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
         if not 0 <= start <= stop <= len(content):
             raise InputError(f"a damaged TensorDict: {key[:80]!r} lies outside its storage")
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        storage_of_leaf = Storage(dtype, 0, stored(content[start:stop]))
-        found[key] = Tensor(storage_of_leaf, dtype, 0, tuple(shape), strides)
+        part = content[start:stop]
+        found[key] = Tensor(Storage(dtype, 0, lambda part=part: part), dtype, 0, tuple(shape), strides)  # type: ignore[misc]
     for key in [key for key in found if key.startswith("<NJT_VALUES>")]:
         name = key.removeprefix("<NJT_VALUES>")
         offsets, lengths = found.get(f"<NJT_OFFSETS>{name}"), found.get(f"<NJT_LENGTHS>{name}")

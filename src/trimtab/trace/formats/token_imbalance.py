@@ -59,23 +59,21 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record]:
     tensors = manifest.get("tensors")
     if not isinstance(tensors, Mapping):
         raise InputError("no tensors")
-    described = {name: _description(tensors, name) for name in TENSORS}
-    for name, facts in described.items():
-        with at_place(_file_of(name)):
-            _check_digest(path.parent / _file_of(name), facts)
+    for name in TENSORS:
+        _check_file(path.parent, name, tensors.get(name))
     experts, world_size = whole_field(manifest, "num_experts"), whole_field(manifest, "world_size")
     if options.num_experts not in (None, experts):
         raise InputError(f"it has {experts} experts; it should have {options.num_experts}")
     shape = whole_field(manifest, "logical_num_tokens"), whole_field(manifest, "topk")
-    ids_TK = _tensor(path.parent, "expert_ids", described, shape)
-    source_T = _tensor(path.parent, "source_rank", described, shape[:1])
+    ids_TK = _tensor(path.parent, "expert_ids", tensors, shape)
+    source_T = _tensor(path.parent, "source_rank", tensors, shape[:1])
     if not len(ids_TK):
         raise InputError("it has no tokens")
     if source_T.min() < 0 or source_T.max() >= world_size:
         raise InputError(f"source ranks are {source_T.min()} to {source_T.max()}; there are {world_size} ranks")
     for rank in np.unique(source_T).tolist():
         yield Record(
-            ids=ids_TK[source_T == rank, None],
+            ids_TK[source_T == rank, None],
             where=f"source rank {rank}",
             step=whole_field(manifest, "step_id"),
             domain=text(manifest.get("workload_id")),
@@ -93,33 +91,29 @@ def _manifest(path: Path) -> Mapping[str, Any]:
     return values[0]
 
 
-def _description(tensors: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """What the manifest states about a tensor. Its file has a fixed name, so none outside of the folder is read."""
-    facts = tensors.get(name)
+def _check_file(folder: Path, name: str, facts: Any) -> None:
+    """Raises InputError unless a tensor's file is the one that the manifest describes.
+
+    It has a fixed name, so none outside of the folder is read.
+    """
+    relative = f"tensors/{name}.pt"
     if not isinstance(facts, Mapping):
         raise InputError(f"tensors: {name} is {kind_of(facts)}; expected an object")
-    if facts.get("file") != _file_of(name):
-        raise InputError(f"tensors: the file of {name} should be {_file_of(name)}")
-    return facts
-
-
-def _file_of(name: str) -> str:
-    return f"tensors/{name}.pt"
-
-
-def _check_digest(path: Path, facts: Mapping[str, Any]) -> None:
-    if not path.is_file():
-        raise InputError("no such file beside the manifest")
-    with path.open("rb") as file:
+    if facts.get("file") != relative:
+        raise InputError(f"tensors: the file of {name} should be {relative}")
+    if not (folder / relative).is_file():
+        raise InputError(f"{relative}: no such file beside the manifest")
+    with (folder / relative).open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != facts.get("sha256"):
-            raise InputError("damaged or exchanged: its SHA-256 is not that of the manifest")
+            raise InputError(f"{relative}: damaged or exchanged: its SHA-256 is not that of the manifest")
 
 
-def _tensor(folder: Path, name: str, described: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
+def _tensor(folder: Path, name: str, tensors: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
     """A tensor of whole numbers, with the shape that the manifest's counts imply and the one that it states."""
-    with at_place(_file_of(name)), damaged_values():
-        array = integers(torch_files.load(folder / _file_of(name)), name, len(shape))
-        stated = described[name].get("shape"), described[name].get("dtype")
+    relative = f"tensors/{name}.pt"
+    with at_place(relative), damaged_values():
+        array = integers(torch_files.load(folder / relative), name, len(shape))
+        stated = tensors[name].get("shape"), tensors[name].get("dtype")
         if stated != (list(array.shape), array.dtype.name):
             raise InputError(f"it is {array.dtype.name} {list(array.shape)}, unlike in the manifest")
         if array.shape != shape:

@@ -9,30 +9,32 @@ the bare array in a `.npy`. Without padding (nested tensors), every sequence is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.containers.npy import NPY_MAGIC
-from trimtab.trace.containers.pickles import OpaqueObject
 from trimtab.trace.containers.tensors import (
+    NPY_MAGIC,
     Jagged,
     NumpyArray,
     Tensor,
 )
+from trimtab.trace.containers.unpickling import OpaqueObject
 from trimtab.trace.formats.dump_fields import (
     as_array,
     damaged_values,
     field,
-    integers,
     label_of,
+    masks,
     optional_integers,
+    parts_of,
+    required,
     rows_of,
+    shape_of,
+    spans,
     whole_number,
 )
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
@@ -81,84 +83,65 @@ def records_of_batch(batch: Any) -> Iterator[Record | Dropped]:
     """
     with damaged_values():
         tensors, labels, facts = _parts(batch)
-        if field(tensors, KEY) is None:
-            raise InputError(
-                f"no {KEY!r} in this batch; verl writes it with rollout.enable_rollout_routing_replay=True"
-            )
+        routes = required(tensors, KEY, "verl writes it with rollout.enable_rollout_routing_replay=True")
         step = whole_number(field(facts, "global_steps"))
         sources = field(labels, "data_source")
         sources = field(tensors, "data_source") if sources is None else sources
-        for row, item in _rows(tensors):
-            yield replace(item, step=step, domain=label_of(sources, row)) if isinstance(item, Record) else item
+        is_jagged = isinstance(routes, Jagged | list) or getattr(routes, "is_nested", False)
+        yield from (_jagged_rows if is_jagged else _rows)(tensors, routes, step, sources)
 
 
-def _rows(tensors: Any) -> Iterator[tuple[int, Record | Dropped]]:
-    """Yields row numbers, and their records or what is dropped of them."""
-    routes = field(tensors, KEY)
-    if isinstance(routes, Jagged) or getattr(routes, "is_nested", False) or isinstance(routes, list):
-        yield from enumerate(_jagged_rows(tensors))
-        return
-    ids_BTLK = integers(routes, KEY, 4)
-    batch, width = ids_BTLK.shape[:2]
-    mask_BT, tokens_BT = optional_integers(tensors, "attention_mask", 2), optional_integers(tensors, "input_ids", 2)
-    for name, array in (("attention_mask", mask_BT), ("input_ids", tokens_BT)):
-        if array is not None and array.shape != (batch, width):
-            raise InputError(f"{name} has shape {list(array.shape)}; {KEY} has [{batch}, {width}, ...]")
-    prompts, responses = field(tensors, "prompts"), field(tensors, "responses")
+def _rows(tensors: Any, routes: Any, step: int, sources: Any) -> Iterator[Record | Dropped]:
+    _, width, *_ = shape = shape_of(routes, KEY)
+    mask_BT, tokens_BT = masks(tensors, KEY, shape, "attention_mask", "input_ids")
+    prompts, responses = (optional_integers(tensors, name, 2) for name in ("prompts", "responses"))
     prompt_width = 0
     if prompts is not None:
-        prompt_width = min(width, integers(prompts, "prompts", 2).shape[1])
+        prompt_width = min(width, prompts.shape[1])
     elif responses is not None:
-        prompt_width = max(0, width - integers(responses, "responses", 2).shape[1])
-    for row in range(batch):
-        ids_TLK = ids_BTLK[row]
-        fed_T: Array = mask_BT[row] != 0 if mask_BT is not None else np.any(ids_TLK, axis=(1, 2))
-        places = np.flatnonzero(fed_T)
-        if not len(places):
-            yield row, Dropped("empty sequences")
-            yield row, Dropped("padding rows", width)
+        prompt_width = max(0, width - responses.shape[1])
+    fed_BT = as_array(routes).any(axis=(2, 3)) if mask_BT is None else mask_BT
+    for row, (start, end, count) in enumerate(spans(fed_BT)):
+        if not count:
+            yield from (Dropped("empty sequences"), Dropped("padding rows", width))
             continue
-        start, end = int(places[0]), int(places[-1]) + 1
         # Masked tokens in the middle were not fed to the model either.
-        whole = mask_BT is None or len(places) == end - start
-        chosen: Any = slice(start, end) if whole else places
-        length = end - start if whole else len(places)
-        record = Record(
-            ids=ids_TLK[chosen],
-            where=f"row {row}",
-            missing=0,
-            num_tokens=None if mask_BT is None else length,
-            prompt_length=max(0, min(prompt_width, end) - start) if whole else int(fed_T[:prompt_width].sum()),
-            token_ids=None if mask_BT is None or tokens_BT is None else tokens_BT[row][chosen],
-        )
-        yield row, record
-        yield row, Dropped("padding rows", width - length)
-
-
-def _jagged_rows(tensors: Any) -> Iterator[Record]:
-    routes = rows_of(field(tensors, KEY), KEY)
-    tokens_of, prompts = (_rows_of_field(tensors, name, len(routes)) for name in ("input_ids", "prompts"))
-    for row, value in enumerate(routes):
-        ids_TLK = integers(value, KEY, 3)
-        tokens = None if tokens_of is None else integers(tokens_of[row], "input_ids", 1)
+        is_whole = mask_BT is None or count == end - start
+        rows = slice(start, end) if is_whole else np.flatnonzero(fed_BT[row])
+        before = max(0, min(prompt_width, end) - start) if is_whole else np.count_nonzero(fed_BT[row, :prompt_width])
         yield Record(
-            ids=ids_TLK,
-            where=f"row {row}",
+            routes,
+            f"row {row}",
             missing=0,
-            num_tokens=len(ids_TLK) if tokens is None else len(tokens),
-            prompt_length=0 if prompts is None else len(as_array(prompts[row], "prompts")),
-            token_ids=tokens,
+            place=row,
+            rows=rows,
+            num_tokens=None if mask_BT is None else count,
+            prompt_length=int(before),
+            tokens=() if mask_BT is None or tokens_BT is None else (tokens_BT[row][rows],),
+            step=step,
+            domain=label_of(sources, row),
         )
 
 
-def _rows_of_field(tensors: Any, name: str, count: int) -> list[Any] | None:
-    value = field(tensors, name)
-    if value is None:
-        return None
-    rows = rows_of(value, name)
-    if len(rows) != count:
-        raise InputError(f"{name} has {len(rows)} rows; {KEY} has {count}")
-    return rows
+def _jagged_rows(tensors: Any, routes: Any, step: int, sources: Any) -> Iterator[Record]:
+    parts = parts_of(routes)
+    fields = [(name, field(tensors, name)) for name in ("input_ids", "prompts")]
+    tokens, prompts = (None if value is None else rows_of(value, name) for name, value in fields)
+    for name, rows in (("input_ids", tokens), ("prompts", prompts)):
+        if rows is not None and len(rows) != len(parts):
+            raise InputError(f"{name} has {len(rows)} rows; {KEY} has {len(parts)}")
+    for row, (source, place, length) in enumerate(parts):
+        yield Record(
+            source,
+            f"row {row}",
+            missing=0,
+            place=place,
+            num_tokens=length if tokens is None else len(tokens[row]),
+            prompt_length=0 if prompts is None else len(prompts[row]),
+            tokens=() if tokens is None else (tokens[row],),
+            step=step,
+            domain=label_of(sources, row),
+        )
 
 
 def _parts(batch: Any) -> tuple[Any, Any, Any]:

@@ -34,8 +34,7 @@ from trimtab.trace.formats.responses import (
     token_count,
     tokens,
 )
-from trimtab.trace.formats.routes import check_ids, decode_routes, missing_id, trim_padding
-from trimtab.trace.formats.sequence_arrays import lengths_of_starts, sequence_numbers
+from trimtab.trace.formats.routes import between_padding, check_ids, decode_routes, lengths_of_starts
 from trimtab.trace.message_text import at_place, kind_of
 
 ROUTES = "routed_experts"
@@ -104,8 +103,9 @@ def _completion(
     before = first_given(choice, PROMPT_ROUTES, default=response.content.get(PROMPT_ROUTES))
     with at_place(where):
         # Nested lists without rows have no shape.
-        found = [routes for routes in (before, choice.get(ROUTES)) if routes is not None]
-        parts = [decode_routes(routes, options) for routes in found if not _is_empty_list(routes)]
+        given = [routes for routes in (before, choice.get(ROUTES)) if routes is not None]
+        found = [routes for routes in given if not isinstance(routes, list | tuple) or routes]
+        parts = [decode_routes(routes, options) for routes in found]
         if not parts:
             return WITHOUT_ROUTES
         if len({part.shape[1:] for part in parts}) > 1:
@@ -117,15 +117,13 @@ def _completion(
         output = tokens(choice.get("token_ids"))
         prompt_length = token_count(usage, "prompt_tokens") if prompt is None else len(prompt)
         if prompt_length is None and before is not None:
-            prompt_length = 0 if _is_empty_list(before) else len(parts[0])
+            prompt_length = len(parts[0]) if found[0] is before else 0
         output_length = token_count(usage, "completion_tokens") if output is None else len(output)
         of_output = split and before is None and output_length is not None and len(ids) == output_length - 1
         first = prompt_length or 0 if of_output else 0
-        return record_of(ids, response, where, prompt, output, prompt_length, output_length, first)
-
-
-def _is_empty_list(routes: Any) -> bool:
-    return isinstance(routes, list | tuple) and not routes
+        # An array of the engine itself is read later.
+        source = found[0] if len(found) == 1 and hasattr(found[0], "dtype") else ids
+        return record_of(source, response, where, prompt, output, prompt_length, output_length, first)
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
@@ -138,8 +136,8 @@ def _fields(value: Any) -> Mapping[str, Any]:
 
 def _read_arrays(path: Path) -> Iterator[Record | Dropped]:
     with open_arrays(path) as arrays:
-        name = ROUTES if ROUTES in arrays.shapes else ""
-        shape = arrays.shapes.get(name, ())
+        name = ROUTES if ROUTES in arrays else ""
+        shape = arrays.shape(name)
         if len(shape) not in (3, 4) or 0 in shape[-2:] or (len(shape) == 4 and not shape[1]):
             raise InputError(
                 f"routed_experts has shape {list(shape)}; it should be [tokens, layers, top_k] or [sequences, tokens, "
@@ -149,34 +147,35 @@ def _read_arrays(path: Path) -> Iterator[Record | Dropped]:
         lengths: Array | None = None
         if not padded:
             lengths = _lengths(arrays, shape[0])
-        elif "lengths" in arrays.shapes:
-            lengths = sequence_numbers(arrays, "lengths", shape[0], shape[1] + 1)
+        elif "lengths" in arrays:
+            lengths = arrays.numbers("lengths", shape[0], shape[1] + 1)
         count = shape[0] if lengths is None else len(lengths)
-        prompts, steps = (sequence_numbers(arrays, key, count) for key in ("prompt_lengths", "steps"))
-        rows = arrays.rows(name)
+        prompts, steps = (arrays.numbers(key, count) for key in ("prompt_lengths", "steps"))
+        end = 0
         for index in range(count):
             # Sequences of a padded batch without lengths are cut to the rows that may be routes.
             length = None if lengths is None else int(lengths[index])
-            ids = check_ids(rows(1)[0] if padded else rows(length or 0))
-            kept = trim_padding(ids) if length is None else ids[:length]
+            start, end = end, end + (1 if padded else length or 0)
+            rows = arrays.rows(name, start, end)
+            ids = check_ids(rows[0] if padded else rows)
             yield Record(
-                ids=kept,
-                where=f"sequence {index}",
-                missing=missing_id(kept),
+                ids,
+                f"sequence {index}",
+                missing="inferred",
+                rows=between_padding(ids) if length is None else slice(0, length),
                 prompt_length=int(prompts[index]),
                 step=int(steps[index]),
             )
-            yield Dropped("padding rows", len(ids) - len(kept))
 
 
 def _lengths(arrays: Arrays, total: int) -> Array:
     """`[S]` tokens of each of the concatenated sequences, `total` together."""
-    if "sequence_starts" in arrays.shapes:
-        starts = arrays.integers("sequence_starts")
+    if "sequence_starts" in arrays:
+        starts = arrays.values("sequence_starts", "iu")
         without_end = len(starts) > 0 and starts[0] == 0 and starts[-1] != total
         return lengths_of_starts(np.append(starts, total) if without_end else starts, total)
-    if "lengths" in arrays.shapes:
-        lengths = arrays.integers("lengths").astype(np.int64)
+    if "lengths" in arrays:
+        lengths = arrays.values("lengths", "iu").astype(np.int64)
         if lengths.min(initial=0) < 0 or lengths.max(initial=0) > total or lengths.sum() != total:
             raise InputError(f"lengths should add up to the number of tokens, {total}")
         return lengths
