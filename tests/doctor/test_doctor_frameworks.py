@@ -72,6 +72,7 @@ def test_arguments_with_the_flag_have_no_problem(package: str, tmp_path: Path) -
         ("slime", {"more": "--enable-mtp-training"}, "enable_mtp_training=True"),
         ("slime", {"more": "--megatron-deepgemm-forward-layers 1 2"}, "megatron_deepgemm_forward_layers"),
         ("slime", {"more": "--moe-router-fusion"}, "moe_router_fusion"),
+        ("slime", {"more": "--mtp-num-layers 1"}, "mtp_num_layers=1"),
         ("slime", {"balance": "mode=rehome"}, "mode=rehome moves experts, and slime copies"),
         ("slime", {"balance": "mode=plan slots=2"}, "no option 'slots'"),
         ("slime", {"balance": "mode=live"}, "mode=live balances what routers choose"),
