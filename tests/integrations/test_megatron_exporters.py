@@ -215,7 +215,7 @@ def test_what_gives_no_names_away_runs_with_experts_away() -> None:
     assert len(list(chunk.modules())) == len(list(pair.plain.chunks[0].named_modules()))
     assert check_param_hashes_across_dp_replicas(pair.moving.chunks)
     with pytest.raises(
-        InputError, match=r"test_megatron_exporters:test_what.* in which layer 1 has experts by position"
+        InputError, match=r"exporters:test_what.* in which layer 1 has experts by position"
     ):
         dict(chunk.named_parameters())
     pair.session.remove()
@@ -233,7 +233,7 @@ def test_tensors_on_one_rank_alone_are_renamed_on_all() -> None:
         assert [*partial_names] == [*whole]
         assert all((value is None) == bool(dist.get_rank()) for value in partial_names.values())
         session = pair.session
-        stacks: list[Any] = [("model.layers.1.mlp.experts.gate_up_proj", None)]
+        stacks: Any = [("model.layers.1.mlp.experts.gate_up_proj", None)]
         assert [*session.logical_names(stacks)] == stacks
         session.remove()
 

@@ -159,7 +159,7 @@ def test_memory_is_watched_where_it_is_not_limited(tmp_path: Path) -> None:
     """The reader is ended when it reads the second file, which is named."""
     files = [tmp_path / "a", tmp_path / "b"]
     files[0].write_bytes(all_dumps()["slime"].content)
-    files[1].write_bytes(growing_names())
+    files[1].write_bytes(many_objects())
     limits = Limits(memory=64 << 20)
     assert len(list(bounded_import(files[:1], "slime", MODEL, Summary(), limits))) == 1
     with pytest.raises(InputError, match=r"b: takes more than 64 MiB of memory"):
