@@ -214,9 +214,7 @@ def test_what_gives_no_names_away_runs_with_experts_away() -> None:
     assert len(list(chunk.parameters())) == len(pair.plain.named_parameters())
     assert len(list(chunk.modules())) == len(list(pair.plain.chunks[0].named_modules()))
     assert check_param_hashes_across_dp_replicas(pair.moving.chunks)
-    with pytest.raises(
-        InputError, match=r"exporters:test_what.* in which layer 1 has experts by position"
-    ):
+    with pytest.raises(InputError, match=r"exporters:test_what.* in which layer 1 has experts by position"):
         dict(chunk.named_parameters())
     pair.session.remove()
 
