@@ -52,7 +52,8 @@ def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
 
 def _cases(parser: argparse.ArgumentParser, name: str) -> Iterator[str]:
     """Yields what may follow: values of an option with choices, else options, commands and choices of arguments."""
-    options, words = [], []
+    options: list[str] = []
+    words: list[str] = []
     for action in parser._actions:
         options += action.option_strings
         choices = [str(choice) for choice in action.choices or ()]
