@@ -76,6 +76,13 @@ def test_plan_keeps_to_row_limits(trace_file: Path, tmp_path: Path) -> None:
         assert (loads_MLR.max(axis=2) <= (even_ML if "--exact" in limits else 2060)).all()
 
 
+def test_windows_is_refused_by_name(error_of: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert error_of("plan", "a.parquet", "--ranks", "4") == (
+        "trimtab plan: Trimtab runs on Linux and macOS; on Windows, use it in WSL\n"
+    )
+
+
 def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
     for name in BENCHMARKS:
         command = f"python -m benchmarks.{name.replace('-', '_')} --json 'some file'"

@@ -66,8 +66,8 @@ def find_python(version: str) -> Path | None:
     on_path = shutil.which(f"python{version}")
     for path in [*([on_path] if on_path else []), *pyenv.glob(f"versions/{version}.*/bin/python3")]:
         # A shim of pyenv may start nothing.
-        asked = [str(path), "-c", "import sys; print(sys.executable)"]
-        told = subprocess.run(asked, capture_output=True, text=True)
+        asked = "import sys; print(sys.executable)"
+        told = subprocess.run([str(path), "-c", asked], capture_output=True, text=True)
         if told.returncode == 0:
             return Path(told.stdout.strip())
     return None

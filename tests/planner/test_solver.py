@@ -87,19 +87,15 @@ def test_a_solver_that_can_not_be_imported_says_why(monkeypatch: pytest.MonkeyPa
     assert "No module named 'no_such_module'" in why_no_solver()
 
 
-def talkative_package(say: Callable[[bytes], object]) -> ModuleType:
-    """A highspy whose solvers print when they are made, until they are told not to."""
+def talkative_package(say: Callable[[bytes], object], calls: list[object]) -> ModuleType:
+    """A highspy whose solvers print when they are made, and note what they are told."""
     module = ModuleType("highspy")
-
-    def silent() -> None:
-        say(b"told")
-
-    def set_option(*option: object) -> None:
-        assert option == ("threads", 1)
 
     def make() -> SimpleNamespace:
         say(b"version 1.16")
-        return SimpleNamespace(silent=silent, setOptionValue=set_option)
+        return SimpleNamespace(
+            silent=lambda: calls.append("silent"), setOptionValue=lambda *option: calls.append(option)
+        )
 
     vars(module)["Highs"] = make
     return module
@@ -108,9 +104,11 @@ def talkative_package(say: Callable[[bytes], object]) -> ModuleType:
 def test_a_new_solver_prints_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """What C code prints before and after is kept, also what it has only buffered."""
     libc = ctypes.CDLL(None)
-    monkeypatch.setitem(sys.modules, "highspy", talkative_package(libc.puts))
+    calls: list[object] = []
+    monkeypatch.setitem(sys.modules, "highspy", talkative_package(libc.puts, calls))
     libc.puts(b"before")
     new_solver("a test")
     libc.puts(b"after")
     libc.fflush(None)
     assert capfd.readouterr().out == "before\nafter\n"
+    assert calls == ["silent", ("threads", 1)]

@@ -31,7 +31,7 @@ from helpers.hostile_dumps import (
 )
 from trimtab import InputError, RoutingTrace
 from trimtab.cli.main import main
-from trimtab.trace.formats.bounded_import import SMALL_FILE, Limits, ProcessLimits, bounded_import
+from trimtab.trace.formats.bounded_import import SMALL_FILE, Limits, MemoryWatch, ProcessLimits, bounded_import
 from trimtab.trace.formats.importing import common_format
 from trimtab.trace.formats.normalise import Summary
 from trimtab.trace.formats.records import ImportOptions
@@ -164,6 +164,20 @@ def test_memory_is_watched_where_it_is_not_limited(tmp_path: Path) -> None:
     assert len(list(bounded_import(files[:1], "slime", MODEL, Summary(), limits))) == 1
     with pytest.raises(InputError, match=r"b: takes more than 64 MiB of memory"):
         list(bounded_import(files, "slime", MODEL, Summary(), limits))
+
+
+def test_the_watched_memory_is_that_of_the_file_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimtab.trace.formats.bounded_import._START_BYTES", 0)
+    for name, size in (("small", 1), ("large", 4 * SMALL_FILE)):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, size)
+    with subprocess.Popen(["sleep", "600"]) as child:
+        watch = MemoryWatch(child, Limits(memory=1), tmp_path / "large")
+        time.sleep(0.5)
+        assert child.poll() is None
+        watch.begin(tmp_path / "small")
+        assert child.wait() == -signal.SIGKILL
+    assert watch.exceeded
 
 
 @pytest.mark.usefixtures("unlimited_memory")
