@@ -137,7 +137,7 @@ def test_a_micro_step_runs_on_all_ranks_of_the_run(skip_slow_checks: None) -> No
 
 
 def test_old_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"numpy": "1.26.4", "torch": "2.10.0+cpu", "transformers": "5.3"}
+    versions = {"numpy": "1.25.2", "torch": "2.10.0+cpu", "transformers": "5.3"}
 
     def version(package: str) -> str:
         if package == "tokenizers":
@@ -147,7 +147,7 @@ def test_old_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(importlib.metadata, "version", version)
     planning = check_packages("planning packages", None)
     assert planning.status == "problem"
-    assert planning.text.startswith("numpy 1.26.4 is older than ")
+    assert planning.text.startswith("numpy 1.25.2 is older than ")
     assert planning.text.endswith("; pip install --upgrade 'trimtab'")
     training = check_packages("training packages", "train")
     assert training.status == "problem"

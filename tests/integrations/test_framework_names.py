@@ -13,9 +13,9 @@ import pytest
 
 from helpers.framework_signatures import STORED, parameters_in, stored
 from trimtab.errors import InputError
+from trimtab.framework_names import check_names
 from trimtab.integrations import nemo_rl, skyrl
 from trimtab.integrations.dry_replay import MEGATRON_NAMES
-from trimtab.integrations.framework_names import check_names
 from trimtab.integrations.miles import MilesPlugin
 from trimtab.integrations.ms_swift import MsSwiftPlugin
 from trimtab.integrations.roll import WORKERS, RollPlugin

@@ -10,12 +10,13 @@ import numpy as np
 from torch import nn
 
 from trimtab.errors import InputError
-from trimtab.integrations.framework_names import check_names
+from trimtab.framework_names import check_names
 from trimtab.integrations.framework_options import megatron_refusals, raise_first, read_options, refused, wrong_mode
+from trimtab.integrations.megatron.layer_numbers import moe_layers
 from trimtab.integrations.megatron.option_tables import Option
 from trimtab.integrations.options import MODES
 from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
-from trimtab.integrations.routers import are_replaying, moe_layers, replayed_ids
+from trimtab.integrations.routers import are_replaying, replayed_ids
 from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter, innermost
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
+from trimtab.framework_names import check_names
 from trimtab.integrations.entry_point import run_entry_point
-from trimtab.integrations.framework_names import check_names
 from trimtab.integrations.framework_options import (
     NEMO_RL,
     megatron_refusals,

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from trimtab.integrations.dry_replay import UNREAD, DryReplayPlugin
+from trimtab.integrations.megatron.layer_numbers import moe_layers
 from trimtab.integrations.nemo_rl import FITS, WORKER_NAMES, WORKERS
-from trimtab.integrations.routers import moe_layers
 
 
 class NemoRlPlugin(DryReplayPlugin):

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from trimtab.errors import InputError
-from trimtab.integrations.framework_names import check_names
+from trimtab.framework_names import check_names
 from trimtab.integrations.framework_options import megatron_refusals, raise_first, read_options, refused, wrong_mode
+from trimtab.integrations.megatron.layer_numbers import moe_layers
 from trimtab.integrations.megatron.option_tables import Option
 from trimtab.integrations.options import MODES
 from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
-from trimtab.integrations.routers import asks_router_replay, moe_layers
+from trimtab.integrations.routers import asks_router_replay
 from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
 
 ComputeTopk = Callable[..., tuple[torch.Tensor, torch.Tensor]]

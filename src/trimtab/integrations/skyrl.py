@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import Any
 
 from trimtab.errors import InputError
+from trimtab.framework_names import check_names
 from trimtab.integrations.entry_point import run_entry_point
-from trimtab.integrations.framework_names import check_names
 from trimtab.integrations.framework_options import (
     SKYRL,
     SKYRL_REPLAY,

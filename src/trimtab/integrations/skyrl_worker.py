@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trimtab.integrations.dry_replay import UNREAD, DryReplayPlugin
-from trimtab.integrations.routers import moe_layers
+from trimtab.integrations.megatron.layer_numbers import moe_layers
 from trimtab.integrations.skyrl import FITS, LAYOUT, LAYOUT_NAMES, REPLAY, WORKER_NAMES, WRAPPER
 from trimtab.integrations.skyrl_hook import WORKERS
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trimtab.errors import InputError
-from trimtab.integrations.framework_names import check_names
+from trimtab.framework_names import check_names
 from trimtab.integrations.framework_options import VERL, refused
 from trimtab.integrations.megatron import MegatronSession
 from trimtab.integrations.options import MODES, PluginOptions

@@ -18,12 +18,11 @@ from torch import nn
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.balanced_layer import BalancedLayer
-from trimtab.integrations.megatron.layer_numbers import number_layers
+from trimtab.integrations.megatron.layer_numbers import moe_layers, number_layers
 from trimtab.integrations.megatron.movable_experts import MovableExperts
 from trimtab.integrations.megatron.physical_dispatch import PlannedDispatcher
 from trimtab.integrations.megatron.reduction_order import ReductionOrder
 from trimtab.integrations.megatron.support import auxiliary_loss, check_supported, fitting_slots, warn_of_unknown
-from trimtab.integrations.routers import moe_layers
 from trimtab.runtime import MicroStep, PlanReport, Session
 from trimtab.runtime.session_settings import Mode
 from trimtab.trace import RoutingTrace

@@ -6,8 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from trimtab.errors import InputError
+
+
+def moe_layers(chunks: Sequence[nn.Module]) -> list[Any]:
+    """The MoE layers of a model's chunks, in order. Those for multi-token prediction (MTP) are not among them: their
+    routes are not recorded, and they stay Megatron's."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    mtp = {id(inner) for each in modules if isinstance(each, MultiTokenPredictionLayer) for inner in each.modules()}
+    return [module for module in modules if isinstance(module, MoELayer) and id(module) not in mtp]
 
 
 def number_layers(layers: Sequence[Any], problem: str, pipeline: dist.ProcessGroup | None) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.integrations.framework_names import check_names
+from trimtab.framework_names import check_names
 
 FITS = "megatron-core 0.16.1 to 0.20"
 _MOE = "megatron.core.transformer.moe"
