@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
 from trimtab.trace.containers.tensors import (
@@ -100,7 +101,7 @@ def _rows(tensors: Any, routes: Any, step: int, sources: Any) -> Iterator[Record
         prompt_width = min(width, prompts.shape[1])
     elif responses is not None:
         prompt_width = max(0, width - responses.shape[1])
-    fed_BT = as_array(routes).any(axis=(2, 3)) if mask_BT is None else mask_BT
+    fed_BT: Array = np.asarray(as_array(routes).any(axis=(2, 3))) if mask_BT is None else mask_BT
     for row, (start, end, count) in enumerate(spans(fed_BT)):
         if not count:
             yield from (Dropped("empty sequences"), Dropped("padding rows", width))
