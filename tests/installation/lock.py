@@ -76,8 +76,9 @@ def licence_of(package: Distribution) -> str:
     of_classifiers = [
         text.split(" :: ")[-1] for text in metadata.get_all("Classifier", ()) if text.startswith("License :: OSI")
     ]
-    text = " ".join((metadata.json.get("license") or "").split())
-    named = metadata.json.get("license_expression") or (text if 0 < len(text) < 50 else " AND ".join(of_classifiers))
+    facts = metadata.json
+    text = " ".join(str(facts.get("license") or "").split())
+    named = str(facts.get("license_expression") or "") or (text if 0 < len(text) < 50 else " AND ".join(of_classifiers))
     named = named or READ.get(canonicalize_name(metadata["Name"]), "")
     return next((licence for licence, names in LICENCES.items() if re.fullmatch(names, named)), named)
 
