@@ -55,7 +55,7 @@ def simulated() -> SimulatedCase:
             balance=Balance(mean=1 + seconds / 10, p50=1 + seconds / 20, p99=1 + seconds / 2, max=1 + seconds),
             cross_node_fraction=seconds / 8,
         )
-    return SimulatedCase(4, 1, 3, case, outcomes, tuple(STEP_S), PERMUTED_S)
+    return SimulatedCase(4, 1, 3, case, outcomes, PERMUTED_S, 0.1)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Trimtab's plain arrays: the fields of a `RoutingTrace` by name, in `.npz` or safetensors.
 
-`expert_ids [T, L, K]` is needed; `sequence_starts`, `prompt_lengths`, `steps`, `sequence_hashes`, `domains` and
-`layer_indices` are optional. Number of experts and model are stored with them: as arrays of one value in `.npz`, as
+`expert_ids [T, L, K]` is needed; `sequence_starts`, `prompt_lengths`, `steps`, `sequence_hashes`, `prompt_hashes`,
+`domains` and `layer_indices` are optional. Number of experts and model are stored with them: as arrays of one value in `.npz`, as
 texts
 (with `domains` as a JSON list) in a safetensors file's metadata. `trimtab.trace.exports.arrays` writes them.
 """
@@ -54,7 +54,9 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record]:
         lengths = lengths_of_starts(starts, shape[0])
         count = len(lengths)
         prompts, steps = (sequence_numbers(arrays, name, count) for name in ("prompt_lengths", "steps"))
-        hashes = sequence_numbers(arrays, "sequence_hashes", count, 1 << 64)
+        hashes, prompt_hashes = (
+            sequence_numbers(arrays, name, count, 1 << 64) for name in ("sequence_hashes", "prompt_hashes")
+        )
         domains = _domains(arrays, count)
         layers = _layers(arrays, shape[1])
         metadata = _metadata(arrays)
@@ -67,6 +69,7 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record]:
                 missing=_gap(ids, metadata.num_experts),
                 prompt_length=int(prompts[index]),
                 sequence_hash=int(hashes[index]),
+                prompt_hash=int(prompt_hashes[index]),
                 step=int(steps[index]),
                 domain=domains[index],
                 layers=layers,

@@ -281,9 +281,17 @@ def _join(waiting: list[tuple[Record, Array]], layout: _Layout, options: ImportO
             [record.sequence_hash if record.token_ids is None else hash_tokens(record.token_ids) for record in records],
             np.uint64,
         ),
+        prompt_hashes=[_prompt_hash(record) for record in records],
         domains=[_label(record.domain or options.domain) for record in records],
         model=_label(options.model),
+        sampled=options.sampled,
     )
+
+
+def _prompt_hash(record: Record) -> int:
+    if record.token_ids is None or not 0 < record.prompt_length <= len(record.token_ids):
+        return record.prompt_hash
+    return hash_tokens(record.token_ids[: record.prompt_length])
 
 
 def _label(name: str) -> str:

@@ -21,6 +21,7 @@ class ImportOptions:
         model: the model's name, for people.
         step: of records without one, or 0.
         domain: of records without one.
+        sampled: the part of each step's sequences that the dump holds, above 0 to 1.
     """
 
     num_experts: int | None = None
@@ -30,6 +31,7 @@ class ImportOptions:
     model: str = ""
     step: int = 0
     domain: str = ""
+    sampled: float = 1.0
 
     def with_default(self, other: ImportOptions) -> ImportOptions:
         """These facts, and those of `other` where these are unknown."""
@@ -51,6 +53,7 @@ class Record:
         prompt_length: tokens of the prompt; 0 if unknown.
         token_ids: `[num_tokens]`, or None.
         sequence_hash: `hash_tokens` of the token ids, if the source has only the hash; 0 if unknown.
+        prompt_hash: the same of the prompt's token ids.
         step: the RL step; 0 if unknown.
         domain: kind of prompt; "" if unknown.
         layers: the decoder layer of each layer of `ids`, if options.
@@ -64,6 +67,7 @@ class Record:
     prompt_length: int = 0
     token_ids: Array | None = None
     sequence_hash: int = 0
+    prompt_hash: int = 0
     step: int = 0
     domain: str = ""
     layers: tuple[int, ...] | None = None
