@@ -1,6 +1,6 @@
 """Trimtab: expert load balancing for MoE models in RL post-training, planned from routing that is already known.
 
-`plan`, `simulate` and `analyze` compute what the commands of these names print, from a trace or its files.
+`advise`, `plan`, `simulate` and `analyze` compute what the commands of these names print, from a trace or its files.
 
 `import trimtab` loads nothing; every name is imported when it is first used. The part that runs models is imported by
 name, `trimtab.runtime` and `trimtab.integrations`, and needs torch.
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trimtab.api.advise import AdviceResult, advise
     from trimtab.api.analyze import AnalysisResult, analyze
     from trimtab.api.plan import PlanResult, plan
     from trimtab.api.simulate import SimulationResult, simulate
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from trimtab.trace import ImportOptions, RoutingTrace, TraceReader, TraceWriter, read_trace, write_trace
 
 __all__ = [
+    "AdviceResult",
     "AnalysisResult",
     "ClusterSpec",
     "ImportOptions",
@@ -33,6 +35,7 @@ __all__ = [
     "TraceReader",
     "TraceWriter",
     "Workload",
+    "advise",
     "analyze",
     "plan",
     "read_trace",
@@ -42,6 +45,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
+    "api.advise": ("AdviceResult", "advise"),
     "api.analyze": ("AnalysisResult", "analyze"),
     "api.plan": ("PlanResult", "plan"),
     "api.simulate": ("SimulationResult", "simulate"),

@@ -45,10 +45,6 @@ def permuted_ids(counts_MLE: Array, ranks: int, case: ComparisonCase | None) -> 
         case: the steps whose seconds are simulated; None without a model.
     """
     groups = case.model.expert_groups if case else 1
-    lost = [
-        lost_part(home_loads(permute_experts(counts_MLE, seed, groups), ranks)) for seed in range(PERMUTATIONS)
-    ]
+    lost = [lost_part(home_loads(permute_experts(counts_MLE, seed, groups), ranks)) for seed in range(PERMUTATIONS)]
     cost = estimate_cost(case.with_permuted_experts(PERMUTATION_SEED)) if case else None
-    return PermutedIds(
-        PERMUTATIONS, float(np.mean(lost)), cost.step_s if cost else None, cost.lost_s if cost else None
-    )
+    return PermutedIds(PERMUTATIONS, float(np.mean(lost)), cost.step_s if cost else None, cost.lost_s if cost else None)

@@ -135,9 +135,9 @@ def notes(analysis: Analysis) -> list[str]:
         steps = "1 step" if estimate.steps == 1 else f"{estimate.steps} steps"
         scaled = "taken as recorded wholly" if estimate.sequences is None else "scaled to the whole step"
         texts.append(
-            f"Seconds are those of static in trimtab simulate: recompute and update, mean of the last {steps}, {scaled}. "
-            "The cost of imbalance is what they would be less if every expert phase took the mean of the ranks, with the "
-            "same rows."
+            f"Seconds are those of static in trimtab simulate: recompute and update, mean of the last {steps}, "
+            f"{scaled}. The cost of imbalance is what they would be less if every expert phase took the mean of the "
+            "ranks, with the same rows."
         )
     elif analysis.ranks > 1:
         texts.append("No preset model has these numbers of experts and top-k; name yours with --model to get seconds.")

@@ -102,7 +102,8 @@ def analyze(
         token_budget: most tokens of a rank in a micro-step; by default 8192, or the longest sequence if that is more.
         micro_steps: micro-steps of a step, instead of a token budget.
         step: analyze this RL step alone; by default all.
-        steps, step_tokens, sampled, recompute, checkpointing: of the steps whose seconds are simulated, as in `simulate`.
+        steps, step_tokens, sampled, recompute, checkpointing: of the steps whose seconds are simulated, as in
+            `simulate`.
         cluster: kind of nodes, for seconds: a preset's name or a TOML file.
         model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
             trace names, else a preset like the trace, and no figures in seconds if there is none.

@@ -52,7 +52,8 @@ def check_ranks(trace: RoutingTrace, ranks: int, name: str) -> None:
     if trace.num_experts % ranks:
         divisors = [str(each) for each in range(1, trace.num_experts + 1) if trace.num_experts % each == 0]
         raise InputError(
-            f"--ranks {ranks} doesn't divide the {trace.num_experts} experts of {name}; use one of {', '.join(divisors)}"
+            f"--ranks {ranks} doesn't divide the {trace.num_experts} experts of {name}; "
+            f"use one of {', '.join(divisors)}"
         )
 
 

@@ -40,7 +40,8 @@ def add(commands: Any) -> None:
         "simulate",
         description="Plan steps of a routing trace with several balancers, estimate the step time of every plan "
         "with a timeline model of the cluster, and print where the time goes and whether memory is enough. By default "
-        "static, eplb, trimtab and the ideal (balanced) run. Several values of --ranks, --slots, --micro-steps or --dispatcher are a sweep.",
+        "static, eplb, trimtab and the ideal (balanced) run. Several values of --ranks, --slots, --micro-steps or "
+        "--dispatcher are a sweep.",
         examples=["trimtab simulate out/mixed.parquet --cluster h100x8 --ranks 16 --html out/report.html"],
     )
     add_trace(parser)

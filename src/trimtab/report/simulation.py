@@ -178,8 +178,9 @@ def notes(trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[str, ...
     case = cases[0].case
     layers, all_layers = trace.num_layers, case.model.moe_layers
     texts = [
-        "Step time is recompute and update, predicted by a timeline model of the cluster, without the rollout. The cost "
-        "of imbalance is what static would take less if every expert phase took the mean of the ranks, with the same rows.",
+        "Step time is recompute and update, predicted by a timeline model of the cluster, without the rollout. The "
+        "cost of imbalance is what static would take less if every expert phase took the mean of the ranks, with the "
+        "same rows.",
         scale_note(case),
     ]
     if layers != all_layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,6 +65,11 @@ class Outcome:
     mirror_bytes: int
     load: RankLoad
     drawn_s: tuple[float, ...] = ()
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Of a balancer that predicts, the part of its replicas that got rows in the last step; None for others."""
+        return json.loads(self.plan.settings).get("hit_rate") if self.plan.settings else None
 
     @property
     def peak_bytes(self) -> int:

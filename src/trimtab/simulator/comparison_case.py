@@ -93,7 +93,9 @@ class ComparisonCase:
             sequences=permuted(self.sequences),
             earlier=tuple(map(permuted, self.earlier)),
             traces=tuple(
-                trace.permuted(seed, groups) if isinstance(trace, ResampledTrace) else permute_trace(trace, seed, groups)
+                trace.permuted(seed, groups)
+                if isinstance(trace, ResampledTrace)
+                else permute_trace(trace, seed, groups)
                 for trace in self.traces
             ),
             halves=tuple(half.with_permuted_experts(seed) for half in self.halves),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, pvariance
 
 from trimtab.simulator.comparison import Outcome
+from trimtab.simulator.step import SimulatedStep, mean_step
 
 # Half of an interval, in standard deviations.
 DEVIATIONS = 2.0
@@ -52,6 +53,11 @@ class Drawn:
     """
 
     outcomes: tuple[Outcome, ...]
+
+    @property
+    def simulated(self) -> SimulatedStep:
+        """Mean seconds of the drawings."""
+        return mean_step([outcome.simulated for outcome in self.outcomes])
 
     @property
     def step_s(self) -> Estimate:

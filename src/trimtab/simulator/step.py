@@ -44,7 +44,7 @@ STORES = {"none": NONE, "shared slots": SHARED, "layer slots": KEPT, "unbounded"
 STARTS = {"never": AT_STEP, "step": AT_STEP, "micro-step": AT_MICRO_STEP, "layer": AT_LAYER}
 # Most operations of a rank in a layer, in two forwards and a backward, and outside of layers.
 OPERATIONS_PER_LAYER, OPERATIONS_OUTSIDE = 34, 6
-# Parts of `PARTS` whose compute is made even, one after another, and the name of what that saves.
+# Names of causes, see `SimulatedStep.causes_s`.
 WAITING, SEQUENCES = "waiting", "sequences"
 
 
@@ -77,10 +77,10 @@ class SimulatedStep:
     Attributes:
         step_time_s: seconds of recompute and update, including moves and the part of planning before them.
         parts_s: seconds on the critical path, by the names of `PARTS`; they add up to `step_time_s`.
-        causes_s: seconds by cause; they add up to `step_time_s`, too. `waiting`: what the step would be shorter if every
-            expert phase took the ranks' mean time, with the same rows: the cost of imbalance. `sequences`: what it would
-            then be shorter if all ranks had the mean time of dense parts: the cost of uneven sequences. The others are
-            the parts of that even step, by the names of `PARTS` but `imbalance`.
+        causes_s: seconds by cause; they add up to `step_time_s`, too. `waiting`: what the step would be shorter if
+            every expert phase took the ranks' mean time, with the same rows: the cost of imbalance. `sequences`: what
+            it would then be shorter if all ranks had the mean time of dense parts: the cost of uneven sequences. The
+            others are the parts of that even step, by the names of `PARTS` but `imbalance`.
         work: of every rank and instance.
         operations: of the shown micro-step, from the start of its update.
         hidden_planning_s: seconds of planning from recorded routing, during rollout and step, for which no rank waits.

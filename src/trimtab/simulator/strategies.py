@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from trimtab.policies import POLICIES, Policy
+from trimtab.policies import POLICIES, Eplb, Policy
 from trimtab.policies.live import LiveCounts, LivePrediction
-from trimtab.policies.rivals.eplb import Eplb
 from trimtab.policies.trimtab import Trimtab
 from trimtab.simulator.comparison import Outcome, simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase
@@ -18,7 +17,7 @@ OTHERS = "slime, miles, ROLL, NeMo-RL, SkyRL, ms-swift: TRIMTAB_BALANCE="
 OWN_LOOP = "own loop: Session.plan_sequences"
 
 
-class _PlacedOnce(Eplb):
+class _PlacedOnce(Eplb):  # type: ignore[misc]
     """EPLB's packing for the first step's loads, kept for the run."""
 
     intervals = (None,)
@@ -82,7 +81,7 @@ STRATEGIES = (
         _PlacedOnce, needs_past=True,
     ),
     RunStrategy(
-        "pack by routing", "sequences grouped so that their experts are on different ranks", f"{RECORDED}; your own batches",
+        "pack by routing", "sequences grouped by their experts' ranks", f"{RECORDED}; your own batches",
         (OWN_LOOP,), lambda: Trimtab(may_move=False),
     ),
     RunStrategy(

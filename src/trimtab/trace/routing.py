@@ -47,8 +47,8 @@ class RoutingTrace:
         prompt_lengths: `[S]` int32; number of rows that belong to the prompt.
         steps: `[S]` int32; the RL step that the sequence was generated for.
         sequence_hashes: `[S]` uint64; `hash_tokens` of the sequence's token ids, 0 where unknown.
-        prompt_hashes: `[S]` uint64; `hash_tokens` of the prompt's token ids, 0 where unknown. Answers to one prompt have the
-            same.
+        prompt_hashes: `[S]` uint64; `hash_tokens` of the prompt's token ids, the same for all answers to it; 0 where
+            unknown.
         domains: `[S]` str; kind of prompt, such as its data set's name, "" where unknown.
         windows: `[S]`; for a sequence that was generated over several steps, the windows of its rows, in order: pairs
             of the version of the weights that fed the rows first, which is the RL step, and the number of rows. Empty
