@@ -21,7 +21,7 @@ from trimtab.api.arguments import (
     model_of,
 )
 from trimtab.api.result_summary import Summarised, Summary
-from trimtab.api.steps import TraceSteps, default_ranks, read_steps, spread_layers
+from trimtab.api.steps import DISPATCHERS, TraceSteps, default_ranks, read_steps, spread_layers
 from trimtab.cluster import load_cluster
 from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts
@@ -89,6 +89,7 @@ def advise(
     slots: int = 2,
     micro_steps: int | None = None,
     token_budget: int | None = None,
+    dispatcher: str | None = None,
     mini_batches: int = 1,
     recompute: bool = True,
     sharding: str = ZERO1,
@@ -107,8 +108,9 @@ def advise(
     At most 8 layers, evenly chosen by their imbalance, stand for the model.
 
     Args:
-        trace, cluster, model, overrides, ranks, ranks_per_node, groups, slots, micro_steps, token_budget, mini_batches,
-            recompute, sharding, checkpointing, step, step_tokens, sampled: as in `simulate`, one value each.
+        trace, cluster, model, overrides, ranks, ranks_per_node, groups, slots, micro_steps, token_budget, dispatcher,
+            mini_batches, recompute, sharding, checkpointing, step, step_tokens, sampled: as in `simulate`, one value
+            each.
         steps: steps to simulate, up to `step`; by default all but the trace's first, at most 2.
         gpu_hour: price of an hour of one GPU; None: no money.
         draws: drawings of steps of which a part was recorded.
@@ -135,6 +137,9 @@ def advise(
     spec = model_of(reader.name, reader.empty, model, overrides)
     assert spec is not None
     nodes = load_cluster(cluster, ranks=ranks, slots_per_rank=slots, ranks_per_node=ranks_per_node)
+    if dispatcher is not None:
+        check_choice("dispatcher", dispatcher, DISPATCHERS)
+        nodes = replace(nodes, dispatch_forwards=DISPATCHERS[dispatcher])
     recorded = read_steps(reader, step=step, steps=steps, step_tokens=step_tokens, sampled=sampled)
     if steps is None:
         recorded = replace(recorded, measured=min(recorded.measured, MOST_STEPS))

@@ -20,7 +20,7 @@ from trimtab.api.arguments import (
     numbers,
 )
 from trimtab.api.result_summary import Summarised, Summary
-from trimtab.api.steps import default_ranks, read_steps
+from trimtab.api.steps import DISPATCHERS, default_ranks, read_steps
 from trimtab.cluster import load_cluster
 from trimtab.errors import InputError
 from trimtab.policies import POLICIES
@@ -48,8 +48,6 @@ ALL = "all"
 # Simulated again with permuted expert ids.
 PERMUTED_POLICIES = ("static", "eplb", "trimtab", "balanced")
 GROUPS_MEET = ("layer", "step")
-# What is sent to a node: every row, or a token once; see `ClusterSpec.dispatch_forwards`.
-DISPATCHERS = {"rows": False, "tokens": True}
 
 
 @dataclass(frozen=True, eq=False, repr=False)

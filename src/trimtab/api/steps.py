@@ -21,6 +21,8 @@ from trimtab.trace import RoutingTrace, TraceReader
 
 # Simulated by default, if the trace has so many after its first.
 MOST_STEPS = 6
+# What is sent to a node: every row, or a token once; see `ClusterSpec.dispatch_forwards`.
+DISPATCHERS = {"rows": False, "tokens": True}
 
 log = logging.getLogger("trimtab")
 

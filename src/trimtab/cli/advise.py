@@ -10,6 +10,7 @@ from typing import Any
 from rich.progress import Progress
 
 from trimtab.api.advise import MOST_STEPS, advise
+from trimtab.api.steps import DISPATCHERS
 from trimtab.cli.options import DEFAULT_RANKS, DEFAULT_SIZE, add_model, add_options, add_trace, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.report.advice import advice_output
@@ -42,6 +43,7 @@ def add(commands: Any) -> None:
     size("--token-budget", unset=DEFAULT_SIZE)
     scale = partial(add_options, parser.add_mutually_exclusive_group(), of=advise)
     scale("--step-tokens", "--sampled", unset="the trace's")
+    option("--dispatcher", choices=tuple(DISPATCHERS), unset="the cluster's", help="what is sent to a node")
     option("--mini-batches")
     option("--no-recompute", action="store_false", dest="recompute", help="update alone")
     option("--sharding", choices=SHARDINGS, help="training state that data ranks share out, for memory")

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.progress import Progress
 
-from trimtab.api.simulate import ALL, DISPATCHERS, GROUPS_MEET, MAIN_POLICIES, simulate
-from trimtab.api.steps import MOST_STEPS
+from trimtab.api.simulate import ALL, GROUPS_MEET, MAIN_POLICIES, simulate
+from trimtab.api.steps import DISPATCHERS, MOST_STEPS
 from trimtab.cli.options import DEFAULT_RANKS, DEFAULT_SIZE, add_model, add_options, add_trace, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.kernels import compile_beside

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.markup import escape
 
-from trimtab.report.number_text import NONE, bytes_text, plural
+from trimtab.report.number_text import NONE, bytes_text, plural, seconds
 from trimtab.report.simulation import scale_note
 from trimtab.report.table_data import Facts, Row, TableData
 from trimtab.report.tables import facts, terminal_table
@@ -147,8 +147,9 @@ class Advice:
         saved = nothing.gpu_hours - chosen.gpu_hours
         money = f" ({saved * self.gpu_hour:,.0f} at {self.gpu_hour:g} an hour)" if self.gpu_hour is not None else ""
         return (
-            f"Use {chosen.strategy.name} ({chosen.strategy.about}): a step takes {chosen.step_s.value:.3g} s instead of "
-            f"{nothing.step_s.value:.3g} s, {chosen.gain.value:.0%} less ({_range(chosen.gain)}), which saves "
+            f"Use {chosen.strategy.name} ({chosen.strategy.about}): a step takes "
+            f"{seconds(chosen.step_s.value)} "
+            f"instead of {seconds(nothing.step_s.value)}, {chosen.gain.value:.0%} less ({_range(chosen.gain)}), which saves "
             f"{saved:,.0f} GPU hours{money} in 1,000 steps; {fits}{needs}."
         )
 
@@ -199,11 +200,11 @@ def waterfall(advice: Advice) -> list[WaterfallRow]:
 def first_answer(outcomes: Mapping[str, Outcome], even: Outcome, case: ComparisonCase) -> str:
     """A first answer, from one drawing."""
     static = outcomes[NOTHING.name].simulated
-    parts = [f"nothing {static.step_time_s:.3g} s"]
+    parts = [f"nothing {seconds(static.step_time_s)}"]
     parts += [
-        f"{name} {outcome.simulated.step_time_s:.3g} s" for name, outcome in outcomes.items() if name != "nothing"
+        f"{name} {seconds(outcome.simulated.step_time_s)}" for name, outcome in outcomes.items() if name != "nothing"
     ]
-    parts.append(f"even routing {even.simulated.step_time_s:.3g} s")
+    parts.append(f"even routing {seconds(even.simulated.step_time_s)}")
     few = " (too few sequences to compare)" if case.is_too_small else ""
     waiting = static.causes_s[WAITING] / static.step_time_s
     return f"first answer: a step takes {', '.join(parts)}{few}; imbalance costs {waiting:.0%}"
@@ -226,8 +227,8 @@ def advice_table(advice: Advice) -> TableData:
         return Row(
             each.strategy.name + mark,
             (
-                f"{step.value:.2f} s",
-                *([f"{step.low:.2f} to {step.high:.2f}"] if has_spread else []),
+                seconds(step.value, longest),
+                *([f"{seconds(step.low, longest).split()[0]} to {seconds(step.high, longest)}"] if has_spread else []),
                 f"{each.speedup.value:.2f}x",
                 *([NONE if each.over_eplb is None else f"{each.over_eplb.value:.2f}x"] if has_eplb else []),
                 f"{each.of_even:.0%}",
@@ -239,7 +240,7 @@ def advice_table(advice: Advice) -> TableData:
         )
 
     columns = (
-        "strategy", "step", *(["interval, s"] if has_spread else []), "speed-up", *(["over eplb"] if has_eplb else []),
+        "strategy", "step", *(["interval"] if has_spread else []), "speed-up", *(["over eplb"] if has_eplb else []),
         "of even", "memory",
     )  # fmt: skip
     return TableData("Strategies, the fastest first", columns, tuple(map(row, advice.strategies)))
