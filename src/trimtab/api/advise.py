@@ -41,6 +41,8 @@ from trimtab.trace.store import Source
 
 # Layers and steps that are simulated, and drawings of scaled steps.
 MOST_LAYERS, MOST_STEPS, DRAWS = 8, 2, 2
+# Rows of a step whose transfers are counted: less than 0.1% from counting all of a step of two million tokens.
+COUNTED_ROWS = 1 << 24
 # The first answer has these and even routing.
 FIRST = (NOTHING, EPLB, ALL)
 # A strategy pays if it saves this part of the step; of those that are this near the fastest, the simplest is advised.
@@ -145,7 +147,9 @@ def advise(
         recorded = replace(recorded, measured=min(recorded.measured, MOST_STEPS))
     sequences, layers = recorded.sequences, recorded.last.num_layers
     recorded = recorded.with_layers(spread_layers(recorded, ranks, MOST_LAYERS))
-    settings = StepSettings(groups=groups, recompute=recompute, sharding=sharding, checkpointing=checkpointing)
+    settings = StepSettings(
+        groups=groups, recompute=recompute, sharding=sharding, checkpointing=checkpointing, counted_rows=COUNTED_ROWS
+    )
     draws = draws if recorded.is_scaled else 1
 
     def case_of(seed: int) -> ComparisonCase:

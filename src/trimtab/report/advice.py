@@ -146,11 +146,10 @@ class Advice:
         needs = f"; it needs {chosen.strategy.needs}" if chosen.strategy.needs else ""
         saved = nothing.gpu_hours - chosen.gpu_hours
         money = f" ({saved * self.gpu_hour:,.0f} at {self.gpu_hour:g} an hour)" if self.gpu_hour is not None else ""
+        times = f"a step takes {seconds(chosen.step_s.value)} instead of {seconds(nothing.step_s.value)}"
         return (
-            f"Use {chosen.strategy.name} ({chosen.strategy.about}): a step takes "
-            f"{seconds(chosen.step_s.value)} "
-            f"instead of {seconds(nothing.step_s.value)}, {chosen.gain.value:.0%} less ({_range(chosen.gain)}), which saves "
-            f"{saved:,.0f} GPU hours{money} in 1,000 steps; {fits}{needs}."
+            f"Use {chosen.strategy.name} ({chosen.strategy.about}): {times}, {chosen.gain.value:.0%} less "
+            f"({_range(chosen.gain)}), which saves {saved:,.0f} GPU hours{money} in 1,000 steps; {fits}{needs}."
         )
 
     def figures(self) -> dict[str, Any]:

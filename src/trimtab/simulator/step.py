@@ -60,6 +60,7 @@ class StepSettings:
         recompute: true: log-probabilities are recomputed before the update.
         sharding: training state that data ranks share out, one of `memory.SHARDINGS`. It changes memory alone.
         checkpointing: true: activations are computed again before backward, in another forward of the micro-step.
+        counted_rows: rows of a step whose transfers are counted one by one; of larger steps, some micro-steps are.
     """
 
     groups: int = 1
@@ -68,6 +69,7 @@ class StepSettings:
     recompute: bool = True
     sharding: str = ZERO1
     checkpointing: bool = False
+    counted_rows: int = 200_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +134,7 @@ def simulate_step(
     else:
         work = rank_work(plan.replicas, plan.home, counts_MLRE, plan.ranks_per_node, costs, hops=traits.hops)
         if trace is not None and costs.top_k > 1:
-            work = _with_counted_transfers(work, plan, trace, costs, traits.hops)
+            work = _with_counted_transfers(work, plan, trace, costs, traits.hops, chosen.counted_rows)
     attention_MR, outer_MR = dense_seconds(plan.schedule, lengths, costs)
     if traits.moves_shared_rows and costs.shared_token_s and not traits.ideal:
         tokens_MR = np.zeros(attention_MR.shape, np.int64)
@@ -231,13 +233,18 @@ def _even(seconds: Array) -> Array:
 
 
 def _with_counted_transfers(
-    work: RankWork, plan: StepPlan, trace: RoutingTrace | ResampledTrace, costs: OperationCosts, hops: int
+    work: RankWork,
+    plan: StepPlan,
+    trace: RoutingTrace | ResampledTrace,
+    costs: OperationCosts,
+    hops: int,
+    most_rows: int,
 ) -> RankWork:
     """Work with the time of the transfers of tokens, where they were counted.
 
     In micro-steps that were not, the estimates are scaled as they are in those that were, by layer.
     """
-    near_MLR, far_MLR, known_ML = count_transfers(plan, trace, hops=hops)
+    near_MLR, far_MLR, known_ML = count_transfers(plan, trace, hops=hops, most_rows=most_rows)
     known_ML1, missed_M11 = known_ML[:, :, None], ~known_ML.any(axis=1)[:, None, None]
     kinds = {"near_MLR": near_MLR * costs.near_row_s, "far_MLR": far_MLR * costs.far_row_s}
     for name, counted_MLR in kinds.items():

@@ -17,12 +17,10 @@ from trimtab.trace import RoutingTrace
 
 # Part of a source's rows whose route must be known, so that they stand for all.
 LEAST_KNOWN = 0.5
-# Rows that are followed of a step. Of larger ones, some micro-steps are followed, at least one.
-MOST_ROWS = 1 << 24
 
 
 def count_transfers(
-    plan: StepPlan, trace: RoutingTrace | ResampledTrace, *, hops: int = 1, most_rows: int = MOST_ROWS
+    plan: StepPlan, trace: RoutingTrace | ResampledTrace, *, hops: int = 1, most_rows: int = 1 << 62
 ) -> tuple[Array, Array, Array]:
     """Transfers through every rank's links in the dispatch of every instance.
 
@@ -31,7 +29,7 @@ def count_transfers(
     Args:
         trace: S sequences with all tokens; the plan's, in its order.
         hops: 2 if moved tokens are first sent to the home rank, which is counted alone.
-        most_rows: of the step; if it has more, evenly chosen micro-steps are counted.
+        most_rows: of the step; if it has more, evenly chosen micro-steps are counted, at least one.
 
     Returns:
         `[M, L, R]` float64 inside nodes and between nodes, the larger of those sent and received by a rank; and
