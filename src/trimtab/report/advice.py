@@ -20,6 +20,7 @@ from trimtab.simulator.draws import Drawn, Estimate
 from trimtab.simulator.resampling import LEAST_SEQUENCES
 from trimtab.simulator.step import WAITING
 from trimtab.simulator.strategies import NOTHING, RunStrategy
+from trimtab.simulator.ways_to_fit import ways_to_fit
 
 # docs/simulator.md, "Accuracy".
 ERROR_BAND = (
@@ -253,9 +254,9 @@ def cost_table(advice: Advice) -> TableData:
             each.strategy.name,
             (
                 f"{each.gpu_hours:,.0f}",
-                f"{nothing.gpu_hours - each.gpu_hours:,.0f}",
+                f"{round(nothing.gpu_hours - each.gpu_hours):,}",
                 *(
-                    [f"{(nothing.gpu_hours - each.gpu_hours) * advice.gpu_hour:,.0f}"]
+                    [f"{round((nothing.gpu_hours - each.gpu_hours) * advice.gpu_hour):,}"]
                     if advice.gpu_hour is not None
                     else []
                 ),
@@ -272,6 +273,17 @@ def cost_table(advice: Advice) -> TableData:
 def settings_to_copy(advice: Advice) -> list[str]:
     """Lines for the advised strategy; empty if there are none."""
     return [] if advice.chosen.strategy is NOTHING or advice.case.is_too_small else [*advice.chosen.strategy.settings]
+
+
+def ways_text(advice: Advice) -> str:
+    """Settings with which the advised strategy fits; "" if it does already."""
+    if advice.chosen.fits:
+        return ""
+    case = advice.case
+    load = next(each for each in (advice.target, advice.static) if each.outcomes[0].name == advice.chosen.strategy.name)
+    ways = ways_to_fit(load.outcomes[0].load, case.model, case.settings, case.cluster.device_bytes)
+    fits = f"fits {', or '.join(ways)}" if ways else "fits with no sharding, checkpointing or expert-parallel size"
+    return f"{advice.chosen.strategy.name} {fits}."
 
 
 def break_even_text(advice: Advice) -> str:
@@ -326,8 +338,7 @@ def advice_notes(advice: Advice) -> list[str]:
 def advice_output(advice: Advice) -> list[RenderableType]:
     """What `trimtab advise` prints."""
     shown: list[RenderableType] = [f"[bold]{escape(advice.answer)}[/bold]"]
-    if text := break_even_text(advice):
-        shown.append(escape(text))
+    shown += [escape(text) for text in (ways_text(advice), break_even_text(advice)) if text]
     shown += ["", terminal_table(advice_table(advice)), terminal_table(cost_table(advice))]
     shown.append(terminal_table(waterfall_table(waterfall(advice), advice.static.simulated.step_time_s)))
     if lines := settings_to_copy(advice):

@@ -13,6 +13,7 @@ from trimtab.report.advice import (
     cost_table,
     settings_to_copy,
     waterfall,
+    ways_text,
 )
 from trimtab.report.waterfall import waterfall_table
 from trimtab.report.widgets import Section, facts, lead, notes_section, summary, table
@@ -40,8 +41,8 @@ def advice_sections(advice: Advice) -> list[Section]:
     if lines := settings_to_copy(advice):
         text = "".join(f"<pre>{escape(line)}</pre>" for line in lines)
         found.append(Section("settings", "Settings", "Settings to copy", text))
-    if text := break_even_text(advice):
-        found.append(Section("skew", "Skew", "From which skew on it pays", summary(text)))
+    if text := " ".join(filter(None, (ways_text(advice), break_even_text(advice)))):
+        found.append(Section("limits", "Limits", "When it fits and pays", summary(text)))
     found.append(Section("setting", "Setting", "Setting", facts(advice_facts(advice))))
     found.append(notes_section(advice_notes(advice)))
     return found
