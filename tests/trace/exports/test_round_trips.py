@@ -184,3 +184,10 @@ def test_invalid_files_are_refused(tmp_path: Path, change: dict[str, Any], expec
     np.savez(path, **{**content, **change})
     with pytest.raises(InputError, match=f"^{re.escape(expected)}"):
         kept(arrays.read(path, ImportOptions()))
+
+
+def test_a_pickled_array_without_its_dtype_is_refused(tmp_path: Path) -> None:
+    unmade = b"cnumpy.core.multiarray\n_reconstruct\n)R"
+    (tmp_path / "a.pkl").write_bytes(b"\x80\x04}\x8c\x0aexpert_ids" + unmade + b"s.")
+    with pytest.raises(InputError, match="expert_ids: a damaged file: an array without dtype"):
+        kept(arrays.read(tmp_path / "a.pkl", ImportOptions()))

@@ -245,7 +245,7 @@ def array_of_npy(data: bytes, what: str) -> Array:
 def plain_numbers(array: NumpyArray, what: str) -> Array:
     """An array of a dump as numpy's. Raises InputError, which begins with its name, if it holds objects."""
     with at_place(what):
-        if "O" in array.dtype.code:
+        if isinstance(array.dtype, DType) and "O" in array.dtype.code:
             raise InputError("it holds objects; only plain numbers are read")
         return array.numpy()
 
