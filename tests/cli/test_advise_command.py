@@ -59,7 +59,7 @@ def test_advise_prints_a_recommendation_in_80_columns_and_writes_files(
 )
 def test_bad_input_is_one_line(trace: Path, words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        status = main(["advise", str(trace), *words])
+        status = main(["advise", str(trace), "--model", "qwen3-30b-a3b", *words])
     except SystemExit as ended:
         status = int(ended.code or 0)
     assert status == 2

@@ -179,7 +179,7 @@ def notes(trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[str, ...
     layers, all_layers = trace.num_layers, case.model.moe_layers
     texts = [
         "Step time is recompute and update, predicted by a timeline model of the cluster, without the rollout. The "
-        "cost of imbalance is what static would take less if every expert phase took the mean of the ranks, with the "
+        "cost of imbalance is what static would take less if every expert phase took the ranks' mean time, with the "
         "same rows.",
         scale_note(case),
     ]
