@@ -156,7 +156,7 @@ def unlimited_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unlimited_memory")
 def test_memory_is_watched_where_it_is_not_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader is ended when it reads the second file, which is named."""
-    read = []
+    read: list[Path] = []
 
     class Noted(MemoryWatch):
         def begin(self, file: Path) -> None:
