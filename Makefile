@@ -89,7 +89,7 @@ test-te: .venv/.ready  ## run grouped experts with the Python of Transformer Eng
 	$(BIN)/python -m zipfile -e out/wheels/transformer_engine-2.20.2-py3-none-any.whl out/wheels/transformer_engine
 	TRANSFORMER_ENGINE=out/wheels/transformer_engine $(BIN)/python -m pytest tests/integrations/test_megatron_fakes.py -k "grouped or gradients"
 
-test-backward-thread: .venv/.ready  ## run tests of ranks with backward on a thread of its own, as on a GPU (about 5 minutes)
+test-backward-thread: .venv/.ready  ## run tests of ranks with backward on a thread of its own, as on a GPU
 	BACKWARD_THREAD=1 $(PYTEST) -m 'not long' tests/runtime tests/integrations/test_megatron_equality.py tests/integrations/test_trl.py
 
 SEED ?= 1

@@ -1,4 +1,4 @@
-"""`rank_variable`: the environment variables by which torchrun, or a program like it, tells a process its rank."""
+"""Environment variables of ranks: what torchrun, or a program like it, sets, and what switches Trimtab off."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from trimtab.errors import InputError
 
 # Lets several ranks use one GPU, from NCCL 2.30 on; older versions raise.
 SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+# Options of most plugins, as `mode=plan slots_per_rank=2`. `mode=off` counts in every integration and session.
+BALANCE = "TRIMTAB_BALANCE"
 
 
 def rank_variable(name: str, default: int | None = None) -> int:
@@ -49,3 +51,8 @@ def torchrun_ranks() -> int | None:
 def can_share_gpus() -> bool:
     """Whether several ranks may use one GPU: for checks on a machine with few GPUs, since their compute takes turns."""
     return os.environ.get(SHARE_GPUS) == "1"
+
+
+def is_switched_off() -> bool:
+    """Whether `BALANCE` has `mode=off`, by which a run is repeated without Trimtab, and no code is changed."""
+    return "mode=off" in os.environ.get(BALANCE, "").split()

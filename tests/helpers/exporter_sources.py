@@ -6,8 +6,6 @@ The folder has unpacked wheels, as `make test-exporters` makes it, and checkouts
 from __future__ import annotations
 
 import ast
-import importlib.abc
-import importlib.machinery
 import inspect
 import re
 import sys
@@ -21,40 +19,13 @@ from typing import Any
 
 import torch
 
+from helpers.absent_modules import AbsentModules
+
 ABSENT = (
     "transformer_engine", "modelopt", "omegaconf", "nvidia_resiliency_ext", "megatron.training", "megatron.energon",
     "mamba_ssm", "apex",
 )  # fmt: skip
 """What is replaced if it is not installed."""
-
-
-class _AnyClass(type):
-    """Classes with any attributes, which are such classes too."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _AnyClass(name, (), {})
-
-
-class _Anything(types.ModuleType):
-    __path__: list[str] = []  # noqa: RUF012
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(_AnyClass("_Any", (), {}), name)
-
-
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if any(name == root or name.startswith(f"{root}.") for root in ABSENT):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        return _Anything(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
 
 
 @contextmanager
@@ -68,7 +39,7 @@ def sources(folder: Path, *packages: str) -> Iterator[None]:
     for name in ("models.gpt.gpt_layer_specs", "models.gpt.gpt_model", "optimizer", "utils"):
         import_module(f"megatron.core.{name}")
     before = set(sys.modules)
-    finder = _Absent()
+    finder = AbsentModules(ABSENT)
     sys.meta_path.append(finder)
     try:
         for name in packages:

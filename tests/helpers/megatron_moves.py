@@ -105,6 +105,19 @@ class Pair:
         placement = other_homes(self._planned_homes_rng, placement, topology.num_ranks)
         return random_group_plans(self._plans_rng, loads, schedule, placement, topology.ranks_per_node)
 
+    def train(self, steps: int) -> None:
+        """Steps of both: live ones and planned ones with replicas; experts move before live ones."""
+        for step in range(steps):
+            tokens_MBS = self.tokens()
+            self.zero()
+            if step % 3 == 1:
+                self.planned_step(tokens_MBS)
+            else:
+                self.move(everywhere=step == 0)
+                self.live_step(tokens_MBS)
+            for model in (self.plain, self.moving):
+                model.optimizer.step()
+
     def gather_parameters(self) -> None:
         """Complete the parameters that the distributed optimizers have updated in parts."""
         for model in (self.plain, self.moving):

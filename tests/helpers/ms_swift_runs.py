@@ -17,7 +17,7 @@ import torch
 
 from helpers import ms_swift_stand_in as stand_in
 from helpers.ms_swift_stand_in import RL_UTILS, get_packed_seq_params, import_external_file, swift
-from helpers.plugin_runs import plans_at_random, use_routers
+from helpers.plugin_runs import gradients, plans_at_random, use_routers
 from trimtab.integrations.ms_swift import PLUGIN_FILE
 
 STEPS, MICRO_BATCHES = 2, 2
@@ -69,8 +69,7 @@ class Run:
             trainers.load_megatron_model_to_gpu(models)
 
     def _keep(self, found: dict[str, Any], step: int, plain: Any) -> Any:
-        parameters = self.trainer.args.of_tests.actor.named_parameters()
-        found |= {f"{step} grad {name}": parameter.main_grad.clone() for name, parameter in parameters.items()}
+        found |= gradients(step, self.trainer.args.of_tests.actor.named_parameters())
         return plain()
 
 

@@ -32,6 +32,11 @@ def use_routers(*models: Any) -> None:
     RouterReplay.global_router_replay_instances[:] = [getattr(replay, "plain", replay) for replay in replays]
 
 
+def gradients(step: int, parameters: Any) -> dict[str, torch.Tensor]:
+    """The `main_grad`s of parameters by name, before an optimizer step uses them."""
+    return {f"{step} grad {name}": parameter.main_grad.clone() for name, parameter in parameters.items()}
+
+
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
     """Relative differences of numbers and tensors, by name; `metrics` are not compared."""
     assert found.keys() == expected.keys()

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from helpers.absent_modules import AbsentModule, Anything
+
 # What its Python refuses on a CPU, and what it says instead.
 EDITS = (
     ("if not torch.cuda.is_available()", "if False"),
@@ -36,45 +38,6 @@ UNUSED = (
     "transformer_engine.pytorch.triton.pad", "transformer_engine.pytorch.triton.grouped_dbias_dscales",
     "transformer_engine.pytorch.triton.mhc", "transformer_engine.pytorch.onnx_extensions",
 )  # fmt: skip
-
-
-class _Names(type):
-    """A class that has every attribute, each of which is such a class; as a number it is 0."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        setattr(cls, name, _Names(name, (Anything,), {}))
-        return getattr(cls, name)
-
-    def __int__(cls) -> int:
-        return 0
-
-    def __index__(cls) -> int:
-        return 0
-
-
-class Anything(metaclass=_Names):
-    """Takes the place of all that is named and not used."""
-
-    def __init__(self, *_args: Any, **_options: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything()
-
-    def __call__(self, *_args: Any, **_options: Any) -> Any:
-        return Anything()
-
-
-class _Module(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        setattr(self, name, _Names(name, (Anything,), {}))
-        return getattr(self, name)
 
 
 def grouped_product(
@@ -117,7 +80,7 @@ def load_grouped_linear(folder: Path) -> Any:
     cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132, major=9, minor=0, name="H100")
     constants = (root / "transformer_engine/pytorch/constants.py").read_text()
     members = re.findall(r"^    (k\w+) = (?:int\()?(?:tex\.DType\.\w+|(\d+))", constants, re.M)
-    extension: Any = _Module("transformer_engine_torch")
+    extension: Any = AbsentModule("transformer_engine_torch")
     extension.te_general_grouped_gemm = grouped_product
     extension.get_cublasLt_version = lambda: 120900
     extension.get_num_cublas_streams = lambda: 4
@@ -133,7 +96,7 @@ def load_grouped_linear(folder: Path) -> Any:
         if parent:
             setattr(sys.modules[parent], child, package)
     for name in UNUSED:
-        unused: Any = _Module(name)
+        unused: Any = AbsentModule(name)
         unused.__path__, unused.__all__ = [], []
         sys.modules[name] = unused
     common: Any = sys.modules["transformer_engine.common"]

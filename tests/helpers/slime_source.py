@@ -9,8 +9,6 @@ sequence, the loss, and the Ray actor, whose methods are called on a namespace.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import inspect
 import os
 import sys
@@ -29,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from helpers.absent_modules import AbsentModules
 from helpers.planner_steps import free_replicas
 from helpers.plugin_runs import plans_at_random
 from trimtab.array_type import Array
@@ -61,33 +60,10 @@ class SlimeCase:
     sleeps: bool = False
 
 
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules that are not there, with any names."""
-
-    ROOTS = (
-        "ray", "megatron.training", "megatron.bridge", "sglang", "torch_memory_saver", "mbridge", "sgl_kernel",
-        "ring_flash_attn", "wandb", "transformer_engine", "sglang_router", "httpx", "aiohttp",
-    )  # fmt: skip
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if any(name == root or name.startswith(f"{root}.") for root in self.ROOTS):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        return _Anything(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-class _Anything(types.ModuleType):
-    __path__: list[str] = []  # noqa: RUF012
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return MagicMock(name=f"{self.__name__}.{name}")
+ABSENT = (
+    "ray", "megatron.training", "megatron.bridge", "sglang", "torch_memory_saver", "mbridge", "sgl_kernel",
+    "ring_flash_attn", "wandb", "transformer_engine", "sglang_router", "httpx", "aiohttp",
+)  # fmt: skip
 
 
 def use_slime(folder: str) -> None:
@@ -102,7 +78,7 @@ def use_slime(folder: str) -> None:
     import megatron.core.models.gpt.gpt_model
     import megatron.core.optimizer  # noqa: F401
 
-    sys.meta_path.insert(0, _Absent())
+    sys.meta_path.insert(0, AbsentModules(ABSENT, lambda name: MagicMock(name=name)))
     sys.path.insert(0, folder)
     os.environ["ENABLE_ROUTING_REPLAY"] = "1"
     from slime.utils import accelerator

@@ -23,8 +23,8 @@ from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.array_type import Array
 from trimtab.cluster import load_cluster
 from trimtab.errors import InputError
-from trimtab.off_switch import VARIABLE
 from trimtab.planner import PlannedStep, PlanSettings
+from trimtab.rank_variables import BALANCE
 from trimtab.runtime.live import balancer
 from trimtab.runtime.session_settings import Mode
 from trimtab.runtime.step_planner import SessionPlanner
@@ -138,11 +138,11 @@ def test_shadow_and_off_change_no_number(state: State) -> None:
 @runs_on_ranks()
 def test_a_variable_switches_balance_off(state: State, options: dict[str, Any]) -> None:
     pair = pair_of(state)
-    with mock.patch.dict(os.environ, {VARIABLE: "slots_per_rank=3 mode=off"}), pair.balanced(**options) as session:
+    with mock.patch.dict(os.environ, {BALANCE: "slots_per_rank=3 mode=off"}), pair.balanced(**options) as session:
         function = session.live if "mode" in options else partial(session.planned, routing=pair.routing)
         assert pair.is_same(pair.step(pair.other, function(pair.function)))
         assert session.session.mode == "off"
-    with mock.patch.dict(os.environ, {VARIABLE: "mode=shadow"}), pair.balanced() as session:
+    with mock.patch.dict(os.environ, {BALANCE: "mode=shadow"}), pair.balanced() as session:
         assert session.session.mode == "plan"
 
 

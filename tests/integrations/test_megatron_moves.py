@@ -77,16 +77,7 @@ def train(layout: Layout, cases: list[MegatronCase]) -> None:
     use_layout(layout)
     for case in cases:
         pair = Pair(layout, case)
-        for step in range(STEPS):
-            tokens_MBS = pair.tokens()
-            pair.zero()
-            if step % 3 == 1:
-                pair.planned_step(tokens_MBS)
-            else:
-                pair.move(everywhere=step == 0)
-                pair.live_step(tokens_MBS)
-            for model in (pair.plain, pair.moving):
-                model.optimizer.step()
+        pair.train(STEPS)
         pair.gather_parameters()
         pair.check_export(1e-12 if case.double else 2e-2 if case.bf16 else 1e-5)
         has_experts = pair.session.session is not None

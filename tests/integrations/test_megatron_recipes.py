@@ -71,16 +71,7 @@ def test_experts_of_mtp_layers_stay_at_home_when_others_move(tmp_path: Path) -> 
 def train_with_moves(case: MegatronCase) -> None:
     use_layout(PIPELINE)
     pair = Pair(PIPELINE, case)
-    for step in range(3):
-        tokens_MBS = pair.tokens()
-        pair.zero()
-        if step == 1:
-            pair.planned_step(tokens_MBS)
-        else:
-            pair.move(everywhere=step == 0)
-            pair.live_step(tokens_MBS)
-        for model in (pair.plain, pair.moving):
-            model.optimizer.step()
+    pair.train(3)
     assert pair.moved > 0 < pair.replicas
     assert pair.difference() < 1e-5
     pair.session.remove()

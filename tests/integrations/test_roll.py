@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.plugin_runs import differences, plans_at_random, use_routers
+from helpers.plugin_runs import differences, gradients, plans_at_random, use_routers
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
 from helpers.rank_tests import runs_on_ranks
 from helpers.roll_stand_in import (
@@ -80,8 +80,7 @@ class Run:
         return found
 
     def _keep(self, found: dict[str, Any], step: int, plain: Any) -> Any:
-        parameters = self.model.named_parameters()
-        found |= {f"{step} grad {name}": parameter.main_grad.clone() for name, parameter in parameters.items()}
+        found |= gradients(step, self.model.named_parameters())
         return plain()
 
 

@@ -18,7 +18,7 @@ import trimtab.integrations
 from helpers.verl_signatures import STORED, parts_of, stand_ins
 from trimtab.errors import InputError
 from trimtab.integrations.options import PluginOptions
-from trimtab.off_switch import VARIABLE
+from trimtab.rank_variables import BALANCE
 
 FLAG, VENDOR = "trimtab.integrations.verl", "VERL_ENGINE_VENDOR"
 
@@ -122,7 +122,7 @@ def test_options_are_in_the_actor_s_config(trimtab: Any, options: PluginOptions,
     with imported() as plugin:
         _, engine = configs(override_mcore_model_config=config)
         assert plugin.read_options(engine) == (options, moves)
-        with mock.patch.dict(os.environ, {VARIABLE: "mode=off"}):
+        with mock.patch.dict(os.environ, {BALANCE: "mode=off"}):
             assert plugin.read_options(engine) == (PluginOptions("off"), False)
 
 

@@ -15,10 +15,10 @@ from trimtab.files import read_small_text
 from trimtab.integrations.framework_options import MILES, MTP, SLIME, VERL, refused, wrong_mode
 from trimtab.integrations.megatron.option_tables import Option
 from trimtab.integrations.options import MODES, PluginOptions
-from trimtab.off_switch import VARIABLE
+from trimtab.rank_variables import BALANCE
 
 # Of slime and miles, in JSON or set in the shell: {"TRIMTAB_BALANCE": "mode=plan"}, export TRIMTAB_BALANCE='mode=plan'.
-_BALANCE = re.compile(VARIABLE + r"""\W*?[:=]\W*((?:\w+=\w+\s*)*)""")
+_BALANCE = re.compile(BALANCE + r"""\W*?[:=]\W*((?:\w+=\w+\s*)*)""")
 _SETTING = re.compile(r"""(?<![\w.-])\+{0,2}([a-z_]\w*(?:\.\w+)+)=("[^"]*"|'[^']*'|[^\s"'\\]*)""")
 _REPLAYS = ("use_rollout_routing_replay", "use_routing_replay")
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -88,7 +88,7 @@ def _check_arguments(path: Path, package: str, options: tuple[Option, ...]) -> l
     findings = [_hook(package, values.get("custom_megatron_init_path"), hook)]
     words = " ".join(match[1].strip() for match in _BALANCE.finditer(read_small_text(path)))
     try:
-        given = PluginOptions.from_text(words, source=VARIABLE, modes=(*MODES, "rehome"))
+        given = PluginOptions.from_text(words, source=BALANCE, modes=(*MODES, "rehome"))
         wrong = wrong_mode(package, given.mode, any(values.get(name) for name in _REPLAYS))
         state = f"mode={given.mode} slots_per_rank={given.slots_per_rank}" + ("" if words else ", the default")
         findings.append(Finding(f"{package} options", "problem" if wrong else "ok", wrong or state))

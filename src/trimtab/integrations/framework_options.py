@@ -12,7 +12,7 @@ from typing import Any
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.option_tables import OFF, Option, names, refusals
 from trimtab.integrations.options import MODES, PluginMode, PluginOptions
-from trimtab.off_switch import VARIABLE
+from trimtab.rank_variables import BALANCE
 
 _UNRECORDED = "MTP layers route tokens that were not recorded"
 MTP = Option("mtp_num_layers", (None, 0), _UNRECORDED, "train without MTP layers")
@@ -107,8 +107,8 @@ SKYRL_REPLAY = (
 
 
 def read_options(modes: Sequence[PluginMode] = MODES) -> PluginOptions:
-    """The options of `VARIABLE`, with one of these modes. Raises InputError."""
-    return PluginOptions.from_text(os.environ.get(VARIABLE, ""), source=VARIABLE, modes=modes)
+    """The options of `BALANCE`, with one of these modes. Raises InputError."""
+    return PluginOptions.from_text(os.environ.get(BALANCE, ""), source=BALANCE, modes=modes)
 
 
 def value_at(config: Any, path: str) -> Any:

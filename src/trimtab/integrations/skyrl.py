@@ -30,7 +30,7 @@ from trimtab.integrations.framework_options import (
 from trimtab.integrations.options import PluginOptions
 from trimtab.integrations.skyrl_hook import WORKERS, replace_worker_when_imported
 from trimtab.launch.launcher import LAUNCH_ORDER
-from trimtab.off_switch import VARIABLE
+from trimtab.rank_variables import BALANCE
 
 FITS = "SkyRL 0.3.0 and a9564572e"
 HOOK = f"{replace_worker_when_imported.__module__}.{replace_worker_when_imported.__name__}"
@@ -104,7 +104,7 @@ def _with_variables(plain: Callable[[Any], dict[str, str]], options: PluginOptio
     def prepare(cfg: Any) -> dict[str, str]:
         check_supported(cfg, options)
         own = {name: os.environ.get(name, value) for name, value in LAUNCH_ORDER.items()}
-        return plain(cfg) | own | {VARIABLE: os.environ.get(VARIABLE, "")}
+        return plain(cfg) | own | {BALANCE: os.environ.get(BALANCE, "")}
 
     return prepare
 

@@ -23,7 +23,7 @@ from trimtab.integrations.options import MODES, PluginOptions
 from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
 from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
 from trimtab.launch.launcher import LAUNCH_ORDER
-from trimtab.off_switch import is_switched_off
+from trimtab.rank_variables import is_switched_off
 
 FITS = "verl 0.9.0 and 0.9.1"
 _ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"

@@ -17,8 +17,8 @@ import trimtab
 from trimtab.cluster import ClusterSpec
 from trimtab.cluster.specs import RING_LAYERS
 from trimtab.errors import InputError
-from trimtab.off_switch import is_switched_off
 from trimtab.planner import PlanSettings
+from trimtab.rank_variables import is_switched_off
 from trimtab.runtime.live.policies import LivePolicy, Predictor
 from trimtab.runtime.ranks.topology import Topology
 

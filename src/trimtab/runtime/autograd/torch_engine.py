@@ -53,12 +53,23 @@ def will_run(node: torch.autograd.graph.Node) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
-def is_within_compiled() -> bool:
+def _is_within_compiled() -> bool:
     """Whether a function that torch.compile runs, in parts or as a whole, has called this one."""
     if "torch._dynamo" not in sys.modules:
         return False
     # None outside of compiled functions, False where compiling is disabled.
     return bool(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def require_eager() -> None:
+    """Raises RuntimeError where calls are recorded to be repeated: each micro-step has other sizes and transfers."""
+    if torch.compiler.is_compiling() or _is_within_compiled():
+        raise RuntimeError(
+            "MoE layers of a session can't run within torch.compile; compile the modules around them, or decorate the "
+            "forward of the MoE block with torch.compiler.disable"
+        )
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("MoE layers of a session can't be captured in a CUDA graph; capture the modules around them")
 
 
 class SubstitutedValues(torch.autograd.Function):

@@ -18,7 +18,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.runtime.autograd.accumulation import Accumulation
 from trimtab.runtime.autograd.gradient_watch import GradientWatch
-from trimtab.runtime.autograd.torch_engine import is_within_compiled, running_backward, will_run
+from trimtab.runtime.autograd.torch_engine import require_eager, running_backward, will_run
 from trimtab.runtime.layer.backward import Backward
 from trimtab.runtime.layer.micro_step import BoundRoutes
 from trimtab.runtime.live.balancer import LiveCall, LiveMicroStep, Seconds
@@ -93,7 +93,7 @@ class LayerCalls:
         Raises:
             RuntimeError: if the layer is compiled, or captured in a CUDA graph.
         """
-        _require_eager()
+        require_eager()
         if running_backward() is not None:
             return self.backward.routes_of_rerun()
         self.backward.leave_backward()
@@ -449,14 +449,3 @@ class LayerCall:
 
     def _log(self, kind: int) -> int:
         return self._calls.lockstep.log(kind, self.homes.index, self.index, self._forward)
-
-
-def _require_eager() -> None:
-    """Raises RuntimeError where calls are recorded to be repeated: each micro-step has other sizes and transfers."""
-    if torch.compiler.is_compiling() or is_within_compiled():
-        raise RuntimeError(
-            "MoE layers of a session can't run within torch.compile; compile the modules around them, or decorate the "
-            "forward of the MoE block with torch.compiler.disable"
-        )
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("MoE layers of a session can't be captured in a CUDA graph; capture the modules around them")
