@@ -124,6 +124,7 @@ bench: .venv/.ready  ## reproduce the figures that README and docs quote (about 
 	$(BIN)/python -m benchmarks.planner --json out/bench-planner.json --frontier out/frontier.svg
 	$(BIN)/python -m benchmarks.papers --json out/bench-step-time.json
 	$(BIN)/python -m benchmarks.step --json out/bench-step.json
+	$(BIN)/python -m benchmarks.advice --json out/bench-advice.json
 	$(BIN)/python -m benchmarks.traces --json out/bench-traces.json
 	$(BIN)/python -m benchmarks.payload --json out/bench-payload.json
 	$(BIN)/python -m benchmarks.observe --json out/bench-observe.json

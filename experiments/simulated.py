@@ -6,6 +6,7 @@ One step of each of two synthetic traces on 16 H100 ranks, with both kinds of di
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from benchmarks.harness import main, show
 from experiments.page_tables import markdown_table, replace_tables
 from trimtab.analysis.summary import answer as analysis_answer
 from trimtab.analysis.summary import cost_summary
+from trimtab.api.simulate import MAIN_POLICIES
 from trimtab.cli.options import add_options
 from trimtab.cli.parser import Parser
 from trimtab.report.simulation import answer
-from trimtab.trace import PRESETS, synthesize_preset
+from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 
 EXAMPLES = ("--json out/simulated.json",)
 ROOT = Path(__file__).parents[1]
@@ -46,11 +48,19 @@ ABOUT = {
 def add_to(parser: Parser) -> None:
     """Add the options."""
     add_options(parser, "--pages", action="store_true", help="put the tables into docs/results.md and docs/start.md")
+    add_options(
+        parser, "--texts", type=Path, metavar="FILE",
+        help="figures of an earlier run: simulate only what their sentences need (static, eplb, trimtab, the fastest)",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the command with its options."""
-    figures = simulate_all(TRACES, SIZE, SWEEP)
+    figures = (
+        simulate_all(TRACES, SIZE, SWEEP)
+        if options.texts is None
+        else with_texts(json.loads(options.texts.read_text()))
+    )
     show(figures, print_figures, options.json)
     if options.pages:
         write_pages(figures)
@@ -65,18 +75,41 @@ def simulate_all(traces: Sequence[str], size: Mapping[str, int], sweep: Mapping[
         cases = zip(DISPATCHERS, result.figures()["sweep"], result.cases, strict=True)
         steps[name] = {sent: {"answer": answer(simulated)} | _kept(case) for sent, case, simulated in cases}
         if name == traces[0]:
-            analysis = trimtab.analyze(trace, ranks=STEP["ranks"], model="qwen3-30b-a3b").analysis
+            analysis = _analysis_text(trace)
             swept = trimtab.simulate(trace, model="qwen3-30b-a3b", policies="all", **STEP | dict(sweep)).figures()
     return {
         "yardstick": swept["yardstick"],
         "size": dict(size),
         "step": STEP,
-        "analysis": f"{analysis_answer(analysis)} {cost_summary(analysis)}",
+        "analysis": analysis,
         "steps": steps,
         "sweep": [
             {name: case[name] for name in ("ranks", "slots", "micro_steps")} | _kept(case) for case in swept["sweep"]
         ],
     }
+
+
+def with_texts(figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures with new sentences, from simulations of the balancers that are in them."""
+    steps: dict[str, Any] = {}
+    for name, by_dispatcher in figures["steps"].items():
+        trace = synthesize_preset(PRESETS[name], num_experts=128, top_k=8, **SIZE)
+        steps[name] = {}
+        for sent, stored in by_dispatcher.items():
+            real = {each: policy for each, policy in stored["policies"].items() if each != "balanced"}
+            fitting = {each: policy for each, policy in real.items() if policy["fits"]} or real
+            fastest = min(fitting, key=lambda each: fitting[each]["step_time_s"])
+            names = [*MAIN_POLICIES, fastest]
+            (case,) = trimtab.simulate(trace, model="qwen3-30b-a3b", policies=names, dispatcher=sent, **STEP).cases
+            steps[name][sent] = stored | {"answer": answer(case)}
+        if name == TRACES[0]:
+            analysis = _analysis_text(trace)
+    return figures | {"analysis": analysis, "steps": steps}
+
+
+def _analysis_text(trace: RoutingTrace) -> str:
+    analysis = trimtab.analyze(trace, ranks=STEP["ranks"], model="qwen3-30b-a3b").analysis
+    return f"{analysis_answer(analysis)} {cost_summary(analysis)}"
 
 
 def print_figures(figures: Mapping[str, Any], console: Console) -> None:

@@ -15,7 +15,7 @@ from experiments.presets.published_skew import PUBLISHED, PublishedSkew
 from experiments.presets.skew_measures import MEASURES, Sample
 from trimtab.api.simulate import SimulationResult
 from trimtab.array_type import Array
-from trimtab.simulator.comparison import permuted_step_times
+from trimtab.simulator.comparison import permuted_steps
 from trimtab.trace import PRESETS, SkewPreset, synthesize_preset
 
 SCHEMA = "trimtab-presets-1"
@@ -127,7 +127,8 @@ def _fluctuation(preset: SkewPreset, seed: int) -> dict[str, Any]:
 def _permuted(seed: int) -> list[dict[str, float]]:
     """Step times of the example of docs/results.md with the ids of experts in other random orders."""
     result = _simulated(BASE, seed, EXAMPLE, ("static",))
-    return [permuted_step_times(result.case, COMPARED[:3], draw) for draw in range(DRAWS)]
+    steps = [permuted_steps(result.case, COMPARED[:3], draw) for draw in range(DRAWS)]
+    return [{name: step.step_time_s for name, step in each.items()} for each in steps]
 
 
 def _simulated(preset: SkewPreset, seed: int, size: dict[str, int], policies: Sequence[str]) -> SimulationResult:

@@ -1,6 +1,6 @@
 """Trimtab: expert load balancing for MoE models in RL post-training, planned from routing that is already known.
 
-`plan`, `simulate` and `analyze` compute what the commands of these names print, from a trace or its files;
+`advise`, `plan`, `simulate` and `analyze` compute what the commands of these names print, from a trace or its files;
 `import_dump` reads what a framework recorded.
 
 `import trimtab` loads nothing; every name is imported when it is first used. The part that runs models is imported by
@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trimtab.api.advise import AdviceResult, advise
     from trimtab.api.analyze import AnalysisResult, analyze
     from trimtab.api.import_dump import import_dump
     from trimtab.api.plan import PlanResult, plan
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from trimtab.trace import ImportOptions, RoutingTrace, TraceReader, TraceWriter, read_trace, write_trace
 
 __all__ = [
+    "AdviceResult",
     "AnalysisResult",
     "ClusterSpec",
     "ImportOptions",
@@ -35,6 +37,7 @@ __all__ = [
     "TraceReader",
     "TraceWriter",
     "Workload",
+    "advise",
     "analyze",
     "import_dump",
     "plan",
@@ -45,6 +48,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
+    "api.advise": ("AdviceResult", "advise"),
     "api.analyze": ("AnalysisResult", "analyze"),
     "api.import_dump": ("import_dump",),
     "api.plan": ("PlanResult", "plan"),

@@ -107,7 +107,7 @@ def test_a_sweep_has_a_case_for_every_combination(folder: Path) -> None:
     )  # fmt: skip
     assert without(found.figures(), *TIMES) == json_of("simulate", folder, arguments)
     assert [(case.ranks, case.slots, case.micro_steps) for case in found.cases] == [
-        (2, 0, 8), (2, 2, 8), (4, 0, 8), (4, 2, 8),
+        (2, 0, None), (2, 2, None), (4, 0, None), (4, 2, None),
     ]  # fmt: skip
     assert found.outcomes is found.cases[0].outcomes
     # Two balancers and permuted ids in each of four cases.
@@ -202,7 +202,7 @@ def test_dir_and_help_list_the_functions() -> None:
         ("simulate", {"micro_steps": 13}, "has 12 sequences; every micro-step needs one"),
         ("analyze", {"ranks": 3}, "--ranks 3 doesn't divide the 16 experts of"),
         ("analyze", {"token_budget": 64}, "micro_steps: not allowed with argument token_budget"),
-        ("analyze", {"step": 9}, "no step 9 with tokens; it has steps 0 to 1"),
+        ("analyze", {"step": 9}, "there is no step 9; the trace has steps 0 to 1"),
         ("analyze", {"model": "qwen3-30b-a3b"}, "is not of model qwen3-30b-a3b"),
         ("analyze", {"ranks_per_node": 3}, "4 ranks with 3 a node"),
         ("analyze", {"micro_steps": None, "token_budget": 8}, "a sequence of 32 tokens doesn't fit"),

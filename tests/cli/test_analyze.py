@@ -65,7 +65,21 @@ def test_analyze_needs_only_a_file(folder: Path, printed: Callable[..., str]) ->
 def test_estimate_in_seconds_for_a_preset_like_the_trace(folder: Path, tmp_path: Path) -> None:
     trace = synthesize(num_sequences=16, sequence_length=64, num_layers=2, num_experts=128, top_k=8, zipf=0.9)
     write_trace(trace, tmp_path / "t.parquet")
-    assert main(["analyze", str(tmp_path / "t.parquet"), "--json", str(tmp_path / "a.json"), "--micro-steps", "2"]) == 0
+    assert (
+        main(
+            [
+                "analyze",
+                str(tmp_path / "t.parquet"),
+                "--json",
+                str(tmp_path / "a.json"),
+                "--micro-steps",
+                "2",
+                "--ranks",
+                "8",
+            ]
+        )
+        == 0
+    )
     content = json.loads((tmp_path / "a.json").read_text())
     estimate = content["estimate"]
     assert content["micro_steps"] == 2

@@ -32,7 +32,7 @@ def test_no_home_a_narrow_terminal_and_a_removed_working_directory(trace_file: P
         text=True, check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert "On 8 ranks the busiest computes" in " ".join(ended.stdout.split())
+    assert "On 16 ranks the busiest computes" in " ".join(ended.stdout.split())
     assert max(map(len, ended.stdout.split("\n\n")[0].splitlines())) <= 20
 
 

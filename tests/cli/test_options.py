@@ -85,7 +85,7 @@ def test_shared_options_are_the_same_in_all_commands() -> None:
             if option in SHARED and not (option == "--model" and name in ("trimtab train", "trimtab doctor")):
                 used.add(option)
                 assert (action.help or "").startswith(SHARED[option][1]), (name, option)
-                assert action.metavar in ("N", "NAME", "FILE", "KEY=VALUE")
+                assert action.metavar in ("N", "X", "NAME", "FILE", "KEY=VALUE")
     assert used == SHARED.keys()
     outputs = [options_of(parser).get("--output") for parser in PARSERS.values()]
     assert {action.option_strings[0] for action in outputs if action} == {"-o"}

@@ -104,25 +104,14 @@ def test_names_of_balancers_are_not_cut_on_a_narrow_terminal(
     assert simulate(policies=("eplb", "eplb_oracle")).split().count("eplb_oracle") >= 2
 
 
-def test_by_default_all_balancers_run_and_the_main_ones_are_shown(printed: Printed, places: Places) -> None:
+def test_by_default_static_eplb_trimtab_and_even_routing_run(printed: Printed, places: Places) -> None:
     words = ["simulate", places["trace"], "--model", places["config"], "--ranks", "4", "--ranks-per-node", "2"]
     words += ["--micro-steps", "2", "--json", places["folder"] / "s.json"]
-    output = printed(*words)
-    found = figures(places)["policies"]
-    assert list(found) == list(POLICIES)
-    seconds = {name: row["step_time_s"] for name, row in found.items()}
-    fastest = min([name for name in seconds if name != "balanced"], key=lambda name: seconds[name])
-    main = {"static", "scheduled", "eplb", "eplb_oracle", "trimtab", fastest}
-    shown = sorted([name for name in POLICIES if name in main], key=lambda name: seconds[name])
-    table = output[output.index("Recompute and update of one step") : output.index("Balance and replicas")]
-    rows = table[table.index("\npolicy") + 1 :].splitlines()[1:]
-    assert [row.split()[0] for row in rows] == [*shown, "balanced"]
-    text = " ".join(output.split())
-    speed_up = "" if fastest == "static" else f"{seconds['static'] / seconds[fastest]:.2f} times as fast as static, "
-    faster = f"{fastest} is faster: {speed_up}{1 - seconds[fastest] / seconds['trimtab']:.1%} less time than trimtab"
-    assert (faster in text) == (fastest != "trimtab")
+    printed(*words)
+    assert list(figures(places)["policies"]) == ["static", "eplb", "trimtab", "balanced"]
     table = printed(*words, "--policy", "all").partition("Recompute and update of one step")[2].partition("Balance")[0]
     assert {*POLICIES} <= {row.split()[0] for row in table.splitlines() if row.strip()}
+    assert list(figures(places)["policies"]) == list(POLICIES)
 
 
 def test_a_trace_without_earlier_steps_says_that_eplb_has_no_history(simulate: Printed, places: Places) -> None:
@@ -180,7 +169,7 @@ def test_a_run_that_does_not_fit_says_so_first(simulate: Printed, places: Places
         # Places of 53 tokens hold one sequence.
         (("--micro-steps", "2"), "made 3: sequences of up to 32 tokens do not fill the budget of 53 tokens per rank"),
         (("--micro-steps", "1", "--mini-batches", "2"), "Asked for 1 micro-step, made 2: each of the 2 optimizer"),
-        ((), "Asked for 8 micro-steps, made 3: the longest sequence"),
+        ((), ""),
         (("--token-budget", "64"), ""),
     ],
 )
@@ -274,7 +263,8 @@ def test_options_reach_the_simulation(simulate: Printed, places: Places) -> None
         "trace": str(places["trace"]), "step": 0, "steps": 1,
         "token_budget": 64, "mini_batches": 2, "equal_terms": True,
         "groups": 2, "meet": "layer", "ring_layers": 3, "recompute": True, "sharding": "fsdp", "checkpointing": True,
-        "earlier_steps": 0, "layers_traced": 2, "layers_of_model": 4, "micro_steps": None,
+        "earlier_steps": 0, "layers_traced": 2, "layers_of_model": 4, "micro_steps": None, "recorded_sequences": None,
+        "counted_rows": 200_000_000,
     }  # fmt: skip
     # 12 sequences of 32 tokens, two in each of 4 places, in two mini-batches.
     assert {row["micro_steps"] for row in found["policies"].values()} == {2}

@@ -104,6 +104,8 @@ def talkative_package(say: Callable[[bytes], object], calls: list[object]) -> Mo
 def test_a_new_solver_prints_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """What C code prints before and after is kept, also what it has only buffered."""
     libc = ctypes.CDLL(None)
+    # Python may have been told to buffer nothing.
+    libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 0, 4096)
     calls: list[object] = []
     monkeypatch.setitem(sys.modules, "highspy", talkative_package(libc.puts, calls))
     libc.puts(b"before")

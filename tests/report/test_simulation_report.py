@@ -51,11 +51,15 @@ def simulated() -> SimulatedCase:
         outcome = outcomes[name]
         outcomes[name] = replace(
             outcome,
-            simulated=replace(outcome.simulated, step_time_s=seconds),
+            simulated=replace(
+                outcome.simulated,
+                step_time_s=seconds,
+                causes_s=outcome.simulated.causes_s | {"waiting": 0.25 * seconds},
+            ),
             balance=Balance(mean=1 + seconds / 10, p50=1 + seconds / 20, p99=1 + seconds / 2, max=1 + seconds),
             cross_node_fraction=seconds / 8,
         )
-    return SimulatedCase(4, 1, 3, case, outcomes, tuple(STEP_S), PERMUTED_S)
+    return SimulatedCase(4, 1, 3, case, outcomes, PERMUTED_S, 0.5 * PERMUTED_S["static"])
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +111,7 @@ def test_parts_and_memory_in_tables(results: dict[str, PolicyResult]) -> None:
 
 def test_the_answer_has_the_cost_of_imbalance_and_speed_ups(simulated: SimulatedCase) -> None:
     text = answer(simulated)
-    assert text.startswith("Imbalance costs 60% of each step on 4 ")
+    assert text.startswith("Imbalance costs 25% of each step on 4 ")
     assert "; trimtab makes the step 2.00 times as fast as static and 1.25 times as fast as eplb. " in text
     assert "Perfectly even routing would make it 2.50 times as fast. " in text
     assert "With expert ids permuted, imbalance costs 50%, and trimtab is 1.50 times as fast as static" in text

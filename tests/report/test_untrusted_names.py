@@ -44,7 +44,7 @@ CONTENT = """() => [...document.documentElement.querySelectorAll("*")].map((elem
 
 def analysis_page(name: str) -> AnalysisReport:
     analysis = some_analysis(domains=(name, f"code, {name}"), model=name).analysis
-    estimate = CostEstimate(name, name, 2.0, 1.0, (0.25, 0.25, 0.25, 0.25), 8)
+    estimate = CostEstimate(name, name, 2.0, 1.0, {"waiting": 1.0, "experts": 1.0}, (0.25, 0.25, 0.25, 0.25), 8)
     return AnalysisReport(f"{name}.parquet", replace(analysis, estimate=estimate))
 
 
@@ -52,7 +52,7 @@ def simulation_page(name: str) -> Report:
     case, step_s = some_case(), {"static": 2.0, "balanced": 1.0}
     case = replace(case, cluster=replace(case.cluster, name=name), model=replace(case.model, name=name))
     outcomes = {policy: simulate_policy(case, policy) for policy in step_s}
-    cases = [SimulatedCase(ranks, 1, None, case, outcomes, tuple(step_s), step_s) for ranks in (4, 2)]
+    cases = [SimulatedCase(ranks, 1, None, case, outcomes, step_s, 0.1) for ranks in (4, 2)]
     return simulation_report(f"{name}.parquet", some_trace(), cases)
 
 

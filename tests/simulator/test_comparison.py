@@ -16,7 +16,7 @@ from trimtab.cluster import StepCosts
 from trimtab.planner import SequenceCounts, pack_by_length
 from trimtab.planner.schedule.time_packing import pack_by_time
 from trimtab.policies import POLICIES, Policy, Traits, View
-from trimtab.simulator.comparison import permuted_step_times, simulate_policy
+from trimtab.simulator.comparison import permuted_steps, simulate_policy
 from trimtab.simulator.comparison_case import budget_for, step_of, trace_hash
 from trimtab.simulator.step import StepSettings
 from trimtab.trace.permuted_experts import permute_experts
@@ -215,10 +215,10 @@ def test_permuted_experts_change_static_and_not_the_ideal() -> None:
     for mine, other in zip((case.sequences, *case.earlier), (permuted.sequences, *permuted.earlier), strict=True):
         assert np.array_equal(other.counts_SLE, permute_experts(mine.counts_SLE, 3))
         assert np.array_equal(mine.lengths, other.lengths)
-    found = permuted_step_times(case, ("static", "balanced"), 3)
-    assert found["balanced"] == pytest.approx(simulate_policy(case, "balanced").simulated.step_time_s)
-    assert found["static"] == simulate_policy(permuted, "static").simulated.step_time_s
-    assert found["static"] != simulate_policy(case, "static").simulated.step_time_s
+    found = permuted_steps(case, ("static", "balanced"), 3)
+    assert found["balanced"].step_time_s == pytest.approx(simulate_policy(case, "balanced").simulated.step_time_s)
+    assert found["static"].step_time_s == simulate_policy(permuted, "static").simulated.step_time_s
+    assert found["static"].step_time_s != simulate_policy(case, "static").simulated.step_time_s
 
 
 def test_the_trace_hash_depends_on_the_routing_only() -> None:

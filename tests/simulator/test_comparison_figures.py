@@ -50,7 +50,7 @@ def test_the_fastest_balancer_is_one_that_fits() -> None:
 
     def fastest(device_bytes: float) -> str:
         cramped = replace(case, cluster=replace(case.cluster, device_bytes=device_bytes))
-        return SimulatedCase(4, 1, None, cramped, outcomes, (), {}).fastest
+        return SimulatedCase(4, 1, None, cramped, outcomes, {}, 0.0).fastest
 
     assert fastest(1e12) == "llep"
     assert fastest(1e8) == "trimtab"
@@ -168,7 +168,7 @@ def test_tables_and_json_state_which_balancers_stay_inside_the_node(changes: dic
     case = some_case(**changes)
     names = ("static", "eplb", "ultraep", "feplb", "relibra", "moonep", "llep", "trimtab", "balanced")
     outcomes = {name: simulate_policy(case, name) for name in names}
-    simulated = SimulatedCase(4, 1, None, case, outcomes, names, {})
+    simulated = SimulatedCase(4, 1, None, case, outcomes, {}, 0.0)
     inside = {result.name for result in policy_results(simulated) if "copies stay inside the node" in result.about}
     assert inside == ({"ultraep", "feplb", "relibra", "moonep"} if confined else set())
     found = figures(case, outcomes)
@@ -186,5 +186,5 @@ def test_the_headline_says_when_nothing_is_faster_than_static() -> None:
     slower = replace(static, step_time_s=2 * static.step_time_s)
     outcomes["trimtab"] = replace(outcomes["trimtab"], simulated=slower)
     times = {name: outcome.simulated.step_time_s for name, outcome in outcomes.items()}
-    text = answer(SimulatedCase(4, 1, None, case, outcomes, tuple(outcomes), times))
+    text = answer(SimulatedCase(4, 1, None, case, outcomes, times, 0.1))
     assert "static is faster: 50.0% less time than trimtab." in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,8 @@ from trimtab.analysis.hot_experts import HOT_FACTOR, HotExperts, hot_experts
 from trimtab.analysis.permuted_ids import PermutedIds, permuted_ids
 from trimtab.analysis.trace_counts import TraceCounts
 from trimtab.array_type import Array
-from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.errors import InputError
+from trimtab.simulator.comparison_case import ComparisonCase
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +78,13 @@ def analyze(
     *,
     ranks: int,
     ranks_per_node: int | None = None,
-    cluster: ClusterSpec | None = None,
-    model: ModelSpec | None = None,
+    case: ComparisonCase | None = None,
 ) -> Analysis:
     """Figures of a trace that need no plan.
 
     Args:
         ranks_per_node: ranks that share a node; by default all.
-        cluster, model: to estimate seconds; the cluster has `ranks` ranks. Both or none.
+        case: the steps whose seconds are simulated; None: no seconds.
 
     Raises:
         InputError: if the ranks don't divide the experts, or nodes the ranks.
@@ -99,15 +97,6 @@ def analyze(
     counts_MLE, step_starts = counts.counts_MLE, counts.step_starts
     loads_MLR = home_loads(counts_MLE, ranks)
     excess_L = (loads_MLR.max(axis=-1) - loads_MLR.mean(axis=-1)).sum(axis=0)
-    estimate = None
-    if cluster and model:
-        estimate = partial(
-            estimate_cost,
-            cluster=cluster,
-            model=model,
-            num_steps=len(step_starts) - 1,
-            lengths=counts.lengths,
-        )
     return Analysis(
         counts=counts,
         ranks=ranks,
@@ -124,8 +113,8 @@ def analyze(
         hot_experts=hot_experts(counts_MLE, step_starts),
         domains=tuple(domain_skew(counts.counts_DLE, counts.domains, ranks)),
         overlap_DD=domain_overlap(counts.counts_DLE),
-        estimate=estimate(counts_MLE) if estimate else None,
-        permuted=permuted_ids(counts_MLE, ranks, estimate, model.expert_groups if model else 1),
+        estimate=estimate_cost(case) if case else None,
+        permuted=permuted_ids(counts_MLE, ranks, case),
     )
 
 

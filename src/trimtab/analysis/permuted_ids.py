@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from trimtab.analysis.balance import home_loads, lost_part
-from trimtab.analysis.cost_estimate import CostEstimate
+from trimtab.analysis.cost_estimate import estimate_cost
 from trimtab.array_type import Array
+from trimtab.simulator.comparison_case import ComparisonCase
+from trimtab.simulator.simulated_case import PERMUTATION_SEED
 from trimtab.trace.permuted_experts import permute_experts
 
-# Random orders, with seeds from 0; the figures are means over them.
+# Random orders, with seeds from 0; the loss is a mean over them. Seconds are those of `PERMUTATION_SEED`.
 PERMUTATIONS = 5
 
 
 @dataclass(frozen=True)
 class PermutedIds:
-    """Means over random orders of the experts.
+    """Figures in random orders of the experts.
 
     Attributes:
         permutations: their number.
-        expert_time_lost: part of expert time for which a rank is idle on average, with contiguous homes.
-        step_s, lost_s: as in `CostEstimate`; None without an estimate.
+        expert_time_lost: part of expert time for which a rank is idle on average, with contiguous homes; mean of all.
+        step_s, lost_s: as in `CostEstimate`, in one order; None without an estimate.
     """
 
     permutations: int
@@ -37,24 +38,13 @@ class PermutedIds:
         return self.lost_s / self.step_s if self.step_s and self.lost_s is not None else None
 
 
-def permuted_ids(
-    counts_MLE: Array, ranks: int, estimate: Callable[[Array], CostEstimate] | None, groups: int = 1
-) -> PermutedIds:
+def permuted_ids(counts_MLE: Array, ranks: int, case: ComparisonCase | None) -> PermutedIds:
     """Figures with permuted ids.
 
     Args:
-        estimate: from counts `[M, L, E]` to their cost; None without a model.
-        groups: of the model's experts.
+        case: the steps whose seconds are simulated; None without a model.
     """
-    lost, costs = [], []
-    for seed in range(PERMUTATIONS):
-        permuted_MLE = permute_experts(counts_MLE, seed, groups)
-        lost.append(lost_part(home_loads(permuted_MLE, ranks)))
-        if estimate:
-            costs.append(estimate(permuted_MLE))
-    return PermutedIds(
-        PERMUTATIONS,
-        float(np.mean(lost)),
-        float(np.mean([cost.step_s for cost in costs])) if costs else None,
-        float(np.mean([cost.lost_s for cost in costs])) if costs else None,
-    )
+    groups = case.model.expert_groups if case else 1
+    lost = [lost_part(home_loads(permute_experts(counts_MLE, seed, groups), ranks)) for seed in range(PERMUTATIONS)]
+    cost = estimate_cost(case.with_permuted_experts(PERMUTATION_SEED)) if case else None
+    return PermutedIds(PERMUTATIONS, float(np.mean(lost)), cost.step_s if cost else None, cost.lost_s if cost else None)

@@ -6,6 +6,7 @@ from trimtab.analysis.analysis import Analysis, worst_layers
 from trimtab.analysis.fixed_placements import SLOTS
 from trimtab.analysis.hot_experts import HOT_FACTOR
 from trimtab.planner import PlanSettings
+from trimtab.simulator.resampling import LEAST_SEQUENCES
 
 # Below this part of expert time lost, balancing is not worth it.
 NEGLIGIBLE_LOSS = 0.03
@@ -93,11 +94,13 @@ def cost_summary(analysis: Analysis) -> str:
     if found is None or analysis.ranks == 1:
         return ""
     permuted = analysis.permuted.lost_part or 0.0
+    few = "; too few sequences to compare balancers" if (found.sequences or LEAST_SEQUENCES) < LEAST_SEQUENCES else ""
     scaled = f", scaled from {found.layers_traced} to {found.layers_of_model} MoE layers"
     return (
         f"Estimate: imbalance costs {found.lost_s:.3g} s of a step of {found.step_s:.3g} s ({found.lost_part:.0%}; "
         f"{permuted:.0%} with permuted expert ids) on {found.cluster} with {found.model}"
-        f"{scaled if found.layers_traced < found.layers_of_model else ''}."
+        f"{scaled if found.layers_traced < found.layers_of_model else ''}"
+        f"{few}."
     )
 
 
@@ -129,9 +132,12 @@ def notes(analysis: Analysis) -> list[str]:
             "real run with so few tokens."
         )
     if estimate:
+        steps = "1 step" if estimate.steps == 1 else f"{estimate.steps} steps"
+        scaled = "taken as recorded wholly" if estimate.sequences is None else "scaled to the whole step"
         texts.append(
-            "Seconds are an estimate of recompute and update: the sum of the busiest ranks' work, without overlap. "
-            "trimtab simulate models the step."
+            f"Seconds are those of static in trimtab simulate: recompute and update, mean of the last {steps}, "
+            f"{scaled}. The cost of imbalance is what they would be less if every expert phase took the mean of the "
+            "ranks, with the same rows."
         )
     elif analysis.ranks > 1:
         texts.append("No preset model has these numbers of experts and top-k; name yours with --model to get seconds.")

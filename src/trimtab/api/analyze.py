@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +13,17 @@ from trimtab.analysis import Analysis, count_trace
 from trimtab.analysis import analyze as analyze_counts
 from trimtab.analysis.analysis import figures
 from trimtab.analysis.summary import answer, cost_summary, layers_summary
-from trimtab.api.arguments import ModelSource, Overrides, check_choice, check_one_size, check_optional, model_of
+from trimtab.api.arguments import (
+    ModelSource,
+    Overrides,
+    check_choice,
+    check_one_size,
+    check_optional,
+    check_ranks,
+    model_of,
+)
 from trimtab.api.result_summary import Summarised, Summary
+from trimtab.api.steps import default_ranks, read_steps
 from trimtab.cluster import ModelSpec, load_cluster
 from trimtab.errors import InputError
 from trimtab.report.analysis_tables import balance_table, placements_table, setting_facts
@@ -22,12 +32,15 @@ from trimtab.report.imbalance import FORMATS, Imbalance
 from trimtab.report.model import AnalysisReport
 from trimtab.report.notebook import facts_table
 from trimtab.report.number_text import plural
+from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace
-from trimtab.trace.in_memory import open_trace
+from trimtab.trace.in_memory import MemoryReader, open_trace
 from trimtab.trace.store import Source
 
-USUAL_RANKS = 8
-USUAL_RANKS_PER_NODE = 8
+# Ids of a trace that is held in memory, and simulated for seconds. Larger ones are only counted, a chunk at a time.
+MOST_BYTES = 1 << 30
+
+log = logging.getLogger("trimtab")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -99,6 +112,11 @@ def analyze(
     token_budget: int | None = None,
     micro_steps: int | None = None,
     step: int | None = None,
+    steps: int | None = None,
+    step_tokens: int | None = None,
+    sampled: float | None = None,
+    recompute: bool = True,
+    checkpointing: bool = False,
     cluster: str | os.PathLike[str] = "h100x8",
     model: ModelSource | None = None,
     overrides: Overrides = (),
@@ -108,11 +126,13 @@ def analyze(
 
     Args:
         trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
-        ranks: ranks of a group; by default 8, or the largest number below that divides the experts.
-        ranks_per_node: ranks that share a node; by default 8, or all.
+        ranks: ranks of a group; by default 16, or the largest power of two below that divides the experts.
+        ranks_per_node: ranks that share a node; by default the cluster's.
         token_budget: most tokens of a rank in a micro-step; by default 8192, or the longest sequence if that is more.
         micro_steps: micro-steps of a step, instead of a token budget.
-        step: RL step of the trace; by default all.
+        step: analyze this RL step alone; by default all.
+        steps, step_tokens, sampled, recompute, checkpointing: of the steps whose seconds are simulated, as in
+            `simulate`.
         cluster: kind of nodes, for seconds: a preset's name or a TOML file.
         model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
             trace names, else a preset like the trace, and no figures in seconds if there is none.
@@ -125,32 +145,32 @@ def analyze(
     """
     check_optional(1, ranks=ranks, ranks_per_node=ranks_per_node, token_budget=token_budget, micro_steps=micro_steps)
     check_optional(0, step=step)
+    check_optional(1, steps=steps, step_tokens=step_tokens)
     check_one_size(token_budget, micro_steps)
     reader = open_trace(trace)
-    ranks = _ranks(reader.empty, ranks, reader.name)
-    per_node = ranks_per_node or (USUAL_RANKS_PER_NODE if ranks % USUAL_RANKS_PER_NODE == 0 else ranks)
-    spec = load_cluster(cluster, ranks=ranks, slots_per_rank=0, ranks_per_node=per_node)
+    ranks = default_ranks(reader.empty) if ranks is None else ranks
+    check_ranks(reader.empty, ranks, reader.name)
+    # Static placement has no replicas.
+    spec = load_cluster(cluster, ranks=ranks, slots_per_rank=0, ranks_per_node=ranks_per_node)
     fitting = _model(reader.empty, model, reader.name, overrides)
+    ids_bytes = int(reader.facts.lengths.sum()) * reader.empty.num_layers * reader.empty.top_k
+    is_small = ids_bytes * reader.empty.expert_ids.itemsize <= MOST_BYTES
+    if fitting and is_small:
+        reader = MemoryReader(reader.read(), reader)
+    case = None
+    if fitting and is_small:
+        measured = 1 if step is not None else steps
+        recorded = read_steps(reader, step=step, steps=measured, step_tokens=step_tokens, sampled=sampled)
+        settings = StepSettings(recompute=recompute, checkpointing=checkpointing)
+        case = recorded.case(spec, fitting, settings, micro_steps=micro_steps, token_budget=token_budget)
+        token_budget, micro_steps = case.token_budget, None
+    elif fitting:
+        log.info("no seconds: %s has more than %d MB of expert ids", reader.name, MOST_BYTES >> 20)
     counts = count_trace(
         reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress
     )
-    analysis = analyze_counts(
-        counts, ranks=ranks, ranks_per_node=per_node, cluster=spec if fitting else None, model=fitting
-    )
+    analysis = analyze_counts(counts, ranks=ranks, ranks_per_node=spec.ranks_per_node, case=case)
     return AnalysisResult(reader.name, tuple(reader.files), analysis)
-
-
-def _ranks(empty: RoutingTrace, ranks: int | None, name: str) -> int:
-    """The given number, or else the largest up to 8 that divides the experts."""
-    if ranks is None:
-        return max(ranks for ranks in range(1, USUAL_RANKS + 1) if empty.num_experts % ranks == 0)
-    if empty.num_experts % ranks:
-        divisors = [str(ranks) for ranks in range(1, empty.num_experts + 1) if empty.num_experts % ranks == 0]
-        raise InputError(
-            f"--ranks {ranks} doesn't divide the {empty.num_experts} experts of {name}; "
-            f"use one of {', '.join(divisors)}"
-        )
-    return ranks
 
 
 def _model(empty: RoutingTrace, model: ModelSource | None, name: str, overrides: Overrides = ()) -> ModelSpec | None:

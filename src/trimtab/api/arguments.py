@@ -47,6 +47,16 @@ def check_one_size(token_budget: object, micro_steps: object) -> None:
         raise InputError("micro_steps: not allowed with argument token_budget")
 
 
+def check_ranks(trace: RoutingTrace, ranks: int, name: str) -> None:
+    """Raise InputError unless the ranks divide the experts of the trace, called `name`."""
+    if trace.num_experts % ranks:
+        divisors = [str(each) for each in range(1, trace.num_experts + 1) if trace.num_experts % each == 0]
+        raise InputError(
+            f"--ranks {ranks} doesn't divide the {trace.num_experts} experts of {name}; "
+            f"use one of {', '.join(divisors)}"
+        )
+
+
 def numbers(value: int | Sequence[int]) -> list[int]:
     """One number, or several for a sweep, as a list."""
     return list(value) if isinstance(value, Sequence) else [value]

@@ -15,15 +15,16 @@ from trimtab.api.arguments import (
     check_choice,
     check_one_size,
     check_optional,
+    check_ranks,
     check_whole,
     model_of,
     numbers,
     split_names,
 )
 from trimtab.api.result_summary import Summarised, Summary
+from trimtab.api.steps import DISPATCHERS, default_ranks, read_steps
 from trimtab.cluster import load_cluster
 from trimtab.errors import InputError
-from trimtab.planner import SequenceCounts
 from trimtab.policies import POLICIES
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance, need
@@ -31,31 +32,26 @@ from trimtab.report.number_text import plural
 from trimtab.report.policies_table import policies_table
 from trimtab.report.simulation import answer, policy_results, simulation_report, table_title
 from trimtab.report.sweep import sweep_table
-from trimtab.simulator.comparison import Outcome, permuted_step_times, simulate_policy
-from trimtab.simulator.comparison_case import ComparisonCase, budget_for, step_of, trace_hash
+from trimtab.simulator.comparison import Outcome, permuted_steps, simulate_policy
+from trimtab.simulator.comparison_case import ComparisonCase, trace_hash
 from trimtab.simulator.memory import SHARDINGS, ZERO1
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
-from trimtab.simulator.step import StepSettings
+from trimtab.simulator.step import WAITING, StepSettings
 from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import RoutingTrace
 from trimtab.trace.in_memory import open_trace
 from trimtab.trace.store import Source
 
 log = logging.getLogger("trimtab")
-# Shown by default, with the fastest of all.
-MAIN_POLICIES = ("static", "scheduled", "eplb", "eplb_oracle", "trimtab", "balanced")
+# Simulated by default.
+MAIN_POLICIES = ("static", "eplb", "trimtab", "balanced")
 # References for speed-up and the ideal: in every run.
 NEEDED = ("static", "balanced")
 # Stands for the names of all balancers.
 ALL = "all"
 # Simulated again with permuted expert ids.
 PERMUTED_POLICIES = ("static", "eplb", "trimtab", "balanced")
-DEFAULT_MICRO_STEPS = 8
-# Simulated by default, if the trace has so many after its first.
-MOST_STEPS = 6
 GROUPS_MEET = ("layer", "step")
-# What is sent to a node: every row, or a token once; see `ClusterSpec.dispatch_forwards`.
-DISPATCHERS = {"rows": False, "tokens": True}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -116,6 +112,7 @@ class SimulationResult(Summarised):
                 "token_budget": case.token_budget,
                 "mini_batches": case.mini_batches,
                 "equal_terms": case.equal_terms,
+                "recorded_sequences": case.recorded,
                 **asdict(case.settings),
             },
             "cluster": asdict(case.cluster),
@@ -142,9 +139,9 @@ class SimulationResult(Summarised):
 
     @property
     def imbalance(self) -> Imbalance:
-        """Of the first case, in its last step: balancers of the tables, `static` first."""
-        rows = {"static": self.outcomes["static"], **self.cases[0].rows}
-        loads = {name: outcome.simulated.work.loads_MLR for name, outcome in rows.items()}
+        """Of the first case, in its last step: `static`, `eplb` if it ran, and the reported balancer."""
+        names = [name for name in ("static", "eplb", self.cases[0].reported) if name in self.outcomes]
+        loads = {name: self.outcomes[name].simulated.work.loads_MLR for name in names}
         return Imbalance(loads, self.trace.layer_indices, int(self.trace.steps[0]))
 
     def to_pandas(self) -> Any:
@@ -180,7 +177,7 @@ def simulate(
     cluster: str | os.PathLike[str] = "h100x8",
     model: ModelSource | None = None,
     overrides: Overrides = (),
-    ranks: int | Sequence[int] = 16,
+    ranks: int | Sequence[int] | None = None,
     ranks_per_node: int | None = None,
     slots: int | Sequence[int] = 2,
     micro_steps: int | Sequence[int] | None = None,
@@ -195,6 +192,8 @@ def simulate(
     checkpointing: bool = False,
     step: int | None = None,
     steps: int | None = None,
+    step_tokens: int | None = None,
+    sampled: float | None = None,
     progress: Callable[[str, int, int], None] = lambda policy, done, total: None,
 ) -> SimulationResult:
     """Plan steps of a trace with several balancers and simulate them, as `trimtab simulate` does.
@@ -203,19 +202,19 @@ def simulate(
 
     Args:
         trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
-        policies: names of `trimtab.policies.POLICIES`, in a list or as "eplb,trimtab", or "all"; `static` and
-            `balanced` always run. By default all run, and tables show `static`, `scheduled`, `eplb`, `eplb_oracle`,
-            `trimtab`, the fastest and `balanced`. "all" leaves out, with a note, those whose packages are not
-            installed.
+        policies: names of `trimtab.policies.POLICIES`, in a list or as "eplb,trimtab", or "all", which leaves out, with
+            a note, those whose packages are not installed; `static` and `balanced` always run. By default also `eplb`
+            and `trimtab`.
         cluster: kind of nodes: a preset's name or a TOML file.
         model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
             trace names, else a preset like the trace.
         overrides: keys of the model's config with other values, such as `{"num_hidden_layers": 24}`.
-        ranks: ranks of a group; several for a sweep.
+        ranks: ranks of a group; several for a sweep. By default 16, or the largest power of two below that divides the
+            experts.
         ranks_per_node: ranks of a node; by default the cluster's.
         slots: replica slots per rank; several for a sweep.
-        micro_steps: micro-steps of the step; several for a sweep. By default 8.
-        token_budget: most tokens of a rank in a micro-step, instead of `micro_steps`.
+        micro_steps: micro-steps of the step, instead of a token budget; several for a sweep.
+        token_budget: most tokens of a rank in a micro-step; by default 8192, or the longest sequence if that is more.
         dispatcher: what is sent to a node, `rows` (every row to its rank, as all-to-alls do) or `tokens` (a token once,
             as DeepEP, HybridEP and MoRI do); several for a sweep. By default the cluster's.
         mini_batches: optimizer steps.
@@ -227,41 +226,35 @@ def simulate(
         checkpointing: whether activations are checkpointed: less memory, and another forward of every micro-step.
         step: the last RL step to simulate; by default that of the trace.
         steps: steps to simulate, up to that one; by default all but the trace's first, at most 6.
+        step_tokens: tokens of a whole step, in all groups, if the trace has a part of each: its prompts are then drawn
+            with all their answers until steps have so many.
+        sampled: the part of each step that the trace has, above 0 to 1, instead; by default what the trace says.
         progress: called before each balancer with its name, the balancers done and all, and once at the end.
 
     Raises:
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
             not of the model, or does not fit the ranks, the token budget or the micro-steps.
     """
+    reader = open_trace(trace)
+    ranks = default_ranks(reader.empty) if ranks is None else ranks
     every = _combinations(ranks, slots, micro_steps, token_budget, dispatcher)
-    names, shown = _names(policies)
+    names = _names(policies)
     check_whole(1, mini_batches=mini_batches, groups=groups)
     check_optional(1, ranks_per_node=ranks_per_node)
     check_optional(0, step=step)
-    check_optional(1, steps=steps)
+    check_optional(1, steps=steps, step_tokens=step_tokens)
     check_choice("groups_meet", groups_meet, GROUPS_MEET)
     check_choice("sharding", sharding, SHARDINGS)
 
-    reader = open_trace(trace)
-    if not reader.facts.lengths.any():
-        raise InputError(f"{reader.name}: the trace is empty; there is nothing to simulate")
-    step_trace, earlier = step_of(reader.read(), step)
-    every_step = [*earlier, step_trace]
-    measured = min(MOST_STEPS, max(1, len(earlier))) if steps is None else steps
-    if measured > len(every_step):
-        raise InputError(
-            f"--steps {measured}: {reader.name} has {plural(len(every_step), 'step')} up to step {step_trace.steps[0]}"
-        )
+    recorded = read_steps(reader, step=step, steps=steps, step_tokens=step_tokens, sampled=sampled)
+    step_trace = recorded.last
     spec = model_of(reader.name, step_trace, model, overrides)
     assert spec is not None
     for case_ranks, *_ in every:
-        if step_trace.num_experts % case_ranks:
-            raise InputError(
-                f"--ranks {case_ranks} doesn't divide the {step_trace.num_experts} experts of {reader.name}"
-            )
+        check_ranks(step_trace, case_ranks, reader.name)
     most = max(numbers(micro_steps or 1))
-    fewest = min(every_step[-measured:], key=lambda part: part.num_sequences)
-    if most > fewest.num_sequences:
+    fewest = min((part.trace for part in recorded.recorded[-recorded.measured :]), key=lambda part: part.num_sequences)
+    if most > fewest.num_sequences and not recorded.is_scaled:
         raise InputError(
             f"--micro-steps {most}: step {fewest.steps[0]} of {reader.name} has "
             f"{plural(fewest.num_sequences, 'sequence')}; every micro-step needs one"
@@ -271,29 +264,19 @@ def simulate(
         for case_ranks, case_slots, *_ in every
     ]
 
-    counted, before = SequenceCounts.from_trace(step_trace), tuple(map(SequenceCounts.from_trace, earlier))
     total = len(every) * (len(names) + 1)
     cases: list[SimulatedCase] = []
     for (case_ranks, case_slots, size, sent), nodes in zip(every, clusters, strict=True):
-        budget = budget_for((counted, *before), case_ranks * groups, size) if size else token_budget
-        assert budget is not None
-        case = ComparisonCase(
-            cluster=replace(nodes, dispatch_forwards=DISPATCHERS[sent]) if sent else nodes,
-            model=spec,
-            sequences=counted,
-            earlier=before,
-            token_budget=budget,
+        case = recorded.case(
+            replace(nodes, dispatch_forwards=DISPATCHERS[sent]) if sent else nodes,
+            spec,
+            StepSettings(
+                groups=groups, meet=groups_meet, recompute=recompute, sharding=sharding, checkpointing=checkpointing
+            ),
+            micro_steps=size,
+            token_budget=token_budget,
             mini_batches=mini_batches,
             equal_terms=equal_terms,
-            measured=measured,
-            traces=tuple(every_step[-measured:]),
-            settings=StepSettings(
-                groups=groups,
-                meet=groups_meet,
-                recompute=recompute,
-                sharding=sharding,
-                checkpointing=checkpointing,
-            ),
         )
         outcomes: dict[str, Outcome] = {}
         done = len(cases) * (len(names) + 1)
@@ -301,8 +284,10 @@ def simulate(
             progress(name, done + len(outcomes), total)
             outcomes[name] = simulate_policy(case, name)
         progress("permuted expert ids", done + len(names), total)
-        permuted_s = permuted_step_times(case, [name for name in PERMUTED_POLICIES if name in names], PERMUTATION_SEED)
-        cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes, shown, permuted_s, sent))
+        permuted = permuted_steps(case, [name for name in PERMUTED_POLICIES if name in names], PERMUTATION_SEED)
+        times_s = {name: step.step_time_s for name, step in permuted.items()}
+        waiting_s = permuted["static"].causes_s[WAITING]
+        cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes, times_s, waiting_s, sent))
     progress(names[-1], total, total)
     return SimulationResult(reader.name, step_trace, tuple(cases))
 
@@ -319,9 +304,9 @@ def _combinations(
     check_optional(1, token_budget=token_budget)
     sizes: list[int | None] = [None]
     if token_budget is None:
-        sizes = [*numbers(DEFAULT_MICRO_STEPS if micro_steps is None else micro_steps)]
+        sizes = [None] if micro_steps is None else [*numbers(micro_steps)]
         for size in sizes:
-            check_whole(1, micro_steps=size)
+            check_optional(1, micro_steps=size)
     for number in numbers(ranks):
         check_whole(1, ranks=number)
     for number in numbers(slots):
@@ -345,14 +330,13 @@ def _flat(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def _names(policies: str | Sequence[str] | None) -> tuple[list[str], tuple[str, ...]]:
-    """The balancers to run, in the order of `POLICIES`, and those of the tables."""
-    wanted = [ALL] if policies is None else split_names(policies)
+def _names(policies: str | Sequence[str] | None) -> list[str]:
+    """The balancers to run, in the order of `POLICIES`."""
+    wanted = MAIN_POLICIES if policies is None else split_names(policies)
     for name in wanted:
         check_choice("policies", name, (*POLICIES, ALL))
         POLICIES.get(name)  # raises InputError if a package that it needs is missing
-    names = [name for name in POLICIES if name in (*wanted, *NEEDED) or (ALL in wanted and _available(name))]
-    return names, MAIN_POLICIES if policies is None else tuple(names)
+    return [name for name in POLICIES if name in (*wanted, *NEEDED) or (ALL in wanted and _available(name))]
 
 
 def _available(name: str) -> bool:

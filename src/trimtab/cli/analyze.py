@@ -10,8 +10,9 @@ from typing import Any
 
 from rich.progress import Progress
 
-from trimtab.api.analyze import USUAL_RANKS, USUAL_RANKS_PER_NODE, analyze
-from trimtab.cli.options import add_model, add_options, add_trace, given, need_extra
+from trimtab.api.analyze import analyze
+from trimtab.api.steps import MOST_STEPS
+from trimtab.cli.options import DEFAULT_RANKS, DEFAULT_SIZE, add_model, add_options, add_trace, given, need_extra
 from trimtab.cli.output import write_figures
 from trimtab.report.analysis_tables import analysis_tables
 from trimtab.report.imbalance import FORMATS
@@ -31,12 +32,14 @@ def add(commands: Any) -> None:
     )
     add_trace(parser)
     option = partial(add_options, parser, of=analyze)
-    option("--ranks", unset=f"{USUAL_RANKS}, or the next number below that divides the experts")
-    option("--ranks-per-node", unset=f"{USUAL_RANKS_PER_NODE}, or all")
+    option("--ranks", unset=DEFAULT_RANKS)
+    option("--ranks-per-node", unset="the cluster's")
     size = partial(add_options, parser.add_mutually_exclusive_group(), of=analyze)
-    size("--token-budget", unset="8192, or the longest sequence if that is more")
+    size("--token-budget", unset=DEFAULT_SIZE)
     size("--micro-steps", unset="as the token budget gives")
     option("--step", unset="all of the trace")
+    option("--steps", unset=f"all but the trace's first, at most {MOST_STEPS}; for seconds")
+    option("--step-tokens", "--sampled", unset="the trace's")
     option("--cluster")
     add_model(parser, of=analyze, unset="the trace's, else a preset like the trace")
     add_options(parser, "--json", "--html")

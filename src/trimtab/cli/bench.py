@@ -11,6 +11,7 @@ from trimtab.cli.parser import Parser
 BENCHMARKS = {
     "runtime": "step time of the runtime: static, trimtab, balanced, and transformers' own expert parallelism",
     "planner": "balance, bytes, gap to the bound and planning time of every balancer",
+    "advice": "how near scaled parts of steps come to whole steps, and how good advice is in the steps after",
     "papers": "simulated step time of every balancer in 48 cases, and the distance to a lower bound",
     "step": "time and memory of planning a whole step, and how they grow",
     "megatron": "step time of a Megatron-core model with and without Trimtab",

@@ -24,6 +24,7 @@ log = logging.getLogger("trimtab")
 COMMANDS = {
     "train": "post-train a MoE with RL on local ranks, balanced by Trimtab",
     "trace": "inspect, convert or make routing traces",
+    "advise": "what to do about imbalance on a cluster, and what it gains",
     "analyze": "cost of imbalance in a trace, its layers, and gains of known routing",
     "plan": "plan a step of a trace for a cluster",
     "simulate": "step time of every balancer on a cluster",

@@ -30,6 +30,29 @@ def _integer(least: int, text: str) -> int:
     return value
 
 
+def _amount(text: str) -> int:
+    """A number of tokens, such as 20M, 1.5M or 80k."""
+    factor = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower(), 1)
+    try:
+        value = round(float(text[:-1] if factor > 1 else text) * factor)
+    except (ValueError, OverflowError):
+        value = 0
+    if not 1 <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a number of tokens, such as 20M")
+    return value
+
+
+def _part(text: str) -> float:
+    """A part of a whole, above 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} should be above 0, and at most 1")
+    return value
+
+
 positive, whole = partial(_integer, 1), partial(_integer, 0)
 """Types of options: integers of at least 1, and of at least 0."""
 
@@ -69,6 +92,9 @@ def _override(text: str) -> tuple[str, Any]:
         return key, value
 
 
+# What holds without --ranks and a size of micro-steps, in all commands.
+DEFAULT_RANKS = "16, or the largest power of two below that divides the experts"
+DEFAULT_SIZE = "8192, or the longest sequence if that is more"
 # Type and help of an option in all commands that have it.
 SHARED: dict[str, tuple[Callable[[str], object], str]] = {
     "--ranks": (positive, "ranks of the expert-parallel group"),
@@ -84,6 +110,8 @@ SHARED: dict[str, tuple[Callable[[str], object], str]] = {
     "--layers": (positive, "MoE layers"),
     "--num-layers": (positive, "decoder layers, with and without experts"),
     "--top-k": (positive, "experts of a token"),
+    "--step-tokens": (_amount, "tokens of a whole step, such as 20M, if the trace has a part of it"),
+    "--sampled": (_part, "the part of each step's sequences that was recorded"),
     "--policy": (str, "balancer"),
     "--preset": (str, "skew of the synthetic routing"),
     "--cluster": (_cluster, "kind of nodes: a preset or a TOML file"),
@@ -95,7 +123,7 @@ SHARED: dict[str, tuple[Callable[[str], object], str]] = {
     "--html": (Path, "write a page of the results to FILE"),
 }
 SHORT = {"--output": ["-o"]}
-METAVARS = {positive: "N", whole: "N", float: "X", Path: "FILE"}
+METAVARS = {positive: "N", whole: "N", _amount: "N", _part: "X", float: "X", Path: "FILE"}
 
 
 def add_options(

@@ -10,8 +10,9 @@ from typing import Any
 
 from rich.progress import Progress
 
-from trimtab.api.simulate import ALL, DEFAULT_MICRO_STEPS, DISPATCHERS, GROUPS_MEET, MOST_STEPS, simulate
-from trimtab.cli.options import add_model, add_options, add_trace, given, positive
+from trimtab.api.simulate import ALL, GROUPS_MEET, MAIN_POLICIES, simulate
+from trimtab.api.steps import DISPATCHERS, MOST_STEPS
+from trimtab.cli.options import DEFAULT_RANKS, DEFAULT_SIZE, add_model, add_options, add_trace, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.kernels import compile_beside
 from trimtab.policies import POLICIES
@@ -39,20 +40,21 @@ def add(commands: Any) -> None:
         "simulate",
         description="Plan steps of a routing trace with several balancers, estimate the step time of every plan "
         "with a timeline model of the cluster, and print where the time goes and whether memory is enough. By default "
-        "all balancers run, and tables show static, scheduled, eplb, eplb_oracle, trimtab, the fastest and the ideal "
-        "(balanced). Several values of --ranks, --slots, --micro-steps or --dispatcher are a sweep.",
+        "static, eplb, trimtab and the ideal (balanced) run. Several values of --ranks, --slots, --micro-steps or "
+        "--dispatcher are a sweep.",
         examples=["trimtab simulate out/mixed.parquet --cluster h100x8 --ranks 16 --html out/report.html"],
     )
     add_trace(parser)
     option = partial(add_options, parser, of=simulate)
-    option("--policy", nargs="+", dest="policies", choices=(*POLICIES, ALL), unset="all run, the main ones are shown")
+    option("--policy", nargs="+", dest="policies", choices=(*POLICIES, ALL), unset=" ".join(MAIN_POLICIES))
     option("--cluster")
     add_model(parser, of=simulate, unset="the trace's, else a preset like the trace")
     option("--ranks-per-node", unset="the cluster's")
-    option("--ranks", "--slots", nargs="+")
+    option("--ranks", nargs="+", unset=DEFAULT_RANKS)
+    option("--slots", nargs="+")
     size = partial(add_options, parser.add_mutually_exclusive_group(), of=simulate)
-    size("--micro-steps", nargs="+", unset=str(DEFAULT_MICRO_STEPS))
-    size("--token-budget", unset="as the micro-steps give")
+    size("--micro-steps", nargs="+", unset="as the token budget gives")
+    size("--token-budget", unset=DEFAULT_SIZE)
     option(
         "--dispatcher", nargs="+", choices=tuple(DISPATCHERS), unset="the cluster's",
         help="what is sent to a node: every row, or a token once (DeepEP, HybridEP, MoRI)",
@@ -71,6 +73,7 @@ def add(commands: Any) -> None:
     option("--checkpointing", action="store_true", help="checkpoint activations: less memory, more time")
     option("--step", unset="the last of the trace")
     option("--steps", unset=f"all but the trace's first, at most {MOST_STEPS}")
+    option("--step-tokens", "--sampled", unset="the trace's")
     add_options(parser, "--json", "--html")
     add_options(parser, "--perfetto", type=Path, help="write the timeline of a micro-step to FILE (.json, .json.gz)")
     parser.set_defaults(run=run)
@@ -79,7 +82,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     if options.perfetto:
         check_name(options.perfetto)
-    given_names = getattr(options, "policies", (ALL,))
+    given_names = getattr(options, "policies", MAIN_POLICIES)
     compile_beside(PLANNING.format(names=[name for name in COMPILED_BESIDE if {name, ALL} & {*given_names}]))
     with Progress(transient=True) as progress:
         update = partial(progress.update, progress.add_task("counting", total=None))

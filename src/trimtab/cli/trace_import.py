@@ -43,6 +43,7 @@ def add(actions: Any) -> None:
     option("--num-layers", "--top-k", unset="the model's")
     option("--step", unset="0, for sequences without one")
     option("--domain", unset="none", help="label of sequences without one")
+    option("--sampled")
     parser.set_defaults(run=run)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.api.arguments import check_model
-from trimtab.cluster import ClusterSpec, ModelSpec, model_like
+from trimtab.cluster import ClusterSpec, ModelSpec, default_model, model_like
 from trimtab.errors import InputError
 from trimtab.observe.sample_reader import ReadFigures, Sample, SampleReader
 from trimtab.observe.step_counts import StepCounts
@@ -119,7 +119,7 @@ class Observation:
         counts.add(trace)
         counted = counts.finish()
         assert counted is not None
-        figures = StepFigures(self._cluster, None)
+        figures = StepFigures(self._cluster, default_model())
         for _ in range(2):
             figures.of(counted)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,8 @@ class Observer:
         if experts % ranks:
             raise InputError(f"ranks: {ranks} don't divide the {experts} experts")
         self._framework = FRAMEWORKS[framework]
-        self._options = _options(spec, experts)
+        # A sample of nothing is not written.
+        self._options = replace(_options(spec, experts), sampled=sample or 1.0)
         self._room = Room((memory_mb - OWN_MB) << 20)
         self._sinks = list(sinks)
         self._complaints: Counter[str] = Counter()

@@ -7,14 +7,17 @@ from collections import deque
 import numpy as np
 
 from trimtab.analysis.balance import balance, home_loads, lost_part
-from trimtab.analysis.cost_estimate import estimate_cost
 from trimtab.analysis.fixed_placements import LEAST_LOST, SLOTS, placed_loads
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts
+from trimtab.cluster.operations import OperationCosts
 from trimtab.observe.step_counts import CountedStep
-from trimtab.planner import Placement
+from trimtab.planner import Placement, StepPlan
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.planner import plan_schedule
+from trimtab.planner.replicas.replica_table import ReplicaTable
+from trimtab.policies.static import Static
+from trimtab.simulator.step import WAITING, simulate_step
 
 # Steps whose loads homes are chosen by.
 PAST_STEPS = 8
@@ -68,9 +71,15 @@ class StepFigures:
         self._past.append(counts_MLE.sum(axis=0))
         found |= {f"{name}_recovers": part for name, part in recovered.items()}
         if self._model:
-            estimate = estimate_cost(counts_MLE, self._cluster, self._model, num_steps=1, lengths=step.lengths)
-            found["lost_share"] = float(estimate.lost_part)
-            found |= {f"{name}_gain": part * float(estimate.lost_part) for name, part in recovered.items()}
+            static = StepPlan.from_replicas(
+                step.schedule, homes, ReplicaTable.none(workload.mixed_ML.size), mixed_ML=workload.mixed_ML,
+                cluster=self._cluster,
+            )  # fmt: skip
+            operations = OperationCosts.of(self._cluster, self._model, moe_layers=workload.num_layers)
+            simulated = simulate_step(static, workload, step.lengths, operations, self._cluster, Static.traits)
+            lost_share = simulated.causes_s[WAITING] / simulated.step_time_s
+            found["lost_share"] = lost_share
+            found |= {f"{name}_gain": part * lost_share for name, part in recovered.items()}
             # With transfers, moves and planning, which the product leaves out.
             found["plan_gain"] = 1 - planned.predicted_s / planned.nothing_s
         return found

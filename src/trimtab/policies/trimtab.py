@@ -12,7 +12,12 @@ from trimtab.policies.policy import Traits, View
 
 @dataclass(frozen=True)
 class Trimtab:
-    """Schedule, homes, replicas and split from the step's own routing; on equal terms only replicas and split."""
+    """Schedule, homes, replicas and split from the step's own routing; on equal terms only replicas and split.
+
+    Attributes:
+        settings: of the planner.
+        may_move: whether homes may change.
+    """
 
     traits: ClassVar[Traits] = Traits(
         known_at="step",
@@ -22,6 +27,7 @@ class Trimtab:
         relocates=True,
     )
     settings: PlanSettings = field(default_factory=PlanSettings)
+    may_move: bool = True
 
     def plan(self, view: View) -> StepPlan:
         if view.equal_terms:
@@ -35,5 +41,6 @@ class Trimtab:
             settings=self.settings,
             costs=view.costs,
             past_PLE=view.past_counts_PLE if len(view.past_counts_PLE) else None,
+            may_move=self.may_move,
         ).plans
         return plan

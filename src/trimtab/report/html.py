@@ -11,11 +11,14 @@ from html import escape
 from importlib.resources import files
 
 from trimtab.files import write_atomically
+from trimtab.report.advice import Advice
+from trimtab.report.advice_sections import advice_sections
 from trimtab.report.analysis_data import analysis_data
 from trimtab.report.analysis_sections import analysis_sections
+from trimtab.report.colour_scale import load_scale
 from trimtab.report.model import AnalysisReport, Report
 from trimtab.report.page_arrays import PageArrays
-from trimtab.report.payload import in_script, simulation_data
+from trimtab.report.payload import in_script, page_data, simulation_data
 from trimtab.report.sections import sections
 from trimtab.report.widgets import summary
 
@@ -25,16 +28,18 @@ SCRIPTS = ("common.js", "bars.js", "heatmap.js", "grid.js", "timeline.js", "page
 NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def write_html(report: Report | AnalysisReport, path: str | os.PathLike[str]) -> None:
+def write_html(report: Report | AnalysisReport | Advice, path: str | os.PathLike[str]) -> None:
     """Write the page, atomically."""
     write_atomically(path, page_of(report))
 
 
-def page_of(report: Report | AnalysisReport) -> str:
+def page_of(report: Report | AnalysisReport | Advice) -> str:
     """The page as text, without external resources. Characters of names that can't be shown are U+FFFD."""
     arrays = PageArrays()
     if isinstance(report, AnalysisReport):
         data, parts = analysis_data(report.analysis, arrays), analysis_sections(report)
+    elif isinstance(report, Advice):
+        data, parts = page_data((), (), load_scale(()), start_layer=-1), advice_sections(report)
     else:
         data, parts = simulation_data(report, arrays), sections(report)
     headline, _, rest = report.answer.partition(". ")

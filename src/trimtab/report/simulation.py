@@ -14,6 +14,7 @@ from trimtab.simulator.comparison import FIRST_PLACEMENT_STEPS, Outcome, fits, o
 from trimtab.simulator.comparison_case import SLACK, ComparisonCase
 from trimtab.simulator.recorded_operations import KINDS
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
+from trimtab.simulator.step import WAITING
 from trimtab.simulator.ways_to_fit import ways_to_fit
 from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import RoutingTrace
@@ -58,7 +59,7 @@ def setting_facts(source: str, trace: RoutingTrace, simulated: SimulatedCase) ->
     case, settings = simulated.case, simulated.case.settings
     cluster = case.cluster
     micro_steps = simulated.outcomes["static"].plan.num_micro_steps
-    mirror = max(outcome.mirror_bytes for outcome in simulated.rows.values())
+    mirror = max(outcome.mirror_bytes for outcome in simulated.outcomes.values())
     return (
         ("trace", f"{source}, step {trace.steps[0]}: {trace.num_tokens:,} tokens, {trace.num_sequences:,} sequences"),
         ("steps", f"{case.measured}, after {plural(len(case.steps) - case.measured, 'step')} that balancers know"),
@@ -106,7 +107,8 @@ def answer(simulated: SimulatedCase) -> str:
     """The result in a few sentences: what does not fit, the cost of imbalance, speed-ups, the fastest balancer."""
     case = simulated.case
     static_s = simulated.seconds("static")
-    cost = f"Imbalance costs {_cost(static_s, simulated.seconds('balanced'))} of each step"
+    waiting_s = simulated.outcomes["static"].simulated.causes_s[WAITING]
+    cost = f"Imbalance costs {waiting_s / static_s:.0%} of each step"
     where = f"on {case.cluster.ranks} {case.cluster.name} ranks"
     ideal = static_s / simulated.seconds("balanced")
     return " ".join(
@@ -116,7 +118,7 @@ def answer(simulated: SimulatedCase) -> str:
                 _memory_answer(simulated),
                 f"{cost} {where}; {_speed_answer(simulated)}.",
                 f"Perfectly even routing would make it {ideal:.2f} times as fast.",
-                _permuted_answer(simulated.permuted_s),
+                _permuted_answer(simulated),
             ),
         )
     )
@@ -129,8 +131,10 @@ def _speed_answer(simulated: SimulatedCase) -> str:
     speed = static_s / simulated.seconds(reported)
     text = f"{reported} makes the step {speed:.2f} times as fast as static"
     if "eplb" in simulated.outcomes and reported != "eplb":
-        if simulated.case.earlier:
+        if simulated.case.knows_past:
             text += f" and {simulated.seconds('eplb') / simulated.seconds(reported):.2f} times as fast as eplb"
+        elif simulated.case.earlier:
+            text += " (too few sequences to compare it with eplb)"
         else:
             text += " (eplb has no earlier step to plan from)"
     if fastest != reported:
@@ -142,26 +146,21 @@ def _speed_answer(simulated: SimulatedCase) -> str:
     return text
 
 
-def _permuted_answer(permuted_s: Mapping[str, float]) -> str:
-    static_s, balanced_s, eplb_s = permuted_s["static"], permuted_s["balanced"], permuted_s.get("eplb")
-    text = f"With expert ids permuted, imbalance costs {_cost(static_s, balanced_s)}"
+def _permuted_answer(simulated: SimulatedCase) -> str:
+    permuted_s = simulated.permuted_s
+    static_s, eplb_s = permuted_s["static"], permuted_s.get("eplb")
+    text = f"With expert ids permuted, imbalance costs {simulated.permuted_waiting_s / static_s:.0%}"
     if "trimtab" in permuted_s:
         text += f", and trimtab is {static_s / permuted_s['trimtab']:.2f} times as fast as static"
-        if eplb_s and eplb_s != static_s:
+        if eplb_s and simulated.case.knows_past:
             text += f" and {eplb_s / permuted_s['trimtab']:.2f} times as fast as eplb"
     return f"{text}."
 
 
-def _cost(static_s: float, balanced_s: float) -> str:
-    return f"{1 - balanced_s / static_s:.0%}"
-
-
 def _memory_answer(simulated: SimulatedCase) -> str:
-    """What does not fit the device, and what would; empty if all balancers of the tables fit."""
+    """What does not fit the device, and what would; empty if all balancers fit."""
     case = simulated.case
-    over = {
-        name: outcome for name, outcome in simulated.rows.items() if name in simulated.real and not fits(case, outcome)
-    }
+    over = {name: outcome for name, outcome in simulated.real.items() if not fits(case, outcome)}
     if not over:
         return ""
     device = bytes_text(case.cluster.device_bytes)
@@ -169,7 +168,7 @@ def _memory_answer(simulated: SimulatedCase) -> str:
     ways = ways_to_fit(over[name].load, case.model, case.settings, case.cluster.device_bytes)
     remedy = f"fits {', or '.join(ways)}" if ways else "fits with no sharding, checkpointing or expert-parallel size"
     needs = f"needs {bytes_text(over[name].peak_bytes)} a rank; the device has {device}"
-    if len(over) == len(simulated.real.keys() & simulated.rows.keys()):
+    if len(over) == len(simulated.real):
         return f"Does not fit: EP {case.cluster.ranks} {needs}. It {remedy}."
     return f"Does not fit: {', '.join(over)}; {name} {needs}. {name} {remedy}."
 
@@ -178,7 +177,12 @@ def notes(trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[str, ...
     """Assumptions and limits of the figures."""
     case = cases[0].case
     layers, all_layers = trace.num_layers, case.model.moe_layers
-    texts = ["Step time is recompute and update, predicted by a timeline model of the cluster, without the rollout."]
+    texts = [
+        "Step time is recompute and update, predicted by a timeline model of the cluster, without the rollout. The "
+        "cost of imbalance is what static would take less if every expert phase took the ranks' mean time, with the "
+        "same rows.",
+        scale_note(case),
+    ]
     if layers != all_layers:
         texts.append(
             f"The trace has {layers} of the model's {all_layers} MoE layers; seconds and bytes are scaled to the whole "
@@ -218,6 +222,18 @@ def notes(trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[str, ...
     return tuple(texts)
 
 
+def scale_note(case: ComparisonCase) -> str:
+    """What the trace is taken as: whole steps, or a part of each."""
+    if case.recorded is None:
+        return "The trace is taken as whole steps; where it has a part of each, name it: --step-tokens or --sampled."
+    tokens = int(case.sequences.lengths.sum())
+    return (
+        f"Scaled to steps of {tokens:,} tokens: prompts are drawn with all their answers, with replacement, from "
+        f"{case.recorded:,} recorded sequences or more a step, and the skew that this adds is removed "
+        "(2 f(all) - f(half))."
+    )
+
+
 def _micro_steps_note(simulated: SimulatedCase) -> str:
     """Why there are more or fewer micro-steps than requested; empty if there are as many."""
     case, asked, groups = simulated.case, simulated.micro_steps, simulated.case.settings.groups
@@ -242,8 +258,8 @@ def _micro_steps_note(simulated: SimulatedCase) -> str:
 
 
 def policy_results(simulated: SimulatedCase) -> tuple[PolicyResult, ...]:
-    """Figures of the balancers of the tables."""
-    has_eplb = "eplb" in simulated.outcomes and bool(simulated.case.earlier)
+    """Figures of the balancers."""
+    has_eplb = "eplb" in simulated.outcomes and simulated.case.knows_past
     return tuple(
         PolicyResult(
             name=outcome.name,
@@ -263,7 +279,7 @@ def policy_results(simulated: SimulatedCase) -> tuple[PolicyResult, ...]:
             is_ideal=outcome.policy.traits.ideal,
             mark=_mark(simulated, outcome),
         )
-        for outcome in simulated.rows.values()
+        for outcome in simulated.outcomes.values()
     )
 
 
@@ -272,6 +288,7 @@ def _mark(simulated: SimulatedCase, outcome: Outcome) -> str:
     ours = simulated.outcomes.get("trimtab", outcome).memory.get("replica pool", 0)
     marks = {
         "no history": _lacks_history(simulated, outcome),
+        "too few sequences": outcome.policy.traits.known_at == "past" and simulated.case.is_too_small,
         "more memory": outcome.memory.get("replica pool", 0) > ours,
     }
     return ", ".join(mark for mark, is_so in marks.items() if is_so)

@@ -15,7 +15,7 @@ COLUMNS = ("slots", "micro-steps", "fastest", "fits", "trimtab", "eplb", "static
 def sweep_table(cases: Sequence[SimulatedCase]) -> TableData:
     """Ranks, slots, micro-steps and dispatcher of every case, and seconds of a step.
 
-    The column `fits` counts the balancers of the tables that fit the device, if not all or none do.
+    The column `fits` counts the balancers that fit the device, if not all or none do.
     """
     unit, factor = ("Seconds", 1.0) if max(case.seconds("static") for case in cases) >= 1 else ("Milliseconds", 1e3)
 
@@ -42,5 +42,5 @@ def sweep_table(cases: Sequence[SimulatedCase]) -> TableData:
 
 
 def _fits(case: SimulatedCase) -> str:
-    found = [fits(case.case, outcome) for name, outcome in case.rows.items() if name in case.real]
+    found = [fits(case.case, outcome) for outcome in case.real.values()]
     return "yes" if all(found) else f"{sum(found)} of {len(found)}" if any(found) else "no"

@@ -122,6 +122,7 @@ def routing_of(
         prompt_lengths=[sequence.prompt_length for sequence in sequences],
         steps=step,
         sequence_hashes=[hash_tokens(sequence.token_ids) for sequence in sequences],
+        prompt_hashes=[hash_tokens(sequence.token_ids[: sequence.prompt_length]) for sequence in sequences],
         windows=[sequence.windows for sequence in sequences],
         model=model,
     )

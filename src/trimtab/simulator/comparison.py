@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,6 +47,7 @@ class Outcome:
         memory: bytes of the rank that needs most in any measured step, by purpose.
         mirror_bytes: host memory of the node with the largest mirror of expert weights.
         load: of every rank in the step with the most memory, for memory with other settings.
+        drawn_s: step time in a resampled case: as resampled, and from each half of the prompts; else empty.
     """
 
     name: str
@@ -62,6 +64,12 @@ class Outcome:
     memory: dict[str, int]
     mirror_bytes: int
     load: RankLoad
+    drawn_s: tuple[float, ...] = ()
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Of a balancer that predicts, the part of its replicas that got rows in the last step; None for others."""
+        return json.loads(self.plan.settings).get("hit_rate") if self.plan.settings else None
 
     @property
     def peak_bytes(self) -> int:
@@ -72,10 +80,30 @@ class Outcome:
 def simulate_policy(case: ComparisonCase, name: str, variant: Policy | None = None) -> Outcome:
     """Plan the measured steps with a balancer of `POLICIES`, or with a variant named `name`, and simulate them.
 
-    A balancer with several intervals between its placements has the fastest of them.
+    A balancer with several intervals between its placements has the fastest of them. In a resampled case, seconds are
+    those without the skew that resampling adds, also by part: 2 f(all) - f(half), with the mean of both halves.
     """
     outcomes = [_simulate_steps(case, name, each) for each in with_intervals(variant or POLICIES[name])]
-    return min(outcomes, key=lambda outcome: outcome.simulated.step_time_s)
+    best = min(outcomes, key=lambda outcome: outcome.simulated.step_time_s)
+    halves = [_simulate_steps(half, name, best.policy).simulated for half in case.halves]
+    return _without_excess(best, halves) if halves else best
+
+
+def _without_excess(outcome: Outcome, halves: Sequence[SimulatedStep]) -> Outcome:
+    """The outcome of a resampled case, with seconds of a step without the skew that resampling adds."""
+    step, half = outcome.simulated, mean_step(halves)
+
+    def less(name: str) -> dict[str, float]:
+        return {part: 2 * seconds - getattr(half, name)[part] for part, seconds in getattr(step, name).items()}
+
+    corrected = replace(
+        step,
+        step_time_s=2 * step.step_time_s - half.step_time_s,
+        parts_s=less("parts_s"),
+        causes_s=less("causes_s"),
+    )
+    drawn_s = (step.step_time_s, *(each.step_time_s for each in halves))
+    return replace(outcome, simulated=corrected, drawn_s=drawn_s)
 
 
 def _simulate_steps(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
@@ -239,6 +267,7 @@ def _simulated(
         step,
         step_time_s=step.step_time_s * case.scale,
         parts_s={part: seconds * case.scale for part, seconds in step.parts_s.items()},
+        causes_s={cause: seconds * case.scale for cause, seconds in step.causes_s.items()},
         hidden_planning_s=step.hidden_planning_s * case.scale,
         moves_left_out_s=step.moves_left_out_s * case.scale,
     )
@@ -275,6 +304,7 @@ def figures(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> dict[str, 
     state_bytes: parameters, gradients and optimizer state, of experts and dense parts.
     """
     static, eplb, ideal = (outcomes.get(name) for name in ("static", "eplb", "balanced"))
+    eplb = None if case.is_too_small else eplb
     content: dict[str, Any] = {}
     for name, outcome in outcomes.items():
         plan, step, traits, model = outcome.plan, outcome.simulated, outcome.policy.traits, case.model
@@ -308,6 +338,7 @@ def figures(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> dict[str, 
             "fits": fits(case, outcome),
             "peak_tokens_per_rank": int(step.work.loads_MLR.max(initial=0)),
             "parts_s": step.parts_s,
+            "causes_s": step.causes_s,
             "memory_bytes": {
                 "experts": sum(states["expert"].values()), "dense parts": sum(states["dense"].values()), **others,
             },
@@ -321,10 +352,10 @@ def fits(case: ComparisonCase, outcome: Outcome) -> bool:
     return outcome.peak_bytes <= case.cluster.device_bytes
 
 
-def permuted_step_times(case: ComparisonCase, names: Iterable[str], seed: int) -> dict[str, float]:
-    """Step time in seconds of balancers if the experts of every layer had their ids in random order."""
+def permuted_steps(case: ComparisonCase, names: Iterable[str], seed: int) -> dict[str, SimulatedStep]:
+    """Steps of balancers if the experts of every layer had their ids in random order."""
     permuted = case.with_permuted_experts(seed)
-    return {name: simulate_policy(permuted, name).simulated.step_time_s for name in names}
+    return {name: simulate_policy(permuted, name).simulated for name in names}
 
 
 def packed(sequences: SequenceCounts, case: ComparisonCase, policy: Policy, costs: StepCosts) -> Schedule:

@@ -13,6 +13,7 @@ from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts
+from trimtab.simulator.resampling import LEAST_SEQUENCES, ResampledTrace
 from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace
 from trimtab.trace.permuted_experts import permute_experts, permute_trace
@@ -38,6 +39,9 @@ class ComparisonCase:
         measured: the last steps, `sequences` among them, whose mean is the result.
         traces: tokens of the last steps, with the sequences of each; transfers that tokens share are estimated where
             they are missing.
+        halves: the same case from each half of the recorded prompts, if the steps were resampled. The seconds of
+            balancers are then those of a step without the skew that resampling adds.
+        recorded: fewest recorded sequences of a measured step, if the steps were resampled; else None.
     """
 
     cluster: ClusterSpec
@@ -49,7 +53,9 @@ class ComparisonCase:
     equal_terms: bool = False
     settings: StepSettings = field(default_factory=StepSettings)
     measured: int = 1
-    traces: tuple[RoutingTrace, ...] = ()
+    traces: tuple[RoutingTrace | ResampledTrace, ...] = ()
+    halves: tuple[ComparisonCase, ...] = ()
+    recorded: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.measured <= 1 + len(self.earlier):
@@ -59,6 +65,16 @@ class ComparisonCase:
     def steps(self) -> tuple[SequenceCounts, ...]:
         """Routing of all steps, oldest first."""
         return *self.earlier, self.sequences
+
+    @property
+    def knows_past(self) -> bool:
+        """Whether balancers that plan from past steps can be compared: there are some, of enough sequences."""
+        return bool(self.earlier) and not self.is_too_small
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether too few sequences were recorded to compare balancers."""
+        return self.recorded is not None and self.recorded < LEAST_SEQUENCES
 
     @property
     def scale(self) -> float:
@@ -76,7 +92,13 @@ class ComparisonCase:
             self,
             sequences=permuted(self.sequences),
             earlier=tuple(map(permuted, self.earlier)),
-            traces=tuple(permute_trace(trace, seed, groups) for trace in self.traces),
+            traces=tuple(
+                trace.permuted(seed, groups)
+                if isinstance(trace, ResampledTrace)
+                else permute_trace(trace, seed, groups)
+                for trace in self.traces
+            ),
+            halves=tuple(half.with_permuted_experts(seed) for half in self.halves),
         )
 
     def mini_batch_of(self, sequences: SequenceCounts) -> Array:

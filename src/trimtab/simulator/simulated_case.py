@@ -24,8 +24,8 @@ class SimulatedCase:
         case: cluster, model, routing and settings.
         outcomes: plan, simulated step and memory by balancer, in the order of `POLICIES`; `static` and `balanced`
             among them.
-        shown: balancers of the tables; the fastest of all is added.
         permuted_s: step time in seconds by balancer if the experts of every layer had their ids in random order.
+        permuted_waiting_s: of `static` with this order, what imbalance costs (`SimulatedStep.causes_s`).
         dispatcher: what is sent to a node, "rows" or "tokens", if it was asked for; else None.
     """
 
@@ -34,8 +34,8 @@ class SimulatedCase:
     micro_steps: int | None
     case: ComparisonCase
     outcomes: dict[str, Outcome]
-    shown: tuple[str, ...]
     permuted_s: Mapping[str, float]
+    permuted_waiting_s: float
     dispatcher: str | None = None
 
     @property
@@ -62,12 +62,6 @@ class SimulatedCase:
         """`trimtab` if it ran, else the fastest."""
         return "trimtab" if "trimtab" in self.outcomes else self.fastest
 
-    @property
-    def rows(self) -> dict[str, Outcome]:
-        """Outcomes of the tables."""
-        shown = {*self.shown, self.fastest}
-        return {name: outcome for name, outcome in self.outcomes.items() if name in shown}
-
     def seconds(self, name: str) -> float:
         """Step time of a balancer that ran."""
         return self.outcomes[name].simulated.step_time_s
@@ -76,8 +70,10 @@ class SimulatedCase:
         """Figures of all balancers that ran, and step times with permuted expert ids."""
         return {
             "policies": figures(self.case, self.outcomes),
-            "ids_permuted": {"seed": PERMUTATION_SEED, "step_time_s": dict(self.permuted_s)},
-        }
+            "ids_permuted": {
+                "seed": PERMUTATION_SEED, "step_time_s": dict(self.permuted_s), "waiting_s": self.permuted_waiting_s,
+            },
+        }  # fmt: skip
 
     def __repr__(self) -> str:
         return f"SimulatedCase: {self.text}; {', '.join(self.outcomes)}"

@@ -22,6 +22,7 @@ from trimtab.simulator.clocks import Clocks
 from trimtab.simulator.memory import ZERO1
 from trimtab.simulator.recorded_operations import Operations
 from trimtab.simulator.replica_transfers import Copies, Transfers
+from trimtab.simulator.resampling import ResampledTrace
 from trimtab.simulator.shared_work import with_shared_rows
 from trimtab.simulator.timeline import (
     AT_LAYER,
@@ -43,6 +44,8 @@ STORES = {"none": NONE, "shared slots": SHARED, "layer slots": KEPT, "unbounded"
 STARTS = {"never": AT_STEP, "step": AT_STEP, "micro-step": AT_MICRO_STEP, "layer": AT_LAYER}
 # Most operations of a rank in a layer, in two forwards and a backward, and outside of layers.
 OPERATIONS_PER_LAYER, OPERATIONS_OUTSIDE = 34, 6
+# Names of causes, see `SimulatedStep.causes_s`.
+WAITING, SEQUENCES = "waiting", "sequences"
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class StepSettings:
         recompute: true: log-probabilities are recomputed before the update.
         sharding: training state that data ranks share out, one of `memory.SHARDINGS`. It changes memory alone.
         checkpointing: true: activations are computed again before backward, in another forward of the micro-step.
+        counted_rows: rows of a step whose transfers are counted one by one; of larger steps, some micro-steps are.
     """
 
     groups: int = 1
@@ -65,6 +69,7 @@ class StepSettings:
     recompute: bool = True
     sharding: str = ZERO1
     checkpointing: bool = False
+    counted_rows: int = 200_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +79,10 @@ class SimulatedStep:
     Attributes:
         step_time_s: seconds of recompute and update, including moves and the part of planning before them.
         parts_s: seconds on the critical path, by the names of `PARTS`; they add up to `step_time_s`.
+        causes_s: seconds by cause; they add up to `step_time_s`, too. `waiting`: what the step would be shorter if
+            every expert phase took the ranks' mean time, with the same rows: the cost of imbalance. `sequences`: what
+            it would then be shorter if all ranks had the mean time of dense parts: the cost of uneven sequences. The
+            others are the parts of that even step, by the names of `PARTS` but `imbalance`.
         work: of every rank and instance.
         operations: of the shown micro-step, from the start of its update.
         hidden_planning_s: seconds of planning from recorded routing, during rollout and step, for which no rank waits.
@@ -82,6 +91,7 @@ class SimulatedStep:
 
     step_time_s: float
     parts_s: dict[str, float]
+    causes_s: dict[str, float]
     work: RankWork
     operations: Operations
     hidden_planning_s: float
@@ -101,7 +111,7 @@ def simulate_step(
     settings: StepSettings | None = None,
     model_layers: int | None = None,
     show: int | None = None,
-    trace: RoutingTrace | None = None,
+    trace: RoutingTrace | ResampledTrace | None = None,
 ) -> SimulatedStep:
     """Simulate a plan on a cluster.
 
@@ -124,7 +134,7 @@ def simulate_step(
     else:
         work = rank_work(plan.replicas, plan.home, counts_MLRE, plan.ranks_per_node, costs, hops=traits.hops)
         if trace is not None and costs.top_k > 1:
-            work = _with_counted_transfers(work, plan, trace, costs, traits.hops)
+            work = _with_counted_transfers(work, plan, trace, costs, traits.hops, chosen.counted_rows)
     attention_MR, outer_MR = dense_seconds(plan.schedule, lengths, costs)
     if traits.moves_shared_rows and costs.shared_token_s and not traits.ideal:
         tokens_MR = np.zeros(attention_MR.shape, np.int64)
@@ -143,52 +153,62 @@ def simulate_step(
     # Rounds of planning run beside the moves of homes, which precede the timeline.
     rounds = _rounds(plan, chosen.groups, planning.round_s * traced, -moving_s)
     ranks, shape_GLR = plan.num_ranks * chosen.groups, (chosen.groups, plan.num_layers, plan.num_ranks)
-    clocks = Clocks(np.zeros(ranks), np.zeros((ranks, len(PARTS))), np.zeros((0, 6)), np.zeros(1, np.int64))
-    operations = run_step(
-        Run(
-            attention_MR,
-            outer_MR,
-            work,
-            costs,
-            Recipe(
-                store=STORES[traits.copies],
-                start=STARTS[traits.transfers_start],
-                places=chosen.ring_layers,
-                hops=traits.hops,
-                waits_first=traits.waits_for_weights,
-                groups_meet=chosen.meet == "layer",
-                planning_s=traits.live_planning_seconds(cluster),
-            ),
-            clocks,
-            Transfers.none(
-                _copies(plan, paths_P, kept=STORES[traits.copies] == KEPT),
-                costs,
-                plan.ranks_per_node,
-                shape_GLR,
-                chosen.ring_layers,
-            ),
-            pass_start_G=np.zeros(chosen.groups),
-            num_fetched_G=np.zeros(chosen.groups, np.int64),
-            fetch_time_GL=np.zeros(shape_GLR[:2]),
-        ),
-        rounds,
-        refresh_s=refresh_s,
-        recompute=chosen.recompute,
-        checkpointing=chosen.checkpointing,
-        shown_round=-1 if show is None else int(np.argwhere(rounds.order_QG == show)[0, 0]),
-        memory=ranks * (plan.num_layers * OPERATIONS_PER_LAYER + OPERATIONS_OUTSIDE)
-        + 4 * chosen.groups * plan.num_replicas,
+    copies = _copies(plan, paths_P, kept=STORES[traits.copies] == KEPT)
+    recipe = Recipe(
+        store=STORES[traits.copies],
+        start=STARTS[traits.transfers_start],
+        places=chosen.ring_layers,
+        hops=traits.hops,
+        waits_first=traits.waits_for_weights,
+        groups_meet=chosen.meet == "layer",
+        planning_s=traits.live_planning_seconds(cluster),
     )
-    parts_s = dict(zip(PARTS, clocks.parts_DP[0].tolist(), strict=True))
+
+    def run(work: RankWork, dense: tuple[Array, Array], shown_round: int) -> tuple[float, Array, Operations]:
+        """Seconds of the timeline, in all and by part, and operations."""
+        clocks = Clocks(np.zeros(ranks), np.zeros((ranks, len(PARTS))), np.zeros((0, 6)), np.zeros(1, np.int64))
+        operations = run_step(
+            Run(
+                *dense,
+                work,
+                costs,
+                recipe,
+                clocks,
+                Transfers.none(copies, costs, plan.ranks_per_node, shape_GLR, chosen.ring_layers),
+                pass_start_G=np.zeros(chosen.groups),
+                num_fetched_G=np.zeros(chosen.groups, np.int64),
+                fetch_time_GL=np.zeros(shape_GLR[:2]),
+            ),
+            rounds,
+            refresh_s=refresh_s,
+            recompute=chosen.recompute,
+            checkpointing=chosen.checkpointing,
+            shown_round=shown_round,
+            memory=ranks * (plan.num_layers * OPERATIONS_PER_LAYER + OPERATIONS_OUTSIDE)
+            + 4 * chosen.groups * plan.num_replicas,
+        )
+        return float(clocks.time_D[0]), clocks.parts_DP[0], operations
+
+    dense = attention_MR, outer_MR
+    show_round = -1 if show is None else int(np.argwhere(rounds.order_QG == show)[0, 0])
+    time_s, parts_P, operations = run(work, dense, show_round)
+    even_experts = work._replace(experts_MLR=_even(work.experts_MLR), moved_MLR=_even(work.moved_MLR))
+    even_experts_s, _, _ = run(even_experts, dense, -1)
+    even_s, even_P, _ = run(even_experts, (_even(attention_MR), _even(outer_MR)), -1)
+    parts_s, even_parts_s = (dict(zip(PARTS, found.tolist(), strict=True)) for found in (parts_P, even_P))
     header_s = planning.header_s * traced
     hidden_s = 0.0
     if traits.known_at == "step":
         planned_s = (planning.rollout_s + len(rounds.ready_Q) * planning.round_s) * traced
         hidden_s = max(0.0, planned_s - parts_s["planning"])
-    parts_s["planning"] += header_s
-    parts_s["migration"] += refresh_s + moving_s
-    step_time_s = float(clocks.time_D[0]) + header_s + refresh_s + moving_s
-    return SimulatedStep(step_time_s, parts_s, work, operations, hidden_s, all_moving_s - moving_s)
+    for found in (parts_s, even_parts_s):
+        found["planning"] += header_s
+        found["migration"] += refresh_s + moving_s
+    # With two hops, moved experts are no part of any mean.
+    waiting_s = time_s - even_experts_s + even_parts_s.pop("imbalance")
+    causes_s = {WAITING: waiting_s, SEQUENCES: even_experts_s - even_s, **even_parts_s}
+    step_time_s = time_s + header_s + refresh_s + moving_s
+    return SimulatedStep(step_time_s, parts_s, causes_s, work, operations, hidden_s, all_moving_s - moving_s)
 
 
 def mean_step(steps: Sequence[SimulatedStep]) -> SimulatedStep:
@@ -201,21 +221,39 @@ def mean_step(steps: Sequence[SimulatedStep]) -> SimulatedStep:
         steps[-1],
         step_time_s=mean(step.step_time_s for step in steps),
         parts_s={part: mean(step.parts_s[part] for step in steps) for part in steps[0].parts_s},
+        causes_s={cause: mean(step.causes_s[cause] for step in steps) for cause in steps[0].causes_s},
         hidden_planning_s=mean(step.hidden_planning_s for step in steps),
         moves_left_out_s=mean(step.moves_left_out_s for step in steps),
     )
 
 
+def _even(seconds: Array) -> Array:
+    """`[..., R]`: the mean of the ranks for each of them."""
+    return np.repeat(seconds.mean(axis=-1, keepdims=True), seconds.shape[-1], axis=-1)
+
+
 def _with_counted_transfers(
-    work: RankWork, plan: StepPlan, trace: RoutingTrace, costs: OperationCosts, hops: int
+    work: RankWork,
+    plan: StepPlan,
+    trace: RoutingTrace | ResampledTrace,
+    costs: OperationCosts,
+    hops: int,
+    most_rows: int,
 ) -> RankWork:
-    """Work with the time of the transfers of tokens, in instances with enough known routes."""
-    near_MLR, far_MLR, known_ML = count_transfers(plan, trace, hops=hops)
-    known_ML1 = known_ML[:, :, None]
-    return work._replace(
-        near_MLR=np.where(known_ML1, near_MLR * costs.near_row_s, work.near_MLR),
-        far_MLR=np.where(known_ML1, far_MLR * costs.far_row_s, work.far_MLR),
-    )
+    """Work with the time of the transfers of tokens, where they were counted.
+
+    In micro-steps that were not, the estimates are scaled as they are in those that were, by layer.
+    """
+    near_MLR, far_MLR, known_ML = count_transfers(plan, trace, hops=hops, most_rows=most_rows)
+    known_ML1, missed_M11 = known_ML[:, :, None], np.logical_not(known_ML.any(axis=1))[:, None, None]
+    kinds = {"near_MLR": near_MLR * costs.near_row_s, "far_MLR": far_MLR * costs.far_row_s}
+    for name, counted_MLR in kinds.items():
+        estimated_MLR = getattr(work, name)
+        sums_L, estimated_L = ((each * known_ML1).sum(axis=(0, 2)) for each in (counted_MLR, estimated_MLR))
+        ratio_L = np.divide(sums_L, estimated_L, out=np.ones(len(sums_L)), where=estimated_L > 0)
+        scaled_MLR = np.where(missed_M11, estimated_MLR * ratio_L[:, None], estimated_MLR)
+        kinds[name] = np.where(known_ML1, counted_MLR, scaled_MLR)
+    return work._replace(**kinds)
 
 
 def _rounds(plan: StepPlan, groups: int, round_s: float, start_s: float) -> Rounds:

@@ -12,13 +12,16 @@ from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
 from trimtab.planner.replicas.replica_table import ReplicaTable
+from trimtab.simulator.resampling import ResampledTrace
 from trimtab.trace import RoutingTrace
 
 # Part of a source's rows whose route must be known, so that they stand for all.
 LEAST_KNOWN = 0.5
 
 
-def count_transfers(plan: StepPlan, trace: RoutingTrace, *, hops: int = 1) -> tuple[Array, Array, Array]:
+def count_transfers(
+    plan: StepPlan, trace: RoutingTrace | ResampledTrace, *, hops: int = 1, most_rows: int = 1 << 62
+) -> tuple[Array, Array, Array]:
     """Transfers through every rank's links in the dispatch of every instance.
 
     Tokens of unknown route are taken to share transfers as the others of their rank do.
@@ -26,20 +29,30 @@ def count_transfers(plan: StepPlan, trace: RoutingTrace, *, hops: int = 1) -> tu
     Args:
         trace: S sequences with all tokens; the plan's, in its order.
         hops: 2 if moved tokens are first sent to the home rank, which is counted alone.
+        most_rows: of the step; if it has more, evenly chosen micro-steps are counted, at least one.
 
     Returns:
         `[M, L, R]` float64 inside nodes and between nodes, the larger of those sent and received by a rank; and
-        `[M, L]` bool, the instances in which enough routes are known on every rank.
+        `[M, L]` bool, the instances that were counted: of a chosen micro-step, with enough known routes on every rank.
     """
     shape = plan.num_micro_steps, plan.num_layers, plan.num_ranks
     cell_S = plan.micro_step.astype(np.int64) * plan.num_ranks + plan.rank
     order_S = np.argsort(cell_S, kind="stable")
     cell_starts = np.searchsorted(cell_S[order_S], np.arange(shape[0] * shape[2] + 1))
-    sent_22MLR, known_ML = np.zeros((2, 2, *shape)), np.ones(shape[:2], bool)
+    starts = trace.sequence_starts.astype(np.int64)
+    firsts_S, ends_S = starts[:-1], starts[1:]
+    if isinstance(trace, ResampledTrace):
+        firsts_S, ends_S = firsts_S[trace.index_S], ends_S[trace.index_S]
+    rows = int((ends_S - firsts_S).sum()) * shape[1] * trace.expert_ids.shape[2]
+    chosen = min(shape[0], max(1, most_rows * shape[0] // max(1, rows)))
+    micro_steps = np.arange(chosen) * shape[0] // chosen
+    sent_22MLR, known_ML = np.zeros((2, 2, *shape)), np.zeros(shape[:2], bool)
+    known_ML[micro_steps] = True
     _count(
         trace.expert_ids,
-        trace.sequence_starts.astype(np.int64),
+        (firsts_S, ends_S),
         (order_S, cell_starts),
+        micro_steps,
         plan.home.astype(np.int64),
         _quotas_by_source(plan.replicas, plan.num_ranks, used=hops == 1),
         plan.ranks_per_node,
@@ -67,11 +80,12 @@ def _quotas_by_source(table: ReplicaTable, num_ranks: int, *, used: bool) -> tup
 
 
 @kernel
-def _count(ids_TLK, starts, cells, home_LE, quotas, per_node, sent_22MLR, known_ML):  # type: ignore[no-untyped-def]
+def _count(ids_TLK, spans, cells, micro_steps, home_LE, quotas, per_node, sent_22MLR, known_ML):  # type: ignore[no-untyped-def]
     """Adds transfers inside nodes and between nodes, out and in, to `sent_22MLR`, which is 0."""
-    num_micro_steps, num_layers, num_ranks = sent_22MLR.shape[2:]
+    num_layers, num_ranks = sent_22MLR.shape[3:]
     num_experts, top_k = home_LE.shape[1], ids_TLK.shape[2]
     order_S, cell_starts = cells
+    firsts_S, ends_S = spans
     quota_starts, experts_Q, ranks_Q, tokens_Q = quotas
     # The quota that an expert's next row belongs to, and the rows that are left of it.
     quota_E, left_E = np.empty(num_experts, np.int64), np.empty(num_experts, np.int64)
@@ -79,7 +93,7 @@ def _count(ids_TLK, starts, cells, home_LE, quotas, per_node, sent_22MLR, known_
     node_seen, rank_seen = np.zeros(num_ranks // per_node, np.int64), np.zeros(num_ranks, np.int64)
     token, sent_22R = 0, np.empty((2, 2, num_ranks))
     near_out, near_in, far_out, far_in = sent_22R[0, 0], sent_22R[0, 1], sent_22R[1, 0], sent_22R[1, 1]
-    for m in range(num_micro_steps):
+    for m in micro_steps:
         for layer in range(num_layers):
             for source in range(num_ranks):
                 sent_22R[:] = 0
@@ -92,7 +106,7 @@ def _count(ids_TLK, starts, cells, home_LE, quotas, per_node, sent_22MLR, known_
                     left_E[experts_Q[q]] = tokens_Q[q]
                 for place in range(cell_starts[m * num_ranks + source], cell_starts[m * num_ranks + source + 1]):
                     sequence = order_S[place]
-                    for t in range(starts[sequence], starts[sequence + 1]):
+                    for t in range(firsts_S[sequence], ends_S[sequence]):
                         token += 1
                         rows += top_k
                         for k in range(top_k):

@@ -18,18 +18,22 @@ class MemoryReader(TraceReader):
 
     Results are those of a file with the same trace: every id is checked, and ids within top_k are in ascending order.
 
+    Args:
+        read_from: the files that it was read from, whose reader checked it.
+
     Raises:
         InputError: if an id is out of range, or twice in a row of top_k.
     """
 
-    def __init__(self, trace: RoutingTrace) -> None:
-        trace.check()
+    def __init__(self, trace: RoutingTrace, read_from: TraceReader | None = None) -> None:
         ids_TLK = trace.expert_ids
-        if (ids_TLK[..., 1:] < ids_TLK[..., :-1]).any():
-            trace = replace(trace, expert_ids=np.sort(ids_TLK, axis=-1))
+        if read_from is None:
+            trace.check()
+            if (ids_TLK[..., 1:] < ids_TLK[..., :-1]).any():
+                trace = replace(trace, expert_ids=np.sort(ids_TLK, axis=-1))
         self._trace = trace
-        self.files = []
-        self.name = "trace in memory"
+        self.files = read_from.files if read_from else []
+        self.name = read_from.name if read_from else "trace in memory"
         self.empty = trace.part(0, 0)
         self.facts = trace.facts
 

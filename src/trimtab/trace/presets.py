@@ -167,6 +167,7 @@ def synthesize_preset(
         prompt_lengths=np.maximum(1, PROMPT_SHARE * length_S).astype(np.int32),
         steps=np.repeat(np.arange(num_steps, dtype=np.int32), num_sequences),
         sequence_hashes=np.maximum(key_S, np.uint64(1)),
+        prompt_hashes=np.maximum(key_S, np.uint64(1)),
         domains=_domain_names(preset, profile_S),
         windows=windows_array([()] * len(key_S)),
         layer_indices=np.arange(num_layers, dtype=np.int32),

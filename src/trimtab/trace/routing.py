@@ -47,6 +47,8 @@ class RoutingTrace:
         prompt_lengths: `[S]` int32; number of rows that belong to the prompt.
         steps: `[S]` int32; the RL step that the sequence was generated for.
         sequence_hashes: `[S]` uint64; `hash_tokens` of the sequence's token ids, 0 where unknown.
+        prompt_hashes: `[S]` uint64; `hash_tokens` of the prompt's token ids, the same for all answers to it; 0 where
+            unknown.
         domains: `[S]` str; kind of prompt, such as its data set's name, "" where unknown.
         windows: `[S]`; for a sequence that was generated over several steps, the windows of its rows, in order: pairs
             of the version of the weights that fed the rows first, which is the RL step, and the number of rows. Empty
@@ -54,6 +56,7 @@ class RoutingTrace:
         layer_indices: `[L]` int32; the decoder layer behind each MoE layer.
         num_experts: E.
         model: the model's name or type, for people.
+        sampled: the part of each step's sequences that was recorded, above 0 to 1.
 
     Raises:
         InputError: if shapes or dtypes don't fit together. `check` checks the ids.
@@ -64,11 +67,13 @@ class RoutingTrace:
     prompt_lengths: Array
     steps: Array
     sequence_hashes: Array
+    prompt_hashes: Array
     domains: Array
     windows: Array
     layer_indices: Array
     num_experts: int
     model: str = ""
+    sampled: float = 1.0
 
     def __post_init__(self) -> None:
         ids = self.expert_ids
@@ -83,7 +88,7 @@ class RoutingTrace:
         starts = self.sequence_starts
         if len(starts) == 0 or starts[0] != 0 or starts[-1] != len(ids) or np.any(np.diff(starts) < 0):
             raise InputError(f"sequence_starts should rise from 0 to the number of tokens, {len(ids)}")
-        for name in ("prompt_lengths", "steps", "sequence_hashes", "domains", "windows"):
+        for name in ("prompt_lengths", "steps", "sequence_hashes", "prompt_hashes", "domains", "windows"):
             if len(getattr(self, name)) != self.num_sequences:
                 raise InputError(
                     f"{name} has {len(getattr(self, name))} entries; there are {self.num_sequences} sequences"
@@ -104,9 +109,11 @@ class RoutingTrace:
         prompt_lengths: npt.ArrayLike | None = None,
         steps: npt.ArrayLike | int = 0,
         sequence_hashes: npt.ArrayLike | None = None,
+        prompt_hashes: npt.ArrayLike | None = None,
         domains: npt.ArrayLike | str = "",
         windows: Iterable[Windows] | None = None,
         model: str = "",
+        sampled: float = 1.0,
     ) -> RoutingTrace:
         """Join per-sequence ids `[t_s, L, K]` into one trace.
 
@@ -127,11 +134,13 @@ class RoutingTrace:
             prompt_lengths=np.asarray(np.zeros(count) if prompt_lengths is None else prompt_lengths, np.int32),
             steps=np.broadcast_to(np.asarray(steps, np.int32), (count,)).copy(),
             sequence_hashes=np.asarray(np.zeros(count) if sequence_hashes is None else sequence_hashes, np.uint64),
+            prompt_hashes=np.asarray(np.zeros(count) if prompt_hashes is None else prompt_hashes, np.uint64),
             domains=np.broadcast_to(np.asarray(domains, np.str_), (count,)).copy(),
             windows=windows_array([()] * count if windows is None else windows),
             layer_indices=np.asarray(np.arange(num_layers) if layer_indices is None else layer_indices, np.int32),
             num_experts=num_experts,
             model=model,
+            sampled=sampled,
         )
 
     @property
@@ -184,8 +193,9 @@ class RoutingTrace:
     def facts(self) -> SequenceFacts:
         """What is known of each sequence except its routes."""
         return SequenceFacts(
-            self.sequence_lengths, self.prompt_lengths, self.steps, self.sequence_hashes, self.domains, self.windows
-        )
+            self.sequence_lengths, self.prompt_lengths, self.steps, self.sequence_hashes, self.prompt_hashes,
+            self.domains, self.windows,
+        )  # fmt: skip
 
     def with_sequences(self, facts: SequenceFacts, ids_TLK: Array) -> RoutingTrace:
         """The trace of other sequences of the same model, with these facts and ids `[T, L, K]`."""
@@ -196,6 +206,7 @@ class RoutingTrace:
             prompt_lengths=facts.prompt_lengths,
             steps=facts.steps,
             sequence_hashes=facts.sequence_hashes,
+            prompt_hashes=facts.prompt_hashes,
             domains=facts.domains,
             windows=facts.windows,
         )
@@ -212,11 +223,13 @@ class RoutingTrace:
         """The sequences of several traces of one model, one after another.
 
         Raises:
-            InputError: if the traces differ in layers, top_k or experts.
+            InputError: if the traces differ in layers, top_k, experts or the sampled part.
         """
         first = traces[0]
         for other in traces[1:]:
             first.check_same_model(other)
+            if other.sampled != first.sampled:
+                raise InputError(f"traces of other sampled parts can't be joined: {first.sampled:g}; {other.sampled:g}")
         facts = first.facts.joined(*(trace.facts for trace in traces[1:]))
         return first.with_sequences(facts, np.concatenate([trace.expert_ids for trace in traces]))
 

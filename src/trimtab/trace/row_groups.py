@@ -27,6 +27,7 @@ from trimtab.trace.sequence_facts import SequenceFacts, Windows, check_windows, 
 FORMAT = "trimtab-routing-2"
 IDS = "expert_ids"
 WINDOWS = "windows"
+PROMPT = "prompt_hash"
 # Most windows of a sequence in a file.
 MOST_WINDOWS = 4096
 # Beside the ids of a row group, uncompressed: the other columns, and what Parquet adds.
@@ -47,13 +48,14 @@ _SCHEMA = pa.schema(
         pa.field("prompt_length", pa.int32(), nullable=False),
         pa.field("num_tokens", pa.int32(), nullable=False),
         pa.field("sequence_hash", pa.uint64(), nullable=False),
+        pa.field(PROMPT, pa.uint64(), nullable=False),
         pa.field("domain", pa.string(), nullable=False),
         pa.field(WINDOWS, pa.list_(_WINDOW), nullable=False),
         pa.field(IDS, pa.large_binary(), nullable=False),
     ]
 )
 _DOMAIN_CODES = pa.dictionary(pa.int32(), pa.string())
-_FACTS = [field.name for field in _SCHEMA if field.name not in (IDS, WINDOWS)]
+_FACTS = [field.name for field in _SCHEMA if field.name not in (IDS, WINDOWS, PROMPT)]
 
 
 def schema_of(trace: RoutingTrace) -> pa.Schema:
@@ -68,6 +70,7 @@ def schema_of(trace: RoutingTrace) -> pa.Schema:
         "top_k": trace.top_k,
         "layer_indices": trace.layer_indices.tolist(),
         "model": trace.model,
+        "sampled": trace.sampled,
     }
     _check_header(header)
     return _SCHEMA.with_metadata({"trimtab": json.dumps(header)})
@@ -94,6 +97,7 @@ def table_of(trace: RoutingTrace, schema: pa.Schema) -> pa.Table:
         pa.array(trace.prompt_lengths),
         pa.array(trace.sequence_lengths.astype(np.int32)),
         pa.array(trace.sequence_hashes),
+        pa.array(trace.prompt_hashes),
         pa.array(trace.domains.tolist(), pa.string()),
         pa.array(
             [[{"version": version, "rows": rows} for version, rows in windows] for windows in trace.windows],
@@ -128,6 +132,8 @@ def read_facts(
         shape=(len(layers), header["top_k"]),
         layer_indices=layers,
         model=header["model"],
+        # Files of earlier versions don't say it.
+        sampled=float(header.get("sampled", 1.0)),
     )
     rows = parquet.metadata.num_rows
     _check_claim(rows * FACTS_BYTES, allowed, f"{rows} sequences")
@@ -157,7 +163,9 @@ def open_parquet(path: str | os.PathLike[str]) -> pq.ParquetFile:
 
 
 def _facts(parquet: pq.ParquetFile, groups: Sequence[int]) -> SequenceFacts:
-    table = _columns(parquet.read_row_groups(groups, _FACTS))
+    # Files of earlier versions have no column of prompts.
+    has_prompts = PROMPT in parquet.schema_arrow.names
+    table = _columns(parquet.read_row_groups(groups, [*_FACTS, PROMPT] if has_prompts else _FACTS))
     lengths = table["num_tokens"].to_numpy().astype(np.int64)
     if lengths.min(initial=0) < 0:
         raise InputError(f"sequence {int(lengths.argmin())} claims {lengths.min()} tokens")
@@ -170,6 +178,7 @@ def _facts(parquet: pq.ParquetFile, groups: Sequence[int]) -> SequenceFacts:
         prompt_lengths=table["prompt_length"].to_numpy(),
         steps=table["step"].to_numpy(),
         sequence_hashes=table["sequence_hash"].to_numpy(),
+        prompt_hashes=table[PROMPT].to_numpy() if has_prompts else np.zeros(len(lengths), np.uint64),
         domains=_domains(table["domain"]),
         windows=windows_array(_windows(parquet, groups, lengths)),
     )
@@ -291,6 +300,9 @@ def _check_header(header: Mapping[str, Any]) -> None:
     experts = header.get("num_experts")
     _check_number("num_experts", experts, 1, np.iinfo(np.uint16).max)
     _check_number("top_k", header.get("top_k"), 1, experts)
+    sampled = header.get("sampled", 1.0)
+    if type(sampled) not in (int, float) or not 0 < sampled <= 1:
+        raise InputError(f"its header should have sampled above 0 to 1, not {short(sampled)}")
     model = header.get("model")
     if not isinstance(model, str) or len(model) > MOST_LETTERS:
         raise InputError(f"its header should have a model of at most {MOST_LETTERS} letters, not {short(model)}")

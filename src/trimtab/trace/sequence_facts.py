@@ -35,6 +35,7 @@ class SequenceFacts:
         prompt_lengths: `[S]` int32.
         steps: `[S]` int32.
         sequence_hashes: `[S]` uint64.
+        prompt_hashes: `[S]` uint64.
         domains: `[S]` str.
         windows: `[S]` tuples.
     """
@@ -43,6 +44,7 @@ class SequenceFacts:
     prompt_lengths: Array
     steps: Array
     sequence_hashes: Array
+    prompt_hashes: Array
     domains: Array
     windows: Array
 

@@ -56,7 +56,7 @@ def back(records: list[Record], experts: int) -> RoutingTrace:
 
 
 def same(trace: RoutingTrace, other: RoutingTrace, but: tuple[str, ...] = ()) -> None:
-    for name in {field.name for field in fields(RoutingTrace)} - {"num_experts", "model", "windows", *but}:
+    for name in {field.name for field in fields(RoutingTrace)} - {"num_experts", "model", "windows", "sampled", *but}:
         np.testing.assert_array_equal(getattr(trace, name), getattr(other, name), name)
         assert getattr(trace, name).dtype.kind == getattr(other, name).dtype.kind
 
@@ -78,6 +78,22 @@ def test_round_trip(tmp_path: Path, form: str, experts: int, lengths: tuple[int,
     if reader is arrays:
         assert (known.num_experts, known.model) == (experts, "some-moe")
     same(trace, back(kept(reader.read(path, known)), experts), ("sequence_hashes",) if form == "megatron" else ())
+
+
+@pytest.mark.parametrize("spaces", [0, 512, 1024])
+def test_a_header_whose_length_looks_like_a_pickle(tmp_path: Path, spaces: int) -> None:
+    """Its first bytes are those of a pickle of protocol 3, 4 or 5: the length of the header is 128 + 256 * protocol."""
+    trace, path = some_trace(), tmp_path / "a.safetensors"
+    write_safetensors(trace, path)
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    longer = (0x380 + spaces - length) % 0x10000
+    assert length <= 0x380
+    path.write_bytes(
+        (length + longer).to_bytes(8, "little") + content[8 : 8 + length] + b" " * longer + content[8 + length :]
+    )
+    assert path.read_bytes()[0] == 0x80
+    same(trace, back(kept(arrays.read(path, arrays.read_metadata(path))), trace.num_experts))
 
 
 def test_megatron_rows(tmp_path: Path) -> None:

@@ -155,8 +155,16 @@ def unlimited_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unlimited_memory")
-def test_memory_is_watched_where_it_is_not_limited(tmp_path: Path) -> None:
+def test_memory_is_watched_where_it_is_not_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader is ended when it reads the second file, which is named."""
+    read: list[Path] = []
+
+    class Noted(MemoryWatch):
+        def begin(self, file: Path) -> None:
+            read.append(file)
+            super().begin(file)
+
+    monkeypatch.setattr("trimtab.trace.formats.bounded_import.MemoryWatch", Noted)
     files = [tmp_path / "a", tmp_path / "b"]
     files[0].write_bytes(all_dumps()["slime"].content)
     files[1].write_bytes(many_objects())
@@ -164,6 +172,7 @@ def test_memory_is_watched_where_it_is_not_limited(tmp_path: Path) -> None:
     assert len(list(bounded_import(files[:1], "slime", MODEL, Summary(), limits))) == 1
     with pytest.raises(InputError, match=r"b: takes more than 64 MiB of memory"):
         list(bounded_import(files, "slime", MODEL, Summary(), limits))
+    assert read == [files[0], *files]
 
 
 def test_the_watched_memory_is_that_of_the_file_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.planner.replicas.kernel_values import Homes, InstanceRows, Limits, Shares
-from trimtab.planner.replicas.layer_plan import plan_layer
-from trimtab.planner.replicas.leveling import level_shares
-from trimtab.planner.replicas.split import Quotas, split_tokens
+from trimtab.planner.replicas.instance_choice import choose_replicas, split_over_replicas
+from trimtab.planner.replicas.kernel_values import Limits
 from trimtab.planner.replicas.whole_experts import InstanceLoad, choose_whole_experts
 from trimtab.runtime.rows.physical_experts import InstanceReplicas
-
-# Tries to level shares; each has four sweeps over the replicas.
-LEVELINGS = 2
 
 
 def choose_quotas(counts_RE: Array, home_E: Array, limits: Limits) -> InstanceReplicas:
@@ -28,13 +23,7 @@ def choose_quotas(counts_RE: Array, home_E: Array, limits: Limits) -> InstanceRe
         counts_RE: `[R, E]` int64 rows by source rank and expert.
         home_E: `[E]` int16.
     """
-    num_ranks = len(counts_RE)
-    counts_MLRE = np.ascontiguousarray(counts_RE, np.int32)[None, None]
-    table = plan_layer(counts_MLRE, np.zeros((1, num_ranks), np.int64), 0, home_E, limits)
-    quotas_PR = np.zeros((len(table.ranks), num_ranks), np.int64)
-    replica_Q = np.repeat(np.arange(len(table.ranks)), np.diff(table.quota_starts))
-    quotas_PR[replica_Q, table.sources] = table.tokens
-    return InstanceReplicas.chosen(table.experts, table.ranks, quotas_PR)
+    return InstanceReplicas.chosen(*choose_replicas(counts_RE, home_E, limits))
 
 
 def choose_moves(
@@ -70,18 +59,5 @@ def split_over(experts_P: Array, ranks_P: Array, counts_RE: Array, home_E: Array
         experts_P, ranks_P: `[P]` int64, ordered by expert.
         counts_RE, home_E: as in `choose_quotas`.
     """
-    counts_E, num_ranks = counts_RE.sum(axis=0), len(counts_RE)
-    instance = InstanceRows(counts_E, np.zeros(num_ranks, np.int64), Homes.of(home_E, num_ranks))
-    shares = Shares(experts_P.astype(np.int64), ranks_P.astype(np.int64), np.zeros(len(experts_P), np.int64))
-    for _ in range(LEVELINGS):
-        loads_R = np.bincount(home_E, counts_E, num_ranks).astype(np.int64)
-        level_shares(instance, loads_R, np.int64(0), shares, len(experts_P))
-    most = len(experts_P) * num_ranks
-    quotas = Quotas(np.zeros(len(experts_P) + 1, np.int64), np.empty(most, np.int16), np.empty(most, np.int32))
-    counts = np.ascontiguousarray(counts_RE, np.int32)
-    split_tokens(counts, counts_E, instance.homes.home_E, np.int64(limits.ranks_per_node), shares, quotas, np.int64(0))
-    quotas_PR = np.zeros((len(experts_P), num_ranks), np.int64)
-    end = quotas.starts[-1]
-    replica_Q = np.repeat(np.arange(len(experts_P)), np.diff(quotas.starts))
-    quotas_PR[replica_Q, quotas.sources[:end]] = quotas.tokens[:end]
+    quotas_PR = split_over_replicas(experts_P, ranks_P, counts_RE, home_E, limits)
     return InstanceReplicas.chosen(experts_P, ranks_P, quotas_PR)

@@ -60,10 +60,12 @@ def looks_loadable(path: Path) -> bool:
     """True if the file starts as one of the formats. Never raises."""
     try:
         with path.open("rb") as file:
-            start = file.read(8)
+            start = file.read(9)
     except OSError:
         return False
-    return start.startswith((ZIP_MAGIC, NPY_MAGIC)) or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05")
+    # A safetensors file starts with the length of its header, which may look like a pickle's protocol.
+    pickled = start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05" and start[4:] != b"\0\0\0\0{"
+    return pickled or start.startswith((ZIP_MAGIC, NPY_MAGIC))
 
 
 def mentions(path: Path, *keys: str) -> set[str]:

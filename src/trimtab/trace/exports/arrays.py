@@ -65,5 +65,7 @@ def _texts(texts: Array) -> Array:
 
 def _fields(trace: RoutingTrace) -> dict[str, Array]:
     # Widest numbers first: safetensors requires aligned tensors.
-    names = ("sequence_starts", "sequence_hashes", "prompt_lengths", "steps", "layer_indices", "expert_ids")
+    names = (
+        "sequence_starts", "sequence_hashes", "prompt_hashes", "prompt_lengths", "steps", "layer_indices", "expert_ids",
+    )  # fmt: skip
     return {name: getattr(trace, name) for name in names}

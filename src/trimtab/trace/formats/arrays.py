@@ -1,9 +1,9 @@
 """Trimtab's plain arrays: the fields of a `RoutingTrace` by name, in `.npz` or safetensors.
 
-`expert_ids [T, L, K]` is needed; `sequence_starts`, `prompt_lengths`, `steps`, `sequence_hashes`, `domains` and
-`layer_indices` are optional. Number of experts and model are stored with them: as arrays of one value in `.npz`, as
-texts
-(with `domains` as a JSON list) in a safetensors file's metadata. `trimtab.trace.exports.arrays` writes them.
+`expert_ids [T, L, K]` is needed; `sequence_starts`, `prompt_lengths`, `steps`, `sequence_hashes`, `prompt_hashes`,
+`domains` and `layer_indices` are optional. Number of experts and model are stored with them: as arrays of one value in
+`.npz`, as texts (with `domains` as a JSON list) in a safetensors file's metadata. `trimtab.trace.exports.arrays`
+writes them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record]:
         lengths = lengths_of_starts(starts, shape[0])
         count = len(lengths)
         prompts, steps = (arrays.numbers(name, count) for name in ("prompt_lengths", "steps"))
-        hashes = arrays.numbers("sequence_hashes", count, 1 << 64)
+        hashes, prompt_hashes = (arrays.numbers(name, count, 1 << 64) for name in ("sequence_hashes", "prompt_hashes"))
         domains = _domains(arrays, count)
         layers = _layers(arrays, shape[1])
         metadata = _metadata(arrays)
@@ -67,6 +67,7 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record]:
                 missing=_gap(ids, metadata.num_experts),
                 prompt_length=int(prompts[index]),
                 sequence_hash=int(hashes[index]),
+                prompt_hash=int(prompt_hashes[index]),
                 step=int(steps[index]),
                 domain=domains[index],
                 layers=layers,

@@ -100,8 +100,12 @@ def normalise(
         padding = len(block) - len(ids) if item.padding is None else item.padding
         if padding:
             summary.dropped["padding rows"] += padding
-        token_hash = item.sequence_hash if token_ids is None else hash_tokens(token_ids)
-        early.append((replace(item, source=None, tokens=(), sequence_hash=token_hash), ids))
+        token_hash, prompt_hash = item.sequence_hash, item.prompt_hash
+        if token_ids is not None:
+            token_hash = hash_tokens(token_ids)
+            if 0 < item.prompt_length <= len(token_ids):
+                prompt_hash = hash_tokens(token_ids[: item.prompt_length])
+        early.append((replace(item, source=None, tokens=(), sequence_hash=token_hash, prompt_hash=prompt_hash), ids))
         if layout is None:
             continue
         for record, ids in early:
@@ -287,8 +291,10 @@ def _join(waiting: list[tuple[Record, Array]], layout: _Layout, options: ImportO
         prompt_lengths=[min(max(record.prompt_length, 0), len(routes)) for record, routes in waiting],
         steps=[record.step or options.step for record in records],
         sequence_hashes=np.array([record.sequence_hash for record in records], np.uint64),
+        prompt_hashes=[record.prompt_hash for record in records],
         domains=[_label(record.domain or options.domain) for record in records],
         model=_label(options.model),
+        sampled=options.sampled,
     )
 
 

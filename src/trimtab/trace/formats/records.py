@@ -25,6 +25,7 @@ class ImportOptions:
         model: the model's name, for people.
         step: of records without one, or 0.
         domain: of records without one.
+        sampled: the part of each step's sequences that the dump holds, above 0 to 1.
     """
 
     num_experts: int | None = None
@@ -34,6 +35,7 @@ class ImportOptions:
     model: str = ""
     step: int = 0
     domain: str = ""
+    sampled: float = 1.0
 
     def with_default(self, other: ImportOptions) -> ImportOptions:
         """These facts, and those of `other` where these are unknown."""
@@ -55,6 +57,7 @@ class Record:
         prompt_length: tokens of the prompt; 0 if unknown.
         tokens: token ids in one or more parts; not used if they are not `num_tokens` together.
         sequence_hash: `hash_tokens` of the token ids, if the source has only the hash; 0 if unknown.
+        prompt_hash: the same of the prompt's token ids.
         step: the RL step; 0 if unknown.
         domain: kind of prompt; "" if unknown.
         layers: the decoder layer of each layer of `ids`, if known.
@@ -73,6 +76,7 @@ class Record:
     prompt_length: int = 0
     tokens: tuple[Any, ...] = ()
     sequence_hash: int = 0
+    prompt_hash: int = 0
     step: int = 0
     domain: str = ""
     layers: tuple[int, ...] | None = None

@@ -1,0 +1,298 @@
+"""`trimtab.advise`: what to do about imbalance on a cluster, what it gains, whether it fits, and what it saves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from trimtab.api.arguments import (
+    ModelSource,
+    Overrides,
+    check_choice,
+    check_one_size,
+    check_optional,
+    check_ranks,
+    check_whole,
+    model_of,
+)
+from trimtab.api.result_summary import Summarised, Summary
+from trimtab.api.steps import DISPATCHERS, TraceSteps, default_ranks, read_steps, spread_layers
+from trimtab.cluster import load_cluster
+from trimtab.errors import InputError
+from trimtab.planner import SequenceCounts
+from trimtab.policies import POLICIES
+from trimtab.report.advice import Advice, StrategyFigures, advice_table, first_answer
+from trimtab.report.html import write_html
+from trimtab.report.imbalance import Imbalance
+from trimtab.report.number_text import plural
+from trimtab.simulator.comparison import Outcome, fits, simulate_policy
+from trimtab.simulator.comparison_case import ComparisonCase
+from trimtab.simulator.draws import Drawn, Estimate
+from trimtab.simulator.memory import SHARDINGS, ZERO1
+from trimtab.simulator.step import StepSettings
+from trimtab.simulator.strategies import ALL, EPLB, NOTHING, STRATEGIES, RunStrategy
+from trimtab.trace import RoutingTrace
+from trimtab.trace.in_memory import open_trace
+from trimtab.trace.store import Source
+
+# Layers and steps that are simulated, and drawings of scaled steps.
+MOST_LAYERS, MOST_STEPS, DRAWS = 8, 2, 2
+# Rows of a step whose transfers are counted: less than 0.1% from counting all of a step of two million tokens.
+COUNTED_ROWS = 1 << 24
+# The first answer has these and even routing.
+FIRST = (NOTHING, EPLB, ALL)
+# A strategy pays if it saves this part of the step; of those that are this near the fastest, the simplest is advised.
+LEAST_GAIN, ABOUT_AS_FAST = 0.03, 0.01
+# Skew of the routing relative to the trace's, for the break-even.
+SKEWS = (0.0, 0.25, 0.5, 1.0, 1.5)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AdviceResult(Summarised):
+    """Strategies for a run, sorted by seconds, and the one that is advised.
+
+    Attributes:
+        source: name of the trace's file or files.
+        advice: all figures; `Advice` documents them.
+        trace: the last step, as recorded, with the layers that were simulated.
+        outcomes: plan, simulated step and memory of each strategy, of the first drawing.
+    """
+
+    source: str
+    advice: Advice
+    trace: RoutingTrace
+    outcomes: dict[str, Outcome]
+
+    def figures(self) -> dict[str, Any]:
+        """What `trimtab advise --json` writes."""
+        return {"schema": "trimtab-advise-1", "trace": self.source} | self.advice.figures()
+
+    def write_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the page of `trimtab advise --html`. Writes are atomic."""
+        write_html(self.advice, path)
+
+    @property
+    def imbalance(self) -> Imbalance:
+        """Of the last step: `nothing`, and the strategy that is advised or gains most."""
+        advice = self.advice
+        names = (NOTHING.name, (advice.best if advice.chosen.strategy is NOTHING else advice.chosen).strategy.name)
+        loads = {name: self.outcomes[name].simulated.work.loads_MLR for name in names}
+        return Imbalance(loads, self.trace.layer_indices, int(self.trace.steps[0]))
+
+    def summary(self) -> Summary:
+        advice = self.advice
+        size = f"{advice.model}, {plural(advice.gpus, 'GPU')} of {advice.cluster}"
+        return Summary(f"{self.source}, {size}", (advice.answer,), (advice_table(advice),))
+
+
+def advise(
+    trace: RoutingTrace | Source,
+    *,
+    cluster: str | os.PathLike[str] = "h100x8",
+    model: ModelSource | None = None,
+    overrides: Overrides = (),
+    ranks: int | None = None,
+    ranks_per_node: int | None = None,
+    groups: int = 1,
+    slots: int = 2,
+    micro_steps: int | None = None,
+    token_budget: int | None = None,
+    dispatcher: str | None = None,
+    mini_batches: int = 1,
+    recompute: bool = True,
+    sharding: str = ZERO1,
+    checkpointing: bool = False,
+    step: int | None = None,
+    steps: int | None = None,
+    step_tokens: int | None = None,
+    sampled: float | None = None,
+    gpu_hour: float | None = None,
+    draws: int = DRAWS,
+    first: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str, int, int], None] = lambda strategy, done, total: None,
+) -> AdviceResult:
+    """Compare what a run can do about imbalance, and advise one of it, as `trimtab advise` does.
+
+    At most 8 layers, evenly chosen by their imbalance, stand for the model.
+
+    Args:
+        trace, cluster, model, overrides, ranks, ranks_per_node, groups, slots, micro_steps, token_budget, dispatcher,
+            mini_batches, recompute, sharding, checkpointing, step, step_tokens, sampled: as in `simulate`, one value
+            each.
+        steps: steps to simulate, up to `step`; by default all but the trace's first, at most 2.
+        gpu_hour: price of an hour of one GPU; None: no money.
+        draws: drawings of steps of which a part was recorded.
+        first: called with a first answer, from one drawing of `static`, `eplb`, `trimtab` and even routing.
+        progress: called before each strategy with its name, the simulations done and all, and once at the end.
+
+    Raises:
+        InputError: as `simulate`.
+    """
+    check_one_size(token_budget, micro_steps)
+    check_whole(1, groups=groups, mini_batches=mini_batches, draws=draws)
+    check_whole(0, slots=slots)
+    check_optional(
+        1, ranks=ranks, ranks_per_node=ranks_per_node, micro_steps=micro_steps, token_budget=token_budget, steps=steps,
+        step_tokens=step_tokens,
+    )  # fmt: skip
+    check_optional(0, step=step)
+    check_choice("sharding", sharding, SHARDINGS)
+    if gpu_hour is not None and not gpu_hour >= 0:
+        raise InputError(f"gpu_hour: {gpu_hour!r} should be 0 or more")
+    reader = open_trace(trace)
+    ranks = default_ranks(reader.empty) if ranks is None else ranks
+    check_ranks(reader.empty, ranks, reader.name)
+    spec = model_of(reader.name, reader.empty, model, overrides)
+    assert spec is not None
+    nodes = load_cluster(cluster, ranks=ranks, slots_per_rank=slots, ranks_per_node=ranks_per_node)
+    if dispatcher is not None:
+        check_choice("dispatcher", dispatcher, DISPATCHERS)
+        nodes = replace(nodes, dispatch_forwards=DISPATCHERS[dispatcher])
+    recorded = read_steps(reader, step=step, steps=steps, step_tokens=step_tokens, sampled=sampled)
+    if steps is None:
+        recorded = replace(recorded, measured=min(recorded.measured, MOST_STEPS))
+    sequences, layers = recorded.sequences, recorded.last.num_layers
+    recorded = recorded.with_layers(spread_layers(recorded, ranks, MOST_LAYERS))
+    settings = StepSettings(
+        groups=groups, recompute=recompute, sharding=sharding, checkpointing=checkpointing, counted_rows=COUNTED_ROWS
+    )
+    draws = draws if recorded.is_scaled else 1
+
+    def case_of(seed: int) -> ComparisonCase:
+        return recorded.case(
+            nodes, spec, settings, micro_steps=micro_steps, token_budget=token_budget, mini_batches=mini_batches,
+            seed=seed,
+        )  # fmt: skip
+
+    possible = [strategy for strategy in STRATEGIES if not strategy.needs_past or len(recorded.recorded) > 1]
+    order = [*(each for each in FIRST if each in possible), *(each for each in possible if each not in FIRST)]
+    total = draws * (len(order) + 1) + 1
+    done = 0
+    found: dict[str, list[Outcome]] = {strategy.name: [] for strategy in order}
+    even: list[Outcome] = []
+    cases = []
+    for seed in range(draws):
+        cases.append(case_of(seed))
+        for strategy in order:
+            progress(strategy.name, done, total)
+            found[strategy.name].append(strategy.simulate(cases[seed]))
+            done += 1
+            if strategy is ALL:
+                even.append(simulate_policy(cases[seed], "balanced"))
+                done += 1
+                if not seed:
+                    first(
+                        first_answer(
+                            {name: outcomes[0] for name, outcomes in found.items() if outcomes}, even[0], cases[0]
+                        )
+                    )
+    drawn = {name: Drawn(tuple(outcomes)) for name, outcomes in found.items()}
+    case = cases[0]
+    even_s = Drawn(tuple(even)).step_s.value
+    gpus = ranks * groups
+    figures = [_figures(strategy, drawn, case, even_s, gpus, gpu_hour) for strategy in possible]
+    progress("break-even", total - 1, total)
+    chosen = _choose(figures)
+    best = min((each for each in figures if each.strategy is not NOTHING), key=lambda each: each.step_s.value)
+    target = best if chosen.strategy is NOTHING else chosen
+    break_even = None if case.is_too_small else _break_even(recorded, case_of(0), target.strategy)
+    progress("break-even", total, total)
+    outcomes = {name: each[0] for name, each in found.items()}
+    advice = Advice(
+        strategies=tuple(sorted(figures, key=lambda each: each.step_s.value)),
+        chosen=chosen,
+        best=best,
+        missing=tuple(strategy for strategy in STRATEGIES if strategy not in possible),
+        static=drawn[NOTHING.name],
+        target=drawn[target.strategy.name],
+        even_s=even_s,
+        case=case,
+        source=recorded.name,
+        sequences=sequences,
+        layers=layers,
+        gpus=gpus,
+        draws=draws,
+        break_even=break_even,
+        gpu_hour=gpu_hour,
+        least_gain=LEAST_GAIN,
+    )
+    return AdviceResult(recorded.name, advice, recorded.last, outcomes)
+
+
+def _figures(
+    strategy: RunStrategy,
+    drawn: dict[str, Drawn],
+    case: ComparisonCase,
+    even_s: float,
+    gpus: int,
+    gpu_hour: float | None,
+) -> StrategyFigures:
+    mine, outcome = drawn[strategy.name], drawn[strategy.name].outcomes[0]
+    step_s = mine.step_s
+    hours = step_s.value * gpus * 1000 / 3600
+    return StrategyFigures(
+        strategy=strategy,
+        step_s=step_s,
+        speedup=mine.speedup(drawn[NOTHING.name]),
+        over_eplb=mine.speedup(drawn[EPLB.name]) if EPLB.name in drawn and case.knows_past else None,
+        of_even=even_s / step_s.value,
+        peak_bytes=outcome.peak_bytes,
+        fits=fits(case, outcome),
+        gpu_hours=hours,
+        money=None if gpu_hour is None else hours * gpu_hour,
+        hit_rate=outcome.hit_rate,
+    )
+
+
+def _choose(figures: list[StrategyFigures]) -> StrategyFigures:
+    """The simplest that is about as fast as the fastest that fits; doing nothing if that gains too little."""
+    nothing = next(each for each in figures if each.strategy is NOTHING)
+    fitting = [each for each in figures if each.fits] or figures
+    least_s = min(each.step_s.value for each in fitting)
+    if nothing in fitting and least_s > (1 - LEAST_GAIN) * nothing.step_s.value:
+        return nothing
+    return next(each for each in fitting if each.step_s.value <= (1 + ABOUT_AS_FAST) * least_s)
+
+
+def _break_even(recorded: TraceSteps, case: ComparisonCase, strategy: RunStrategy) -> tuple[Estimate, float] | None:
+    """max/mean of rank loads from which the strategy saves `LEAST_GAIN`, and that of the trace.
+
+    The skew of all sequences is scaled; transfers are estimated. None if no scaled skew is near enough.
+    """
+    points = []
+    for skew in SKEWS:
+        scaled = _with_skew(case, skew)
+        static = simulate_policy(scaled, NOTHING.name, POLICIES["static"])
+        other = strategy.simulate(scaled)
+        gain = 1 - other.simulated.step_time_s / static.simulated.step_time_s
+        points.append((static.balance.mean, gain))
+    now = points[SKEWS.index(1.0)][0]
+    if points[0][1] >= LEAST_GAIN:
+        return Estimate(1.0, 1.0, points[0][0]), now
+    for (low, before), (high, after) in pairwise(points):
+        if before < LEAST_GAIN <= after:
+            at = low + (LEAST_GAIN - before) / (after - before) * (high - low)
+            return Estimate(at, low, high), now
+    return None
+
+
+def _with_skew(case: ComparisonCase, skew: float) -> ComparisonCase:
+    """The case with the counts of each sequence moved towards even routing, or away from it."""
+
+    def scaled(counts: SequenceCounts) -> SequenceCounts:
+        mean_SL1 = counts.counts_SLE.mean(axis=2, keepdims=True, dtype=np.float64)
+        moved_SLE = np.maximum(0.0, mean_SL1 + skew * (counts.counts_SLE - mean_SL1))
+        moved_SLE *= mean_SL1 / np.maximum(moved_SLE.mean(axis=2, keepdims=True), 1e-30)
+        # Sums stay those of the sequence.
+        sums_SLE = np.rint(np.cumsum(moved_SLE, axis=2))
+        whole_SLE = np.diff(sums_SLE, axis=2, prepend=0.0).astype(counts.counts_SLE.dtype)
+        return replace(counts, counts_SLE=whole_SLE)
+
+    return replace(
+        case, sequences=scaled(case.sequences), earlier=tuple(map(scaled, case.earlier)), traces=(), halves=()
+    )

@@ -1,0 +1,187 @@
+"""The steps of a trace that are simulated, scaled to whole steps: the same for `analyze`, `simulate` and `advise`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.analysis.trace_counts import DEFAULT_BUDGET
+from trimtab.array_type import Array
+from trimtab.cluster import ClusterSpec, ModelSpec
+from trimtab.errors import InputError
+from trimtab.planner import SequenceCounts
+from trimtab.report.number_text import plural
+from trimtab.simulator.comparison_case import ComparisonCase, budget_for, step_of
+from trimtab.simulator.resampling import RecordedStep, whole_steps
+from trimtab.simulator.step import StepSettings
+from trimtab.trace import RoutingTrace, TraceReader
+
+# Simulated by default, if the trace has so many after its first.
+MOST_STEPS = 6
+# What is sent to a node: every row, or a token once; see `ClusterSpec.dispatch_forwards`.
+DISPATCHERS = {"rows": False, "tokens": True}
+
+log = logging.getLogger("trimtab")
+
+
+@dataclass(frozen=True, eq=False)
+class TraceSteps:
+    """Recorded steps of a trace, up to the last one that is simulated.
+
+    Attributes:
+        name: of the trace, for messages.
+        recorded: oldest first.
+        measured: how many of the last ones are simulated; balancers know those before.
+    """
+
+    name: str
+    recorded: tuple[RecordedStep, ...]
+    measured: int
+
+    @property
+    def last(self) -> RoutingTrace:
+        """The last step as it was recorded."""
+        return self.recorded[-1].trace
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether some step was not recorded wholly."""
+        return not all(step.is_whole for step in self.recorded)
+
+    @property
+    def sequences(self) -> int:
+        """Recorded sequences of the measured step that has fewest."""
+        return min(step.counts.num_sequences for step in self.recorded[-self.measured :])
+
+    def with_layers(self, layers: Array) -> TraceSteps:
+        """Some of the layers, indices `[N]`."""
+        return replace(self, recorded=tuple(_with_layers(step, layers) for step in self.recorded))
+
+    def case(
+        self,
+        cluster: ClusterSpec,
+        model: ModelSpec,
+        settings: StepSettings,
+        *,
+        micro_steps: int | None = None,
+        token_budget: int | None = None,
+        mini_batches: int = 1,
+        equal_terms: bool = False,
+        seed: int = 0,
+    ) -> ComparisonCase:
+        """The steps to simulate on a cluster; scaled ones with their halves.
+
+        Args:
+            micro_steps: of the largest step; else `token_budget` holds, by default 8192 or the longest sequence.
+            seed: of the drawing of scaled steps.
+        """
+        steps = whole_steps(self.recorded, seed) if self.is_scaled else [(s.counts, s.trace) for s in self.recorded]
+        counts = [each for each, _ in steps]
+        if micro_steps is not None:
+            budget = budget_for(counts, cluster.ranks * settings.groups, micro_steps)
+        else:
+            longest = max(int(step.counts.lengths.max(initial=1)) for step in self.recorded)
+            budget = max(DEFAULT_BUDGET, longest) if token_budget is None else token_budget
+
+        def made(steps: Sequence[tuple[SequenceCounts, object]]) -> ComparisonCase:
+            return ComparisonCase(
+                cluster=cluster,
+                model=model,
+                sequences=steps[-1][0],
+                earlier=tuple(each for each, _ in steps[:-1]),
+                token_budget=budget,
+                mini_batches=mini_batches,
+                equal_terms=equal_terms,
+                settings=settings,
+                measured=self.measured,
+                traces=tuple(trace for _, trace in steps[-self.measured :]),  # type: ignore[misc]
+                recorded=self.sequences if self.is_scaled else None,
+            )
+
+        if not self.is_scaled:
+            return made(steps)
+        return replace(made(steps), halves=tuple(made(whole_steps(self.recorded, seed, half=half)) for half in (0, 1)))
+
+
+def default_ranks(trace: RoutingTrace) -> int:
+    """The largest power of two up to 16 that divides the experts."""
+    return next(ranks for ranks in (16, 8, 4, 2, 1) if trace.num_experts % ranks == 0)
+
+
+def read_steps(
+    reader: TraceReader,
+    *,
+    step: int | None = None,
+    steps: int | None = None,
+    step_tokens: int | None = None,
+    sampled: float | None = None,
+) -> TraceSteps:
+    """The steps of a trace up to `step`, the last by default; all but the first are measured, at most 6.
+
+    Args:
+        steps: measured, instead.
+        step_tokens: tokens of each whole step, if only a part of them was recorded.
+        sampled: the recorded part of each step, instead; by default what the trace says of itself.
+
+    Raises:
+        InputError: if there is no such step, or fewer than `steps`, or they have more tokens than `step_tokens`.
+    """
+    if not reader.facts.lengths.any():
+        raise InputError(f"{reader.name}: the trace is empty; there is nothing to simulate")
+    last, earlier = step_of(reader.read(), step)
+    traces = [*earlier, last]
+    measured = min(MOST_STEPS, max(1, len(earlier))) if steps is None else steps
+    if measured > len(traces):
+        raise InputError(
+            f"--steps {measured}: {reader.name} has {plural(len(traces), 'step')} up to step {last.steps[0]}"
+        )
+    part = _sampled_part(last, reader.name, step_tokens, sampled)
+    recorded = []
+    for trace in traces:
+        tokens = round(trace.num_tokens / part) if step_tokens is None else step_tokens
+        if tokens < trace.num_tokens:
+            raise InputError(
+                f"--step-tokens {tokens}: step {trace.steps[0]} of {reader.name} has {trace.num_tokens} tokens; it "
+                "should be those of a whole step, in all expert-parallel groups"
+            )
+        recorded.append(RecordedStep(SequenceCounts.from_trace(trace), trace, tokens))
+    return TraceSteps(reader.name, tuple(recorded), measured)
+
+
+def _sampled_part(trace: RoutingTrace, name: str, step_tokens: int | None, sampled: float | None) -> float:
+    """The recorded part of the steps. An option wins over what the trace says, and that is logged."""
+    if step_tokens is not None and sampled is not None:
+        raise InputError("sampled: not allowed with argument step_tokens")
+    if sampled is not None and not 0 < sampled <= 1:
+        raise InputError(f"sampled: {sampled!r} should be above 0, and at most 1")
+    option = "--step-tokens" if step_tokens is not None else "--sampled" if sampled is not None else ""
+    if option and trace.sampled < 1 and trace.sampled != sampled:
+        log.info("%s is used; %s says that %g of each step was recorded", option, name, trace.sampled)
+    return trace.sampled if sampled is None else sampled
+
+
+def _with_layers(step: RecordedStep, layers: Array) -> RecordedStep:
+    counts, trace = step.counts, step.trace
+    return replace(
+        step,
+        counts=SequenceCounts(
+            np.ascontiguousarray(counts.counts_SLE[:, layers]), counts.lengths, counts.unknown_SL[:, layers]
+        ),
+        trace=replace(
+            trace,
+            expert_ids=np.ascontiguousarray(trace.expert_ids[:, layers]),
+            layer_indices=trace.layer_indices[layers],
+        ),
+    )
+
+
+def spread_layers(steps: TraceSteps, ranks: int, most: int) -> Array:
+    """At most so many layers `[N]`, evenly chosen in the order of their imbalance: they stand for all of them."""
+    counts_LE = sum(step.counts.counts_SLE.sum(axis=0, dtype=np.int64) for step in steps.recorded[-steps.measured :])
+    loads_LR = np.asarray(counts_LE).reshape(len(counts_LE), ranks, -1).sum(axis=2)
+    order = np.argsort(loads_LR.max(axis=1) / np.maximum(1, loads_LR.mean(axis=1)), kind="stable")
+    count = min(most, len(order))
+    return np.sort(order[(2 * np.arange(count) + 1) * len(order) // (2 * count)])

@@ -1,0 +1,348 @@
+"""An advice: figures of strategies, sentences, tables, and its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import RenderableType
+from rich.markup import escape
+
+from trimtab.report.number_text import NONE, bytes_text, plural, seconds
+from trimtab.report.simulation import scale_note
+from trimtab.report.table_data import Facts, Row, TableData
+from trimtab.report.tables import facts, terminal_table
+from trimtab.report.waterfall import WaterfallRow, waterfall_rows, waterfall_table
+from trimtab.simulator.comparison import Outcome
+from trimtab.simulator.comparison_case import ComparisonCase
+from trimtab.simulator.draws import Drawn, Estimate
+from trimtab.simulator.resampling import LEAST_SEQUENCES
+from trimtab.simulator.step import WAITING
+from trimtab.simulator.strategies import NOTHING, RunStrategy
+from trimtab.simulator.ways_to_fit import ways_to_fit
+
+# docs/simulator.md, "Accuracy".
+ERROR_BAND = (
+    "The simulator's own error: measured steps on 2 CPU ranks took 6% to 10% longer than simulated ones, in the same "
+    "order; it has not been compared with several GPUs."
+)
+
+
+@dataclass(frozen=True)
+class StrategyFigures:
+    """Figures of one strategy.
+
+    Attributes:
+        strategy: what it is.
+        step_s: seconds of a step.
+        speedup: over doing nothing. over_eplb: over EPLB; None where that can't be compared.
+        of_even: step time with perfectly even routing, divided by this one.
+        peak_bytes: of the rank that needs most. fits: whether the device has them.
+        gpu_hours, money: of 1,000 steps; money None without a price.
+        hit_rate: of a prediction, the part of the predicted replicas that got rows; None for others.
+    """
+
+    strategy: RunStrategy
+    step_s: Estimate
+    speedup: Estimate
+    over_eplb: Estimate | None
+    of_even: float
+    peak_bytes: int
+    fits: bool
+    gpu_hours: float
+    money: float | None
+    hit_rate: float | None
+
+    @property
+    def gain(self) -> Estimate:
+        """Part of the step that it saves, against doing nothing."""
+        return Estimate(
+            *(1 - 1 / max(each, 1e-9) for each in (self.speedup.value, self.speedup.low, self.speedup.high))
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Advice:
+    """What to do on a cluster.
+
+    Attributes:
+        strategies: by seconds, the least first.
+        chosen: the advised one; doing nothing where none pays.
+        best: the fastest but doing nothing.
+        missing: strategies that need steps before, which the trace does not have.
+        static, target: the ends of the waterfall: doing nothing, and the chosen strategy, or the best.
+        even_s: seconds with perfectly even routing.
+        case: of the first drawing.
+        source: name of the trace.
+        sequences: recorded ones of the measured step that has fewest. layers: of the trace; the case has some of them.
+        gpus: of all groups.
+        draws: drawings of scaled steps.
+        break_even: max/mean of rank loads from which the best strategy pays, and the trace's; None if unknown.
+        gpu_hour: price of a GPU's hour.
+        least_gain: part of a step from which a strategy pays.
+    """
+
+    strategies: tuple[StrategyFigures, ...]
+    chosen: StrategyFigures
+    best: StrategyFigures
+    missing: tuple[RunStrategy, ...]
+    static: Drawn
+    target: Drawn
+    even_s: float
+    case: ComparisonCase
+    source: str
+    sequences: int
+    layers: int
+    gpus: int
+    draws: int
+    break_even: tuple[Estimate, float] | None
+    gpu_hour: float | None
+    least_gain: float
+
+    @property
+    def cluster(self) -> str:
+        """Kind of nodes."""
+        return self.case.cluster.name
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        return self.case.model.name
+
+    @property
+    def title(self) -> str:
+        """Of the page."""
+        return f"Advice for {self.model} on {plural(self.gpus, 'GPU')}"
+
+    @property
+    def nothing(self) -> StrategyFigures:
+        """Figures of doing nothing."""
+        return next(each for each in self.strategies if each.strategy is NOTHING)
+
+    @property
+    def verdict(self) -> str:
+        """`too few sequences`, `not worth it`, or the name of the advised strategy."""
+        if self.case.is_too_small:
+            return "too few sequences"
+        return "not worth it" if self.chosen.strategy is NOTHING else self.chosen.strategy.name
+
+    @property
+    def answer(self) -> str:
+        """The recommendation in one sentence."""
+        if self.case.is_too_small:
+            return (
+                f"Too few sequences: {self.sequences} of a step were recorded; record {LEAST_SEQUENCES} or more to "
+                "choose a strategy."
+            )
+        chosen, nothing = self.chosen, self.nothing
+        if chosen.strategy is NOTHING:
+            best = self.best
+            return (
+                f"Not worth it: the best strategy, {best.strategy.name}, saves {best.gain.value:.1%} of a step "
+                f"({_range(best.gain)}), less than {self.least_gain:.0%}."
+            )
+        memory = f"{bytes_text(chosen.peak_bytes)} of {bytes_text(self.case.cluster.device_bytes)} a rank"
+        fits = f"it fits ({memory})" if chosen.fits else f"it does not fit ({memory}), nor does any other"
+        needs = f"; it needs {chosen.strategy.needs}" if chosen.strategy.needs else ""
+        saved = nothing.gpu_hours - chosen.gpu_hours
+        money = f" ({saved * self.gpu_hour:,.0f} at {self.gpu_hour:g} an hour)" if self.gpu_hour is not None else ""
+        times = f"a step takes {seconds(chosen.step_s.value)} instead of {seconds(nothing.step_s.value)}"
+        return (
+            f"Use {chosen.strategy.name} ({chosen.strategy.about}): {times}, {chosen.gain.value:.0%} less "
+            f"({_range(chosen.gain)}), which saves {saved:,.0f} GPU hours{money} in 1,000 steps; {fits}{needs}."
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """The JSON of `trimtab advise`; `docs/advise.md` explains every key."""
+        return {
+            "verdict": self.verdict,
+            "recommendation": self.answer,
+            "cluster": asdict(self.case.cluster),
+            "model": self.model,
+            "gpus": self.gpus,
+            "steps": self.case.measured,
+            "earlier_steps": len(self.case.steps) - self.case.measured,
+            "tokens": int(self.case.sequences.lengths.sum()),
+            "recorded_sequences": self.sequences,
+            "layers_simulated": self.case.sequences.num_layers,
+            "layers_traced": self.layers,
+            "draws": self.draws,
+            "even_s": self.even_s,
+            "strategies": {
+                each.strategy.name: {
+                    "step_s": asdict(each.step_s),
+                    "speedup": asdict(each.speedup),
+                    "over_eplb": asdict(each.over_eplb) if each.over_eplb else None,
+                    "of_even": each.of_even,
+                    "gpu_hours_of_1000_steps": each.gpu_hours,
+                    "money_of_1000_steps": each.money,
+                    "peak_bytes": each.peak_bytes,
+                    "fits": each.fits,
+                    "hit_rate": each.hit_rate,
+                    "needs": each.strategy.needs,
+                    "settings": list(each.strategy.settings),
+                }
+                for each in self.strategies
+            },
+            "missing": [strategy.name for strategy in self.missing],
+            "break_even_max_over_mean": self.break_even[0].value if self.break_even else None,
+            "max_over_mean": self.static.outcomes[0].balance.mean,
+            "waterfall_s": {row.name: row.seconds for row in waterfall(self)},
+        }
+
+
+def waterfall(advice: Advice) -> list[WaterfallRow]:
+    """Seconds from doing nothing to the chosen strategy."""
+    return waterfall_rows(advice.static.simulated, advice.target.simulated, advice.target.outcomes[0].name)
+
+
+def first_answer(outcomes: Mapping[str, Outcome], even: Outcome, case: ComparisonCase) -> str:
+    """A first answer, from one drawing."""
+    static = outcomes[NOTHING.name].simulated
+    parts = [f"nothing {seconds(static.step_time_s)}"]
+    parts += [
+        f"{name} {seconds(outcome.simulated.step_time_s)}" for name, outcome in outcomes.items() if name != "nothing"
+    ]
+    parts.append(f"even routing {seconds(even.simulated.step_time_s)}")
+    few = " (too few sequences to compare)" if case.is_too_small else ""
+    waiting = static.causes_s[WAITING] / static.step_time_s
+    return f"first answer: a step takes {', '.join(parts)}{few}; imbalance costs {waiting:.0%}"
+
+
+def _range(estimate: Estimate) -> str:
+    return f"{max(estimate.low, -9.99):.0%} to {estimate.high:.0%}"
+
+
+def advice_table(advice: Advice) -> TableData:
+    """Strategies by seconds."""
+    longest = max(each.step_s.value for each in advice.strategies)
+    has_spread = any(each.step_s.low != each.step_s.high for each in advice.strategies)
+    has_eplb = any(each.over_eplb for each in advice.strategies)
+
+    def row(each: StrategyFigures) -> Row:
+        step = each.step_s
+        mark = " (advised)" if each is advice.chosen and advice.verdict == each.strategy.name else ""
+        hits = f"; {each.hit_rate:.0%} of its replicas get rows" if each.hit_rate is not None else ""
+        return Row(
+            each.strategy.name + mark,
+            (
+                seconds(step.value, longest),
+                *([f"{seconds(step.low, longest).split()[0]} to {seconds(step.high, longest)}"] if has_spread else []),
+                f"{each.speedup.value:.2f}x",
+                *([NONE if each.over_eplb is None else f"{each.over_eplb.value:.2f}x"] if has_eplb else []),
+                f"{each.of_even:.0%}",
+                f"{bytes_text(each.peak_bytes)}{'' if each.fits else '!'}",
+            ),
+            about=f"{each.strategy.about}{hits}. Needs: {each.strategy.needs or 'nothing'}.",
+            bar=step.value / longest,
+            is_ours=each is advice.chosen,
+        )
+
+    columns = (
+        "strategy", "step", *(["interval"] if has_spread else []), "speed-up", *(["over eplb"] if has_eplb else []),
+        "of even", "memory",
+    )  # fmt: skip
+    return TableData("Strategies, the fastest first", columns, tuple(map(row, advice.strategies)))
+
+
+def cost_table(advice: Advice) -> TableData:
+    """GPU hours and money of 1,000 steps, and what each strategy needs."""
+    nothing = advice.nothing
+    rows = tuple(
+        Row(
+            each.strategy.name,
+            (
+                f"{each.gpu_hours:,.0f}",
+                f"{round(nothing.gpu_hours - each.gpu_hours):,}",
+                *(
+                    [f"{round((nothing.gpu_hours - each.gpu_hours) * advice.gpu_hour):,}"]
+                    if advice.gpu_hour is not None
+                    else []
+                ),
+                each.strategy.needs or "nothing",
+            ),
+            is_ours=each is advice.chosen,
+        )
+        for each in advice.strategies
+    )
+    money = ["money saved"] if advice.gpu_hour is not None else []
+    return TableData("GPU hours of 1,000 steps", ("strategy", "hours", "saved", *money, "needs"), rows)
+
+
+def settings_to_copy(advice: Advice) -> list[str]:
+    """Lines for the advised strategy; empty if there are none."""
+    return [] if advice.chosen.strategy is NOTHING or advice.case.is_too_small else [*advice.chosen.strategy.settings]
+
+
+def ways_text(advice: Advice) -> str:
+    """Settings with which the advised strategy fits; "" if it does already."""
+    if advice.chosen.fits:
+        return ""
+    case = advice.case
+    load = next(each for each in (advice.target, advice.static) if each.outcomes[0].name == advice.chosen.strategy.name)
+    ways = ways_to_fit(load.outcomes[0].load, case.model, case.settings, case.cluster.device_bytes)
+    fits = f"fits {', or '.join(ways)}" if ways else "fits with no sharding, checkpointing or expert-parallel size"
+    return f"{advice.chosen.strategy.name} {fits}."
+
+
+def break_even_text(advice: Advice) -> str:
+    """From which skew on the strategy pays; "" if unknown."""
+    if advice.break_even is None:
+        return ""
+    at, now = advice.break_even
+    name = advice.target.outcomes[0].name
+    if at.value <= 1.0:
+        return f"Break-even: {name} saves {advice.least_gain:.0%} of a step or more at any skew of the routing."
+    pays = "from" if at.value <= now else "only from"
+    return (
+        f"Break-even: {name} saves {advice.least_gain:.0%} of a step {pays} a max/mean of rank loads of {at.value:.2f} "
+        f"on; here it is {now:.2f}."
+    )
+
+
+def advice_facts(advice: Advice) -> Facts:
+    """What was simulated."""
+    case, cluster = advice.case, advice.case.cluster
+    steps = plural(case.measured, "step")
+    chosen = case.sequences.num_layers
+    groups = case.settings.groups
+    in_groups = f" in {groups} groups" if groups > 1 else ""
+    return (
+        ("trace", f"{advice.source}: {steps}, {advice.sequences:,} sequences or more recorded of each"),
+        ("step", f"{int(case.sequences.lengths.sum()):,} tokens, {case.token_budget:,} or less a rank and micro-step"),
+        ("model", f"{advice.model}; {chosen} of {advice.layers} recorded layers stand for {case.model.moe_layers}"),
+        ("cluster", f"{advice.gpus} GPUs{in_groups}, {cluster.ranks_per_node} per node, {cluster.name}"),
+        ("replicas", f"{cluster.slots_per_rank} slots per rank"),
+    )
+
+
+def advice_notes(advice: Advice) -> list[str]:
+    """Assumptions and limits."""
+    texts = [scale_note(advice.case)]
+    if advice.case.recorded is not None:
+        texts.append(
+            "Intervals hold two standard deviations of the recorded sequences and of "
+            f"{plural(advice.draws, 'drawing')}, and the correction."
+        )
+    elif advice.case.measured > 1:
+        texts.append("Intervals are the range of the steps.")
+    if advice.missing:
+        names = ", ".join(strategy.name for strategy in advice.missing)
+        texts.append(f"The trace has one step: no history for eplb and no hit rate of a prediction. Left out: {names}.")
+    elif advice.case.is_too_small:
+        texts.append(f"No figure over eplb: with fewer than {LEAST_SEQUENCES} sequences it is chance.")
+    return [*texts, "Step time is recompute and update, without the rollout.", ERROR_BAND]
+
+
+def advice_output(advice: Advice) -> list[RenderableType]:
+    """What `trimtab advise` prints."""
+    shown: list[RenderableType] = [f"[bold]{escape(advice.answer)}[/bold]"]
+    shown += [escape(text) for text in (ways_text(advice), break_even_text(advice)) if text]
+    shown += ["", terminal_table(advice_table(advice)), terminal_table(cost_table(advice))]
+    shown.append(terminal_table(waterfall_table(waterfall(advice), advice.static.simulated.step_time_s)))
+    if lines := settings_to_copy(advice):
+        shown.append("[bold]Settings[/bold]\n" + "\n".join(map(escape, lines)) + "\n")
+    shown.append(facts(advice_facts(advice), "Setting"))
+    shown.append("\n".join(map(escape, advice_notes(advice))))
+    return shown

@@ -1,0 +1,105 @@
+"""What a training run can do about imbalance, the simplest first, and each as a balancer of the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from trimtab.policies import POLICIES, Eplb, Policy
+from trimtab.policies.live import LiveCounts, LivePrediction
+from trimtab.policies.trimtab import Trimtab
+from trimtab.simulator.comparison import Outcome, simulate_policy
+from trimtab.simulator.comparison_case import ComparisonCase
+
+RECORDED = "recorded routing"
+VERL = "verl: +actor_rollout_ref.actor.megatron.override_mcore_model_config.trimtab."
+OTHERS = "slime, miles, ROLL, NeMo-RL, SkyRL, ms-swift: TRIMTAB_BALANCE="
+OWN_LOOP = "own loop: Session.plan_sequences"
+
+
+class _PlacedOnce(Eplb):  # type: ignore[misc]
+    """EPLB's packing for the first step's loads, kept for the run."""
+
+    intervals = (None,)
+
+
+@dataclass(frozen=True)
+class RunStrategy:
+    """One thing to do.
+
+    Attributes:
+        name: in tables.
+        about: what it does.
+        needs: what a run needs for it; "" for nothing.
+        settings: lines to copy.
+        has_slots: whether ranks hold replicas.
+        needs_past: whether it needs steps before.
+    """
+
+    name: str
+    about: str
+    needs: str
+    settings: tuple[str, ...]
+    make: Callable[[], Policy]
+    has_slots: bool = False
+    needs_past: bool = False
+
+    def simulate(self, case: ComparisonCase) -> Outcome:
+        """Plan and simulate the steps of a case with it."""
+        slots = case.cluster.slots_per_rank if self.has_slots else 0
+        return simulate_policy(with_slots(case, slots), self.name, self.make())
+
+
+def with_slots(case: ComparisonCase, slots: int) -> ComparisonCase:
+    """The case with so many replicas of a rank."""
+    halves = tuple(with_slots(half, slots) for half in case.halves)
+    return replace(case, cluster=replace(case.cluster, slots_per_rank=slots), halves=halves)
+
+
+def _plugins(mode: str) -> tuple[str, ...]:
+    return f"{VERL}mode={mode}", f"{OTHERS}mode={mode}"
+
+
+NOTHING = RunStrategy("nothing", "contiguous homes, sequences packed by length", "", (), lambda: POLICIES["static"])
+ALL = RunStrategy(
+    "all", "sequences, homes and replicas, whatever pays", f"{RECORDED}; memory for replicas",
+    (OWN_LOOP, f"{VERL}moves=true"),
+    lambda: POLICIES["trimtab"], has_slots=True,
+)  # fmt: skip
+EPLB = RunStrategy(
+    "eplb", "copies of hot experts, placed by past loads at the best interval", "copies in every layer's memory",
+    (), Eplb, has_slots=True, needs_past=True,
+)  # fmt: skip
+STRATEGIES = (
+    NOTHING,
+    RunStrategy(
+        "pack by time", "sequences packed by predicted time, not by length", "your own batches",
+        (OWN_LOOP,), lambda: POLICIES["scheduled"],
+    ),
+    RunStrategy(
+        "renumber once", "experts in another order, from the first step's loads", "a reordered checkpoint", (),
+        _PlacedOnce, needs_past=True,
+    ),
+    RunStrategy(
+        "pack by routing", "sequences grouped by their experts' ranks", f"{RECORDED}; your own batches",
+        (OWN_LOOP,), lambda: Trimtab(may_move=False),
+    ),
+    RunStrategy(
+        "homes each step", "experts move to other ranks between steps", RECORDED, _plugins("rehome")[:1], Trimtab,
+    ),
+    EPLB,
+    RunStrategy(
+        "live by counts", "replicas chosen in each layer after its router", "memory for replicas", _plugins("live"),
+        LiveCounts, has_slots=True,
+    ),
+    RunStrategy(
+        "live by prediction", "replicas chosen from earlier micro-steps", "memory for replicas", _plugins("live"),
+        LivePrediction, has_slots=True, needs_past=True,
+    ),
+    RunStrategy(
+        "replicas", "replicas planned before each micro-step", f"{RECORDED}; memory for replicas", _plugins("plan"),
+        lambda: Trimtab(may_move=False), has_slots=True,
+    ),
+    ALL,
+)  # fmt: skip
+"""The simplest first: of strategies that are about as fast, the first is recommended."""

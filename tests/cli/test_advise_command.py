@@ -1,0 +1,68 @@
+"""`trimtab advise`: its output and its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trimtab import write_trace
+from trimtab.cli.main import main
+from trimtab.trace import PRESETS, synthesize_preset
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    steps = synthesize_preset(
+        PRESETS["qwen3-30b-math"], num_sequences=48, mean_length=128, max_length=256, num_layers=2, num_steps=2
+    )
+    write_trace(steps, tmp_path / "t.parquet")
+    return tmp_path / "t.parquet"
+
+
+def test_advise_prints_a_recommendation_in_80_columns_and_writes_files(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = trace.parent / "out"
+    words = ["--ranks", "8", "--step-tokens", "20k", "--micro-steps", "4", "--draws", "1", "--gpu-hour", "2"]
+    assert main(["advise", str(trace), *words, "--json", str(out / "a.json"), "--html", str(out / "a.html")]) == 0
+    printed, notes = capsys.readouterr()
+    content = json.loads((out / "a.json").read_text())
+    assert content["schema"] == "trimtab-advise-1"
+    assert " ".join(printed.split()).startswith(content["recommendation"])
+    assert all(len(line) <= 80 for line in printed.splitlines())
+    for name in content["strategies"]:
+        assert f"\n{name} " in printed
+    for text in ("From static to ", "GPU hours of 1,000 steps", "money", "interval", "own error"):
+        assert text in printed
+    assert "first answer: a step takes nothing " in notes
+    assert f"page: {out / 'a.html'}\n" in notes
+    page = (out / "a.html").read_text()
+    assert content["recommendation"].split(" (")[0] in page
+    assert {path.name for path in out.iterdir()} == {"a.json", "a.html"}
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--step-tokens", "many"], "'many' should be a number of tokens, such as 20M"),
+        (["--step-tokens", "-5"], "'-5' should be a number of tokens"),
+        (["--sampled", "2"], "'2' should be above 0, and at most 1"),
+        (["--sampled", "nan"], "'nan' should be above 0"),
+        (["--sampled", "0.5", "--step-tokens", "20k"], "not allowed with argument"),
+        (["--step-tokens", "1k"], "--step-tokens 1000: step 0 of "),
+        (["--ranks", "7"], "--ranks 7 doesn't divide the 128 experts"),
+        (["--gpu-hour", "-1"], "gpu_hour: -1.0 should be 0 or more"),
+    ],
+)
+def test_bad_input_is_one_line(trace: Path, words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(["advise", str(trace), "--model", "qwen3-30b-a3b", *words])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    assert status == 2
+    text = capsys.readouterr().err
+    assert reason in text
+    assert text.count("\n") == 1

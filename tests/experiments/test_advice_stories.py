@@ -1,0 +1,29 @@
+"""The stories of docs/advise.md are those of the stored figures, and their commands those of the settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from experiments.advice_stories import PAGE, STORIES, TRACE, blocks
+from experiments.page_tables import read_page, tables_of_page
+
+
+def test_the_page_has_the_stored_figures() -> None:
+    stored = json.loads((Path(PAGE).parent / "benchmarks" / "advice-stories.json").read_text())
+    assert stored["trace"] == TRACE
+    assert tables_of_page(read_page(PAGE)) == {name: text.strip() for name, text in blocks(stored).items()}
+
+
+def test_the_commands_are_those_of_the_settings() -> None:
+    page = read_page(PAGE)
+    for preset, of_model, setting in STORIES.values():
+        assert f"trimtab trace synth {preset} " in page
+        words = {"num_experts": "--experts", "top_k": "--top-k"}
+        assert all(f"{words[name]} {value}" in page for name, value in of_model.items())
+        groups = f" --groups {setting['groups']}" if "groups" in setting else ""
+        tokens = f"{setting['step_tokens'] // 10**6}M"
+        command = (
+            f"--model {setting['model']} --ranks {setting['ranks']}{groups} --step-tokens {tokens} --checkpointing"
+        )
+        assert f"{command} --gpu-hour {setting['gpu_hour']}" in page
