@@ -9,8 +9,6 @@ from rich.table import Column, Table
 from trimtab.report.number_text import seconds
 from trimtab.rl.paired_comparison import PairedComparison
 
-LARGER_SHARE = "The gain grows with the experts' part of the step, which `--expert-width 4096` makes larger."
-
 
 def comparison_table(comparison: PairedComparison) -> Table:
     """Medians of both policies, and the sums of replicas and moves over all steps."""
@@ -40,7 +38,15 @@ def answer(comparison: PairedComparison) -> str:
     if low > 1:
         return f"With planning and moves in the clock, Trimtab makes a training step {measured}. {loads}"
     result = "Trimtab is slower here" if high < 1 else "no sure gain is measured here"
-    return f"With planning and moves in the clock, {result}: a training step is {measured}. {loads} {LARGER_SHARE}"
+    return f"With planning and moves in the clock, {result}: a training step is {measured}. {loads}"
+
+
+def possible(comparison: PairedComparison) -> str:
+    """What even loads could gain in this model's step."""
+    return (
+        f"Experts of the busiest rank are {comparison.busiest_part:.0%} of a static step: with even loads, and nothing "
+        f"else changed, it would be {comparison.possible_speedup:.2f} times as fast."
+    )
 
 
 def check(comparison: PairedComparison) -> str:
@@ -57,6 +63,8 @@ def comparison_figures(comparison: PairedComparison) -> dict[str, Any]:
     return {
         "speedup": ratio,
         "speedup_interval": interval,
+        "busiest_part": comparison.busiest_part,
+        "possible_speedup": comparison.possible_speedup,
         "loss_difference": comparison.loss_difference,
         "norm_difference": comparison.norm_difference,
         **{

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.calibration.alternating_rounds import median_with_interval
+from trimtab.rl.busiest_rank import busiest_part, possible_speedup
 from trimtab.rl.collectives import gather
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.step_metrics import StepClock
@@ -74,6 +75,16 @@ class PairedComparison:
     def speedup(self) -> tuple[float, list[float]]:
         """Step time of static divided by that of the other: median over the pairs, and its 95% interval."""
         return median_with_interval([s / b for s, b in zip(self.static.step_s, self.balanced.step_s, strict=True)])
+
+    @property
+    def busiest_part(self) -> float:
+        """Part of the recorded step of static that goes to the experts of the busiest rank; 0 on ranks other than 0."""
+        return busiest_part(self.static.recordings)
+
+    @property
+    def possible_speedup(self) -> float:
+        """Of even loads, if nothing else of a step changes; 1 on ranks other than 0."""
+        return possible_speedup(self.busiest_part, self.static.median("moe/max_vio_after"))
 
     @property
     def loss_difference(self) -> float:

@@ -14,14 +14,13 @@ from trimtab.planner.plan.pass_times import PARTS
 from trimtab.report.charts import Line, LineChart
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import seconds
-from trimtab.rl.comparison_text import answer, check
+from trimtab.rl.busiest_rank import COLLECTIVES
+from trimtab.rl.comparison_text import answer, check, possible
 from trimtab.rl.paired_comparison import MeasuredPolicy, PairedComparison
 from trimtab.rl.trainer import Trainer
 from trimtab.runtime.ranks.recorder import (
     ACTIVITIES,
     BACKWARD,
-    COMBINE,
-    DISPATCH,
     EXPERTS,
     OTHER,
     REFRESHING,
@@ -31,8 +30,6 @@ from trimtab.runtime.ranks.recorder import (
 )
 from trimtab.simulator.recorded_operations import LANES
 
-# Collectives: no rank continues before the last one has started.
-COLLECTIVES = (DISPATCH, COMBINE, DISPATCH + BACKWARD, COMBINE + BACKWARD)
 WAITING_FOR_RANKS = len(ACTIVITIES)
 NAMES = (*ACTIVITIES, "waiting for other ranks")
 # Most points of a chart.
@@ -133,7 +130,12 @@ def report_of(trainer: Trainer, comparison: PairedComparison, steps: Sequence[Ma
         before=LoadMap("static", static.loads_MLR),
         after=LoadMap("trimtab", balanced.loads_MLR),
         timelines=tuple(timeline_of(name, recordings, where) for name, recordings in split.items()),
-        notes=(*NOTES, *([OF_TRUNK] if trainer.config.value_model == "trunk" else []), check(comparison)),
+        notes=(
+            *NOTES,
+            *([OF_TRUNK] if trainer.config.value_model == "trunk" else []),
+            possible(comparison),
+            check(comparison),
+        ),
         rollout=rollout_charts(steps),
         table_title=f"Net step time, medians of {len(static.step_s)} training steps",
     )

@@ -18,7 +18,7 @@ from trimtab.files import write_atomically, write_problem
 from trimtab.report.html import write_html
 from trimtab.report.perfetto import write_perfetto
 from trimtab.rl.checkpoint import Checkpoint, last_checkpoint, remove_unfinished
-from trimtab.rl.comparison_text import answer, check, comparison_figures, comparison_table
+from trimtab.rl.comparison_text import answer, check, comparison_figures, comparison_table, possible
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.paired_comparison import PairedComparison, compare_policies
 from trimtab.rl.report import report_of
@@ -125,7 +125,9 @@ def _summarise(trainer: Trainer, log: RunLog, comparison: PairedComparison | Non
     summary: dict[str, object] = {"held_out_accuracy": accuracies}
     files = ["metrics.jsonl", "routing/", "checkpoints/", "tensorboard/"]
     if comparison is not None:
-        log.console.print(comparison_table(comparison), answer(comparison), check(comparison), sep="\n")
+        log.console.print(
+            comparison_table(comparison), answer(comparison), possible(comparison), check(comparison), sep="\n"
+        )
         summary["comparison"] = comparison_figures(comparison)
         files = ["report.html", "timeline.json.gz", *files]
     if trainer.rank == 0:
