@@ -42,7 +42,7 @@ def load_tokenizer(directory: Path | None, task: str = TrainConfig.task) -> Any:
 
 
 def load_config(directory: Path | None, tokenizer: Any, expert_width: int = TrainConfig.expert_width) -> Any:
-    """The model's config: a checkpoint's, or one of 4 MoE layers with 8 experts, top-1, that trains on 2 CPU cores.
+    """The model's config: a checkpoint's, or one of 2 MoE layers with 8 experts, top-1, that trains on 2 CPU cores.
 
     Args:
         directory: of a checkpoint; None for the small model.
@@ -56,7 +56,7 @@ def load_config(directory: Path | None, tokenizer: Any, expert_width: int = Trai
         return Qwen3MoeConfig(
             vocab_size=len(tokenizer),
             hidden_size=128,
-            num_hidden_layers=4,
+            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,
