@@ -39,7 +39,6 @@ class BalancedLayer:
         number: its number among all MoE layers of the model, from 0.
         layers_of_model: MoE layers of the model.
         decoder_layer: its number among all layers of the model, from 0.
-        before_backward: called when the layer runs with gradients.
         is_exported: whether an exporter runs, which may ask for names and a `state_dict()`.
         before_positional: called before something stores experts by position while they are away; they return home, or
             it raises.
@@ -70,7 +69,6 @@ class BalancedLayer:
         moe_layer.router.router_replay = replay
         moe_layer.token_dispatcher = self._dispatcher
         moe_layer.experts.forward = self._compute
-        self.before_backward: Callable[[], None] = lambda: None
         self.is_exported: Callable[[], bool] = lambda: False
         self.before_positional: Callable[[str], None] = lambda what: None
         self._sharded_state_dict = moe_layer.experts.sharded_state_dict
@@ -130,8 +128,6 @@ class BalancedLayer:
 
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Replaces the forward of the experts' module: home experts and replicas."""
-        if torch.is_grad_enabled():
-            self.before_backward()
         call = self._dispatcher.rows
         if call is None or not call.layer_call.replicas.count:
             return self._compute_homes(rows, counts, probs)
