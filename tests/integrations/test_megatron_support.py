@@ -287,7 +287,7 @@ def test_a_megatron_without_a_name_is_refused_in_one_message(monkeypatch: pytest
 def test_names_that_are_private_in_megatron_are_checked() -> None:
     from trimtab.integrations.megatron.megatron_names import NAMES
 
-    of_others = {"_parameters", "_modules", "_register_state_dict_hook", "_getframe"}
+    of_others = {"_version", "_parameters", "_modules", "_register_state_dict_hook", "_getframe"}
     used: set[str] = set()
     for file in Path(megatron_package.__file__).parent.glob("*.py"):
         if file.stem not in ("on_cpu", "megatron_names"):
