@@ -259,6 +259,11 @@ def test_plans_move_experts_unless_any_rank_has_gradients_that_no_optimizer_has_
     for _ in range(2):
         model.run(pair.session.planned(pair.function, routing), tokens_MBS)
         assert not may_move()
+    parts = getattr(model.optimizer, "chained_optimizers", [model.optimizer])
+    fails = mock.patch.object(parts[-1], "prepare_grads", side_effect=ValueError("in a step"))
+    with fails, pytest.raises(ValueError, match="in a step"):
+        model.optimizer.step()
+    assert not may_move()
     model.optimizer.step()
     assert may_move()
     model.run(pair.function, tokens_MBS)
@@ -273,8 +278,8 @@ def test_plans_move_experts_unless_any_rank_has_gradients_that_no_optimizer_has_
     with pytest.raises(ValueError, match="after a backward"):
         model.run(pair.session.planned(failing, routing), tokens_MBS)
     assert not may_move()
-    # One rank dropped them.
-    if dist.get_rank() == 1:
+    # The planning rank dropped its own.
+    if dist.get_rank() == 0:
         model.zero()
     assert not may_move()
     with pytest.raises(RuntimeError, match="gradients that wait for an optimizer step"):

@@ -46,7 +46,9 @@ def check_options(values: dict[str, Any], unknown: list[str]) -> list[Finding]:
     findings += [_gradients(values), _recompute(values), _routing(values), _moves(values)]
     findings += [Finding(f"megatron {name}", "warning", text) for name, text in never_run(values).items()]
     if values.get(RANK_CAPACITY) and RANK_CAPACITY not in refused:
-        text = f"{RANK_CAPACITY}={values[RANK_CAPACITY]} needs exact=True or max_rows_per_rank in balance(), in mode plan"
+        text = (
+            f"{RANK_CAPACITY}={values[RANK_CAPACITY]} needs exact=True or max_rows_per_rank in balance(), in mode plan"
+        )
         findings.append(Finding(f"megatron {RANK_CAPACITY}", "warning", text))
     if unknown:
         text = f"{', '.join(unknown)} have values that are not in the file; write them there to check them"
