@@ -217,6 +217,18 @@ def test_limits_that_do_not_fit_static_buffers_are_refused(state: State) -> None
         balance(model_with(1.0).chunks, mode="shadow").remove()
         balance(model_with(1.0).chunks, mode="off").remove()
 
+        # Each of 4 home experts and 4 slots may be padded.
+        even = 2 * LENGTH
+        padded = (even + 8 * (MULTIPLE - 1)) // MULTIPLE * MULTIPLE
+        session = balance(model_with(padded / even).chunks, exact=True, slots_per_rank=4)
+        session._check_budget([LENGTH])
+        session.remove()
+        if MULTIPLE > 1:
+            session = balance(model_with((padded - MULTIPLE) / even).chunks, exact=True, slots_per_rank=4)
+            with pytest.raises(InputError, match=f"exact=True allows {padded}, padded to {MULTIPLE} for each expert"):
+                session._check_budget([LENGTH])
+            session.remove()
+
         session = balance(model_with(2.5).chunks, max_rows_per_rank=3 * LENGTH, slots_per_rank=4)
         ids = np.tile(np.arange(2), (LENGTH, len(session._layers), 1))
         session._check_budget([LENGTH])
