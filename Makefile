@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-install lock test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-exporters test-te test-backward-thread mutants reliability lint docs bench clean
+.PHONY: help demo test test-fast test-long nightly test-install lock test-megatron test-trl test-verl test-slime test-moe-scheduler test-miles test-skyrl test-ms-swift test-exporters test-te test-backward-thread mutants reliability lint docs bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -62,6 +62,10 @@ test-verl: .venv-verl/.ready  ## run the tests of verl 0.9.1, observed and balan
 # SLIME is a folder with slime's source: git archive 624b824a8 slime | tar x.
 test-slime: .venv/.ready  ## run slime's own functions with the plugin (SLIME=folder with its source)
 	SLIME=$(SLIME) $(BIN)/python -m pytest -s tests/integrations/test_slime_source.py tests/integrations/test_framework_names.py
+
+# MOE_SCHEDULER is a folder with kunlunl/Megatron-MoeScheduler at d5f538fb5.
+test-moe-scheduler: .venv/.ready  ## run the planner for Megatron-MoeScheduler with that fork's interface (MOE_SCHEDULER=folder)
+	MOE_SCHEDULER=$(MOE_SCHEDULER) PYTHONPATH=$(MOE_SCHEDULER) $(BIN)/python -m pytest tests/integrations/test_moe_scheduler.py
 
 # MILES is a folder with miles' source at 31f1ca961, MEGATRON one with its fork of Megatron at 2e64d788b.
 test-miles: .venv/.ready  ## run the plugin in miles' Megatron, with its replay manager (MILES=folder MEGATRON=folder)

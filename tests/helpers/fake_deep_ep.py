@@ -127,18 +127,25 @@ class Buffer:
 
 
 class _Permuted(NamedTuple):
-    """The handle of a HybridEP dispatch. `pairs [2, P]` has the arrived row and the local expert of each output row, by
-    expert; `routing_map [T, R * experts]` is of this rank's tokens."""
+    """The handle of a HybridEP dispatch. `pairs [2, P]` has the arrived row and the local expert of what is in the
+    output rows `places [P]`, by expert; the rest of the `size` output rows is padding, or is not used. `counts
+    [experts]` are with padding. `routing_map [T, R * experts]` is of this rank's tokens. `overflow [1]` is not 0 if
+    rows were dropped, for which there was no space."""
 
     sent: _Sent
     experts: int
     pairs: torch.Tensor
+    places: torch.Tensor
+    size: int
+    counts: torch.Tensor
     routing_map: torch.Tensor
+    overflow: torch.Tensor
 
 
 class HybridEPBuffer:
     """HybridEP's buffer. Its memory is for the largest number of local experts, and is `enlarged` if needed; kernels
-    are `compiled` by number. `waited` are those numbers of dispatches for whose sizes the host waited."""
+    are `compiled` by number. `waited` are those numbers of dispatches for whose sizes the host waited, `sizes` the
+    others' sizes and rows in use."""
 
     def __init__(
         self, group: dist.ProcessGroup, hidden_dim: int, max_num_of_tokens_per_rank: int, num_local_experts: int,
@@ -150,36 +157,40 @@ class HybridEPBuffer:
         self.enlarged = 0
         self.compiled: set[int] = set()
         self.waited: set[int] = set()
+        self.sizes: list[tuple[int, int]] = []
 
     def dispatch_with_permute(
         self, *, hidden: torch.Tensor, routing_map: Any = None, probs: Any = None, scaling_factor: None = None,
-        num_of_experts_per_rank: Any = None, pad_multiple: None = None, num_permuted_tokens: Any = None,
+        num_of_experts_per_rank: Any = None, pad_multiple: int | None = None, num_permuted_tokens: Any = None,
         non_blocking: bool = False, handle: _Permuted | None = None,
     ) -> Any:  # fmt: skip
         """Send tokens, and repeat them by local expert. With a handle the routing and probabilities of that are used,
         and only rows are sent."""
         assert hidden.is_contiguous()
-        assert scaling_factor is pad_multiple is None
+        assert scaling_factor is None
         arrived_probs = None
         if handle is None:
             assert non_blocking == (num_permuted_tokens is not None)
             if not non_blocking:
                 self.waited.add(num_of_experts_per_rank)
-            handle, arrived_probs = self._start(hidden, routing_map, probs, num_of_experts_per_rank)
-            assert not non_blocking or num_permuted_tokens == handle.pairs.shape[1]
+            handle, arrived_probs = self._start(
+                hidden, routing_map, probs, num_of_experts_per_rank, pad_multiple or 1, num_permuted_tokens
+            )
         else:
             assert routing_map is probs is None
-            assert num_permuted_tokens == handle.pairs.shape[1]
+            assert num_permuted_tokens == handle.size
         assert handle.experts in self.compiled
         assert handle.experts <= self.experts
         rows = _exchange(hidden[handle.sent.tokens], handle.sent, self.group)
-        counts = torch.bincount(handle.pairs[1], minlength=handle.experts)
-        # Without a wait they are on the device. Who reads them on the host gets an error here.
-        return rows[handle.pairs[0]], arrived_probs, None, counts.to("meta") if non_blocking else counts, handle
+        # Without a wait they are on the device. Who reads them on the host gets an error here; products that need
+        # padding read them there.
+        counts = handle.counts.to("meta") if non_blocking and not pad_multiple else handle.counts
+        return _spread(rows[handle.pairs[0]], handle.places, handle.size), arrived_probs, None, counts, handle
 
     def _start(
-        self, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, experts: int
-    ) -> tuple[_Permuted, torch.Tensor]:
+        self, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, experts: int, multiple: int,
+        size: int | None,
+    ) -> tuple[_Permuted, torch.Tensor]:  # fmt: skip
         ranks, count = self.group.size(), len(hidden)
         assert (routing_map.dtype, probs.dtype) == (torch.bool, torch.float32)
         assert all(each.is_contiguous() for each in (routing_map, probs))
@@ -194,30 +205,52 @@ class HybridEPBuffer:
         arrived = _exchange(map_RTE[of_rank, tokens].to(torch.uint8), sent, self.group)
         pairs = arrived.T.nonzero().T.flip(0)
         arrived_probs = _exchange(probs.view(count, ranks, experts)[tokens, of_rank], sent, self.group)
-        return _Permuted(sent, experts, pairs, routing_map), arrived_probs[pairs[0], pairs[1]]
+        used = torch.bincount(pairs[1], minlength=experts)
+        counts = (used + multiple - 1) // multiple * multiple
+        gaps = (counts - used).cumsum(0) - (counts - used)
+        places = torch.arange(pairs.shape[1]) + gaps[pairs[1]]
+        if size is None:
+            size = int(counts.sum())
+        else:
+            self.sizes.append((int(size), int(counts.sum())))
+        fits = places < size
+        pairs, places, overflow = pairs[:, fits], places[fits], (~fits).any().int()[None]
+        ends = counts.cumsum(0).clamp(max=size)
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        handle = _Permuted(sent, experts, pairs, places, int(size), counts, routing_map, overflow)
+        return handle, _spread(arrived_probs[pairs[0], pairs[1]], places, int(size))
 
     def combine_with_unpermute(
-        self, *, hidden: torch.Tensor, probs: torch.Tensor | None = None, handle: _Permuted, pad_multiple: None = None
+        self,
+        *,
+        hidden: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        handle: _Permuted,
+        pad_multiple: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum rows of each token here, send the sums back, and sum them."""
-        assert pad_multiple is None
         assert handle.experts in self.compiled
         assert handle.experts <= self.experts
         sent, (rows, experts) = handle.sent, handle.pairs
-        assert len(hidden) == len(rows)
-        summed = hidden.new_zeros(sum(sent.received), hidden.shape[1]).index_add_(0, rows, hidden)
+        assert len(hidden) == handle.size
+        summed = hidden.new_zeros(sum(sent.received), hidden.shape[1]).index_add_(0, rows, hidden[handle.places])
         back = _exchange(summed, sent, self.group, back=True)
         combined = back.new_zeros(sent.num_tokens, back.shape[1]).index_add_(0, sent.tokens, back)
         if probs is None:
             return combined, None
         spread = probs.new_zeros(sum(sent.received), handle.experts)
-        spread[rows, experts] = probs
+        spread[rows, experts] = probs[handle.places]
         spread = _exchange(spread, sent, self.group, back=True)
         ranks = torch.arange(self.group.size())
         probs_TRE = probs.new_zeros(sent.num_tokens, len(ranks), handle.experts)
         of_rank = ranks.repeat_interleave(torch.tensor(sent.sent))
         probs_TRE[sent.tokens, of_rank] = spread
         return combined, probs_TRE.view(sent.num_tokens, -1)
+
+
+def _spread(values: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
+    """`[size, ...]` with values in places, and zeros elsewhere."""
+    return values.new_zeros(size, *values.shape[1:]).index_copy_(0, places, values)
 
 
 def _agree(tokens: torch.Tensor, counts: torch.Tensor, count: int, group: dist.ProcessGroup) -> _Sent:

@@ -21,12 +21,15 @@ class GroupedLinear(nn.Module):
     """Takes the place of Megatron's `TEColumnParallelGroupedLinear` and `TERowParallelGroupedLinear`.
 
     It keeps this of their contract: Parameters `weight0`.. `[output, input]` and `bias0`.. `[output]`, empty tensors
-    instead of biases if it has none; the number of products and these attributes are read in every call.
+    instead of biases if it has none; the number of products and these attributes are read in every call. With splits on
+    the device, or `is_static`, there may be more rows than in all products, whose output is 0.
 
     Args:
         fuse_wgrad_accumulation: gradients of weights are added to their `main_grad` here. Autograd then gets a tensor
             of arbitrary values, here NaN. The first micro-batch overwrites `main_grad`.
     """
+
+    is_static = False
 
     def __init__(
         self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Callable[..., Any],
@@ -57,10 +60,16 @@ class GroupedLinear(nn.Module):
         for parameter in self.parameters():
             parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
 
-    def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+    def forward(
+        self, inp: torch.Tensor, m_splits: Sequence[int] | torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """The products `[N, output]` of rows `[N, input]`, and the biases that the caller has to add."""
         assert len(m_splits) == self.num_gemms, (m_splits, self.num_gemms)
-        assert inp.shape == (sum(m_splits), self.in_features), (m_splits, inp.shape)
+        may_have_more = self.is_static or isinstance(m_splits, torch.Tensor)
+        m_splits = torch.as_tensor(m_splits).tolist()
+        left = len(inp) - sum(m_splits)
+        assert left >= 0 if may_have_more else left == 0, (m_splits, inp.shape)
+        inp = inp[: sum(m_splits)]
         weights = [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
         biases = [getattr(self, f"bias{number}") for number in range(self.num_gemms)]
         assert all(weight.shape == (self.out_features, self.in_features) for weight in weights)
@@ -70,6 +79,7 @@ class GroupedLinear(nn.Module):
         options = fuses, self.is_first_microbatch, self.apply_bias
         out: torch.Tensor = _GroupedProduct.apply(inp, list(m_splits), *options, *weights, *biases)
         self.is_first_microbatch = False
+        out = nn.functional.pad(out, (0, 0, 0, left))
         return out, biases if self.te_return_bias else None
 
 
@@ -150,13 +160,15 @@ def use_extensions() -> None:
     """Give Megatron replacements of functions of Transformer Engine and Apex: recompute of activations, Megatron's own
     linear layers with gradients of weights that are added to `main_grad`, and projections to a latent size."""
     from megatron.core.tensor_parallel import layers, random
-    from megatron.core.transformer.moe import moe_layer
+    from megatron.core.transformer.moe import experts, moe_layer
 
     def accumulate(inputs: torch.Tensor, gradients: torch.Tensor, main_grad: torch.Tensor) -> None:
         main_grad.addmm_(gradients.T.to(main_grad.dtype), inputs.to(main_grad.dtype))
 
     extension = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
     vars(layers).update(_grad_accum_fusion_available=True, fused_weight_gradient_mlp_cuda=extension)
+    # HybridEP has padded the rows already.
+    vars(experts).update(HAVE_TE=True, Fp8Padding=_no_module, Fp8Unpadding=_no_module)
     vars(moe_layer).update(HAVE_TE=True, TELinear=_LatentLinear, te_checkpoint=None)
     nothing: dict[str, Any] = dict.fromkeys(("activation_recompute_forward", "fp8_autocast"), _no_context)
     vars(random).update(nothing, FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False))
@@ -171,6 +183,10 @@ class _LatentLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), None
+
+
+def _no_module(*_args: Any, **_options: Any) -> None:
+    return None
 
 
 def _no_context(**_options: Any) -> contextlib.nullcontext[None]:

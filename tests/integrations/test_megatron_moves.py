@@ -230,6 +230,67 @@ def test_what_depends_on_positions_is_refused_while_experts_are_away() -> None:
         assert torch.allclose(expected, actual, rtol=1e-4, atol=1e-6), name
 
 
+@pytest.mark.parametrize("is_distributed", [False, True])
+@runs_on_ranks(2, "megatron")
+def test_plans_move_experts_unless_any_rank_has_gradients_that_no_optimizer_has_used(is_distributed: bool) -> None:
+    use_layout(EP_2)
+    pair = Pair(EP_2, MegatronCase(adam=True, distributed_optimizer=is_distributed))
+    model, tokens_MBS = pair.moving, pair.tokens()
+    routing = model.record(pair.function, tokens_MBS)
+
+    def may_move() -> bool:
+        asked: list[Any] = []
+
+        def plan(*args: Any, may_move: bool, **options: Any) -> Any:
+            asked.append(may_move)
+            return plan_schedule(*args, may_move=False, **options)
+
+        with mock.patch.object(step_planner, "plan_schedule", plan):
+            pair.session.plan(routing, len(tokens_MBS))
+        dist.broadcast_object_list(asked := asked or [None])
+        return bool(asked[0])
+
+    model.zero()
+    assert may_move()
+    # A forward alone adds nothing.
+    model.run(pair.function, tokens_MBS, forward_only=True)
+    assert may_move()
+    # Gradients are accumulated over several plans.
+    for _ in range(2):
+        model.run(pair.session.planned(pair.function, routing), tokens_MBS)
+        assert not may_move()
+    parts = getattr(model.optimizer, "chained_optimizers", [model.optimizer])
+    fails = mock.patch.object(parts[-1], "prepare_grads", side_effect=ValueError("in a step"))
+    with fails, pytest.raises(ValueError, match="in a step"):
+        model.optimizer.step()
+    assert not may_move()
+    model.optimizer.step()
+    assert may_move()
+    model.run(pair.function, tokens_MBS)
+    assert not may_move()
+    model.zero()
+    assert may_move()
+
+    def failing(forward_step_func: Any, **others: Any) -> None:
+        pair.function(forward_step_func=forward_step_func, **others)
+        raise ValueError("after a backward")
+
+    with pytest.raises(ValueError, match="after a backward"):
+        model.run(pair.session.planned(failing, routing), tokens_MBS)
+    assert not may_move()
+    # The planning rank dropped its own.
+    if dist.get_rank() == 0:
+        model.zero()
+    assert not may_move()
+    with pytest.raises(RuntimeError, match="gradients that wait for an optimizer step"):
+        pair.move(everywhere=True)
+    model.zero()
+    assert may_move()
+    pair.move(everywhere=True)
+    assert pair.session.have_moved
+    pair.session.remove()
+
+
 @runs_on_ranks(2, "megatron")
 def test_an_optimizer_s_shards_by_position_need_those_of_a_model_at_home() -> None:
     use_layout(EP_2)

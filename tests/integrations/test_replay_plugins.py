@@ -49,7 +49,7 @@ def pool() -> Iterator[RankPool]:
 class Models:
     """Two equal models with the queues of a framework, all layers recomputed; tokens and routes of a rollout."""
 
-    def __init__(self, framework: StandIn, layout: Any = None) -> None:
+    def __init__(self, framework: StandIn, layout: Any = None, recipe: str | None = None) -> None:
         from megatron.core import parallel_state
 
         from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model, use_layout
@@ -57,7 +57,8 @@ class Models:
         layout = layout or Layout(2, 2)
         use_layout(layout)
         self.framework = framework
-        self.plain = Model(layout, MegatronCase(double=True, recompute="uniform"))
+        recompute = "uniform" if recipe is None else "none"
+        self.plain = Model(layout, MegatronCase(double=True, recompute=recompute, recipe=recipe))
         self.other = self.plain.copy()
         rng = np.random.default_rng(parallel_state.get_data_parallel_rank())
         micro_batches = 2 * layout.pipeline
@@ -79,9 +80,9 @@ class Models:
 
 
 @contextmanager
-def models_of(package: str, layout: Any = None) -> Iterator[Models]:
+def models_of(package: str, layout: Any = None, recipe: str | None = None) -> Iterator[Models]:
     with stand_in(package) as framework:
-        yield Models(framework, layout)
+        yield Models(framework, layout, recipe)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -143,12 +144,14 @@ def test_shadow_and_off_change_no_bit(state: State, package: str) -> None:
                 assert max(differences(found, expected).values()) == 0
 
 
+@pytest.mark.parametrize("recipe", [None, "GLM-4.5"])
 @pytest.mark.parametrize("package", PACKAGES)
 @runs_on_ranks()
-def test_live_mode_needs_no_recorded_routing(state: State, package: str) -> None:
-    """Megatron's routers have to ask for it, which those of miles' fork don't."""
+def test_live_mode_needs_no_recorded_routing(state: State, package: str, recipe: str | None) -> None:
+    """Megatron's routers have to ask for it, which those of miles' fork don't. MTP layers stay Megatron's."""
     del state
-    with models_of(package) as models:
+    options: dict[str, Any] = {"enable_mtp_training": True, "mtp_num_layers": 1} if recipe else {}
+    with models_of(package, recipe=recipe) as models:
         framework = models.framework
         if package == "miles":
             with pytest.raises(InputError, match=r"mode=live needs routers with router_replay, .* use mode=plan"):
@@ -156,11 +159,18 @@ def test_live_mode_needs_no_recorded_routing(state: State, package: str) -> None
             return
         with mock.patch.dict(os.environ, ENABLE_ROUTING_REPLAY="0"):
             losses = [framework.train_step(models.plain, models.tokens[0])]
-            with models.installed("mode=live", use_routing_replay=False):
+            with models.installed("mode=live", use_routing_replay=False, **options):
                 models.other.zero()
                 result = framework.model.train_one_step(None, 0, 0, models.tokens[0], models.other, None, None, 2, 8)
                 losses.append(result[0]["loss"])
         assert result[0]["moe/max_vio_before"] > 0
+        wanted, found = (
+            {name: parameter.main_grad for name, parameter in model.named_parameters().items()}
+            for model in (models.plain, models.other)
+        )
+        for name, gradient in wanted.items():
+            assert torch.allclose(found[name], gradient, rtol=1e-9, atol=1e-12), name
+        assert bool(recipe) == any(bool(gradient.any()) for name, gradient in wanted.items() if ".mtp.layers." in name)
         assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
 
@@ -281,7 +291,7 @@ def test_refuses_by_name_before_the_first_step(state: State, package: str) -> No
         ("", "the model has no experts", {"num_experts": None}),
         *[("", f"{name}=.* is not supported", {name: value}) for name, value in options[package].items()],
         ("", "enable_mtp_training=True is not supported", {"enable_mtp_training": True}),
-        ("", "mtp_num_layers=1 is not supported", {"mtp_num_layers": 1}),
+        ("", "mtp_num_layers=1 is not supported: .* or use mode=live", {"mtp_num_layers": 1}),
         ("", "overlap_moe_expert_parallel_comm=True is not", {"overlap_moe_expert_parallel_comm": True}),
         (
             "",

@@ -52,6 +52,7 @@ def check_verl(path: Path) -> list[Finding]:
     if strategy != "megatron":
         text = f"strategy is {strategy}, which has no expert parallelism: there is nothing to balance"
         return [*findings, Finding("verl engine", "problem", text)]
+    mode = "plan"
     try:
         values = {
             name.rpartition(".")[2]: value
@@ -60,6 +61,7 @@ def check_verl(path: Path) -> list[Finding]:
         }
         moves = values.pop("moves", False)
         options = PluginOptions.from_mapping(values, source="trimtab's options", modes=(*MODES, "rehome"))
+        mode = options.mode
         findings.append(Finding("verl options", "ok", f"mode={options.mode} slots_per_rank={options.slots_per_rank}"))
         findings += _verl_replay(given, options.mode)
         if moves and options.mode not in ("plan", "rehome"):
@@ -70,7 +72,7 @@ def check_verl(path: Path) -> list[Finding]:
     except InputError as error:
         findings.append(Finding("verl options", "problem", str(error)))
     of_plugin = {option.name: given.get(f"{_VERL_PLACES.get(option.name, _ENGINE)}.{option.name}") for option in VERL}
-    findings += [Finding("verl options", "problem", text) for text in refused(VERL, of_plugin)]
+    findings += [Finding("verl options", "problem", text) for text in refused(VERL, of_plugin, mode)]
     engine = {
         name.rpartition(".")[2]: value
         for name, value in given.items()
@@ -87,14 +89,16 @@ def _check_arguments(path: Path, package: str, options: tuple[Option, ...]) -> l
     hook = f"trimtab.integrations.{package}.install"
     findings = [_hook(package, values.get("custom_megatron_init_path"), hook)]
     words = " ".join(match[1].strip() for match in _BALANCE.finditer(read_small_text(path)))
+    mode = "plan"
     try:
         given = PluginOptions.from_text(words, source=BALANCE, modes=(*MODES, "rehome"))
-        wrong = wrong_mode(package, given.mode, any(values.get(name) for name in _REPLAYS))
-        state = f"mode={given.mode} slots_per_rank={given.slots_per_rank}" + ("" if words else ", the default")
+        mode = given.mode
+        wrong = wrong_mode(package, mode, any(values.get(name) for name in _REPLAYS))
+        state = f"mode={mode} slots_per_rank={given.slots_per_rank}" + ("" if words else ", the default")
         findings.append(Finding(f"{package} options", "problem" if wrong else "ok", wrong or state))
     except InputError as error:
         findings.append(Finding(f"{package} options", "problem", str(error)))
-    findings += [Finding(f"{package} options", "problem", text) for text in refused((*options, MTP), values)]
+    findings += [Finding(f"{package} options", "problem", text) for text in refused((*options, MTP), values, mode)]
     if values.get("offload_train"):
         text = "it has never run with Trimtab: it needs a GPU and torch_memory_saver"
         findings.append(Finding(f"{package} offload_train", "warning", text))

@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.doctor.finding import Finding
 from trimtab.doctor.megatron_file import read_options
-from trimtab.integrations.megatron.option_tables import immovable, never_run, refusals
+from trimtab.integrations.megatron.option_tables import RANK_CAPACITY, immovable, never_run, refusals
 
 TESTED = ("0.16.1", "0.18.2", "0.19.2")
 RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
@@ -45,6 +45,11 @@ def check_options(values: dict[str, Any], unknown: list[str]) -> list[Finding]:
         findings.append(_dispatcher(values))
     findings += [_gradients(values), _recompute(values), _routing(values), _moves(values)]
     findings += [Finding(f"megatron {name}", "warning", text) for name, text in never_run(values).items()]
+    if values.get(RANK_CAPACITY) and RANK_CAPACITY not in refused:
+        text = (
+            f"{RANK_CAPACITY}={values[RANK_CAPACITY]} needs exact=True or max_rows_per_rank in balance(), in mode plan"
+        )
+        findings.append(Finding(f"megatron {RANK_CAPACITY}", "warning", text))
     if unknown:
         text = f"{', '.join(unknown)} have values that are not in the file; write them there to check them"
         findings.append(Finding("megatron variables", "warning", text))

@@ -17,7 +17,7 @@ from trimtab.integrations.megatron.option_tables import NEVER_RUN, OFF, REFUSED
 FIELDS = {"num_experts": "num_moe_experts", "fp8_format": "fp8", "fp4_format": "fp4", "fp8_param_gather": "fp8_param"}
 SWITCHES = {option.name for option in (*REFUSED, *NEVER_RUN) if option.supported == OFF} - {"fp8", "fp4"} | {
     "moe_enable_routing_replay", "overlap_grad_reduce", "overlap_param_gather", "sequence_parallel",
-    "use_distributed_optimizer", "dist_ckpt_optim_fully_reshardable",
+    "moe_use_grouped_tensor", "use_distributed_optimizer", "dist_ckpt_optim_fully_reshardable",
 }  # fmt: skip
 LISTS = ("cuda_graph_scope", "cuda_graph_modules", "moe_router_load_balancing_type", "recompute_modules")
 LOG_LINE = re.compile(r"^\s*(?:\S+:\s*)?([a-z]\w*) \.{3,} ?(.*?)\s*$", re.MULTILINE)

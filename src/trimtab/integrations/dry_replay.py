@@ -84,15 +84,16 @@ class DryReplayPlugin(ABC):
 
     def refuse_options(self, given: Mapping[str, Any], *, replays: bool) -> None:
         """Raise InputError with the first option of the framework that is refused, and the number of others."""
-        problem = wrong_mode(self.package, self.options.mode, replays)
-        of_mode = () if self.options.mode == "live" else self.refused_replay
-        raise_first(self.package, [problem] * bool(problem) + refused((*self.refused, *of_mode), given))
+        mode = self.options.mode
+        problem = wrong_mode(self.package, mode, replays)
+        options = self.refused if mode == "live" else (*self.refused, *self.refused_replay)
+        raise_first(self.package, [problem] * bool(problem) + refused(options, given, mode))
 
     def refuse_model(self, config: Any) -> None:
         """The same for a model, by its TransformerConfig."""
         if not getattr(config, "num_moe_experts", None):
             raise InputError(f"{self.package} can't be balanced: the model has no experts")
-        raise_first(self.package, megatron_refusals(vars(config)))
+        raise_first(self.package, megatron_refusals(self.options.mode, vars(config)))
 
     def print_first_line(self, config: Any, notes: Sequence[str] = ()) -> None:
         """The first line of the log, on rank 0."""

@@ -14,22 +14,25 @@ from trimtab.integrations.megatron.option_tables import OFF, Option, names, refu
 from trimtab.integrations.options import MODES, PluginMode, PluginOptions
 from trimtab.rank_variables import BALANCE
 
-_UNRECORDED = "MTP layers route tokens that were not recorded"
-MTP = Option("mtp_num_layers", (None, 0), _UNRECORDED, "train without MTP layers")
-"""Frameworks give the routes of other layers to those of MTP, or none; `balance` alone leaves them to Megatron."""
+_UNRECORDED = "routes of MTP layers are not recorded, and the framework's replay fails on them or mixes up layers"
+"""Why options are refused in all modes but `live`, which replays nothing. slime and miles have a queue for each router,
+and not as many recorded layers; others number the routers that they find. `balance` alone leaves MTP layers to
+Megatron."""
+_WITHOUT_MTP = "train without MTP layers, or use mode=live"
+MTP = Option("mtp_num_layers", (None, 0), _UNRECORDED, _WITHOUT_MTP)
 _ADAPTERS = "adapters add Parameters to experts"
 _WHOLE = "train without LoRA"
 _LIVE = "leave it out, or use mode=live"
 _UNCUT = "ROLL cuts tokens to the length of a micro-batch, and not their routes"
 
 SLIME = (
-    Option("enable_mtp_training", OFF, _UNRECORDED, "train without MTP layers"),
+    Option("enable_mtp_training", OFF, _UNRECORDED, _WITHOUT_MTP),
     Option(
         "megatron_deepgemm_forward_layers", (None, []), "it replaces the dispatcher of these layers", "leave it out"
     ),
 )
 MILES = (
-    Option("enable_mtp_training", OFF, _UNRECORDED, "train without MTP layers"),
+    Option("enable_mtp_training", OFF, _UNRECORDED, _WITHOUT_MTP),
     Option("lora_rank", (None, 0), _ADAPTERS, _WHOLE),
     Option("lora_adapter_path", (None,), _ADAPTERS, _WHOLE),
     Option("multi_lora", OFF, _ADAPTERS, _WHOLE),
@@ -54,7 +57,7 @@ VERL = (
     Option("use_megatron_fsdp", OFF, "home experts have to be whole Parameters on their rank", "leave it out"),
     Option("qat.enable", OFF, "replicas are not quantized", "leave it out"),
     Option("lora.rank", (None, 0), "replicas are made without adapters", "train whole weights"),
-    Option("mtp.enable", OFF, _UNRECORDED, "leave it out"),
+    Option("mtp.enable", OFF, _UNRECORDED, _WITHOUT_MTP),
 )
 
 NEMO_RL = (
@@ -90,7 +93,7 @@ MS_SWIFT_RAY = tuple(
 SKYRL = (
     Option("trainer.policy.model.lora.rank", (None, 0), _ADAPTERS, _WHOLE),
     Option("trainer.policy.model.fake_int4_qat.enabled", OFF, "replicas are not quantized", "leave it out"),
-    Option("trainer.mtp.enabled", OFF, _UNRECORDED, "leave it out"),
+    Option("trainer.mtp.enabled", OFF, _UNRECORDED, _WITHOUT_MTP),
 )
 SKYRL_REPLAY = (
     Option(
@@ -125,20 +128,22 @@ def raise_first(package: str, problems: Sequence[str]) -> None:
         raise InputError(f"{package} can't be balanced: {problems[0]}{more}")
 
 
-def refused(options: Sequence[Option], given: Mapping[str, Any]) -> list[str]:
-    """Why given options can't be balanced, one line each."""
+def refused(options: Sequence[Option], given: Mapping[str, Any], mode: str) -> list[str]:
+    """Why given options can't be balanced in a mode, one line each."""
     return [
         f"{option.name}={given[option.name]} is not supported: {option.reason}; {option.remedy}"
         for option in options
-        if option.name in given and given[option.name] not in option.supported
+        if option.name in given
+        and given[option.name] not in option.supported
+        and not (mode == "live" and option.reason == _UNRECORDED)
     ]
 
 
-def megatron_refusals(*parts: Mapping[str, Any] | None) -> list[str]:
-    """Why options of Megatron in parts of a framework's config are refused, one line each."""
+def megatron_refusals(mode: str, *parts: Mapping[str, Any] | None) -> list[str]:
+    """Why options of Megatron in parts of a framework's config are refused in a mode, one line each."""
     known = names()
     given = {name: value for part in parts for name, value in (part or {}).items() if name in known or name == MTP.name}
-    return [*refused([MTP], given), *refusals(given).values()]
+    return [*refused([MTP], given, mode), *refusals(given).values()]
 
 
 _COPIES = (

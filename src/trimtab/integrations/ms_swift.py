@@ -95,8 +95,8 @@ class MsSwiftPlugin(DryReplayPlugin):
             return
         given, replays = vars(args), args.router_replay_mode != "disabled"
         self.refuse_options(given, replays=replays)
-        problems = refused(MS_SWIFT_RAY, given) if replays and given.get("use_ray") else []
-        raise_first(self.package, [*problems, *megatron_refusals(given)])
+        problems = refused(MS_SWIFT_RAY, given, self.options.mode) if replays and given.get("use_ray") else []
+        raise_first(self.package, [*problems, *megatron_refusals(self.options.mode, given)])
 
     def install(self, trainer: Any) -> None:
         """Balance the passes of a trainer whose model is built and loaded. Collective. Raises InputError."""

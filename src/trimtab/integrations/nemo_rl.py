@@ -108,9 +108,9 @@ def check_supported(config: Mapping[str, Any], options: PluginOptions, extension
     replays = bool(value_at(config, "router_replay.enabled"))
     wrong = wrong_mode("nemo_rl", options.mode, replays)
     problems += [wrong] if wrong else []
-    problems += refused(NEMO_RL, {option.name: value_at(config, option.name) for option in NEMO_RL})
+    problems += refused(NEMO_RL, {option.name: value_at(config, option.name) for option in NEMO_RL}, options.mode)
     parts = ("model_overrides", "optimizer", "distributed_data_parallel_config")
-    problems += megatron_refusals(megatron, *(megatron.get(name) for name in parts))
+    problems += megatron_refusals(options.mode, megatron, *(megatron.get(name) for name in parts))
     raise_first("nemo_rl", problems)
 
 

@@ -210,7 +210,8 @@ class ReplayPlugin(ABC):
         """Raise InputError with the first option that is refused, and the number of others."""
         given = vars(self.args)
         problems = [] if given.get("num_experts") else ["the model has no experts: num_experts is not set"]
-        problems += self._refused_modes() + refused(self.refused, given) + megatron_refusals(given)
+        mode = self.options.mode
+        problems += self._refused_modes() + refused(self.refused, given, mode) + megatron_refusals(mode, given)
         raise_first(self.package, problems)
 
     def _refused_modes(self) -> list[str]:

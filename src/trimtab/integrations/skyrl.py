@@ -91,9 +91,11 @@ def check_supported(config: Any, options: PluginOptions) -> None:
     wrong = wrong_mode("skyrl", options.mode, bool(value_at(megatron, "moe_enable_routing_replay")))
     problems += [wrong] if wrong else []
     of_mode = () if options.mode == "live" else SKYRL_REPLAY
-    problems += refused((*SKYRL, *of_mode), {each.name: value_at(config, each.name) for each in (*SKYRL, *of_mode)})
+    options_of_skyrl = (*SKYRL, *of_mode)
+    given = {each.name: value_at(config, each.name) for each in options_of_skyrl}
+    problems += refused(options_of_skyrl, given, options.mode)
     parts = (value_at(megatron, name) for name in ("transformer_config_kwargs", "optimizer_config_kwargs"))
-    problems += megatron_refusals(vars(megatron), vars(value_at(megatron, "ddp_config")), *parts)
+    problems += megatron_refusals(options.mode, vars(megatron), vars(value_at(megatron, "ddp_config")), *parts)
     raise_first("skyrl", problems)
 
 

@@ -98,7 +98,7 @@ def check_supported(model_config: Any, engine_config: Any, options: PluginOption
         "mtp.enable": model_config.mtp.enable,
     }
     given |= {option.name: getattr(engine_config, option.name) for option in VERL if option.name not in given}
-    for problem in refused(VERL, given):
+    for problem in refused(VERL, given, options.mode):
         raise InputError(f"verl can't be balanced: {problem}")
 
 

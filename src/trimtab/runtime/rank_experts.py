@@ -148,6 +148,12 @@ class RankExperts:
         return self._framework_state is not None or bool(self.optimizers.registered)
 
     @property
+    def gradients_wait(self) -> bool:
+        """Whether experts of this rank could move, but for gradients that no optimizer has used."""
+        state = self.state
+        return state.may_move and any(state.gradients_wait(layer) for layer in self.layers)
+
+    @property
     def places(self) -> list[ExpertPlaces]:
         """The places of each layer's experts now."""
         return [layer.places for layer in self.layers]

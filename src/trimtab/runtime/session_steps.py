@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,14 @@ from trimtab.trace import RoutingTrace
 
 # Most seconds that a micro-step waits for its slices in runs that can be repeated.
 LONGEST_WAIT_S = 60.0
-T = TypeVar("T")
+
+
+class _Agreed(NamedTuple):
+    """What all data ranks know before a plan: whether replicas may follow while the step runs, and whether experts may
+    move."""
+
+    sliced: bool
+    may_move: bool
 
 
 class SessionSteps(SessionMicroSteps):
@@ -64,9 +71,9 @@ class SessionSteps(SessionMicroSteps):
         rank, ranks = self.topology.data_rank, self.topology.num_data_ranks
         mine, problem = attempt(own_trace, trace, self._experts.shape, schedule, rank, ranks)
         places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
-        sliced = self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, problem)
+        agreed = self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, problem)
         assert mine is not None
-        return self._plan(mine, schedule, sliced=sliced)
+        return self._plan(mine, schedule, agreed)
 
     def plan_micro_steps(
         self,
@@ -103,7 +110,7 @@ class SessionSteps(SessionMicroSteps):
         shape = self._experts.shape
         trace, wrong = (None, problem) if problem else attempt(trace_of_micro_steps, rows, *shape, unread)
         same = {"number of micro-steps": len(rows), "top_k": trace and trace.top_k, "may_move": may_move}
-        sliced = self._agree(PLAN, same | {"unread is given": unread is not None}, wrong)
+        agreed = self._agree(PLAN, same | {"unread is given": unread is not None}, wrong)
         assert trace is not None
         unread_T = None
         if unread is not None:
@@ -116,7 +123,7 @@ class SessionSteps(SessionMicroSteps):
             mini_batch_of_micro_step=np.zeros(len(rows), np.int32),
             num_ranks=ranks,
         )
-        return self._plan(trace, schedule, sliced=sliced, may_move=may_move, unread_T=unread_T)
+        return self._plan(trace, schedule, agreed, may_move=may_move, unread_T=unread_T)
 
     def complete_plan(self) -> PlanReport:
         """Plan the step again, with routes in place of the unknown ones.
@@ -133,8 +140,8 @@ class SessionSteps(SessionMicroSteps):
             raise RuntimeError("complete_plan() needs a step that this session has planned")
         # Its micro-steps have run forward only.
         self._feedback.begin(None)
-        sliced = self._agree(PLAN, {}, None)
-        report = self._plan(step.completed_trace, step.schedule, sliced=sliced, may_move=False, unread_T=step.unread_T)
+        agreed = self._agree(PLAN, {}, None)
+        report = self._plan(step.completed_trace, step.schedule, agreed, may_move=False, unread_T=step.unread_T)
         self._feedback.begin(None)
         return report
 
@@ -189,11 +196,11 @@ class SessionSteps(SessionMicroSteps):
         batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
         same = {"token_budget": token_budget, "mini_batch": batches}
         mine, problem = attempt(own_trace, trace, self._experts.shape)
-        sliced = self._agree(PLAN_SEQUENCES, same, problem)
+        agreed = self._agree(PLAN_SEQUENCES, same, problem)
         assert mine is not None
         planned = self._planner(mine).for_sequences(
-            mine, self._experts.placement, may_move=self._experts.state.may_move, sliced=sliced,
-            token_budget=token_budget, mini_batch=mini_batch, in_rollout=self._take_in_rollout(sliced),
+            mine, self._experts.placement, may_move=agreed.may_move, sliced=agreed.sliced,
+            token_budget=token_budget, mini_batch=mini_batch, in_rollout=self._take_in_rollout(agreed),
         )  # fmt: skip
         prints_D: list[Any] = [None] * self.topology.num_data_ranks
         dist.all_gather_object(prints_D, fingerprints(mine), group=self.topology.control)
@@ -249,14 +256,14 @@ class SessionSteps(SessionMicroSteps):
         self,
         trace: RoutingTrace,
         schedule: Schedule,
+        agreed: _Agreed,
         *,
-        sliced: bool,
         may_move: bool = True,
         unread_T: Array | None = None,
     ) -> PlanReport:
         planned, load = self._planner(trace).for_schedule(
-            trace, schedule, self._experts.placement, may_move=may_move and self._experts.state.may_move,
-            sliced=sliced, in_rollout=self._take_in_rollout(sliced),
+            trace, schedule, self._experts.placement, may_move=may_move and agreed.may_move,
+            sliced=agreed.sliced, in_rollout=self._take_in_rollout(agreed),
         )  # fmt: skip
         return self._apply_planned(planned, trace, schedule, load=load, unread_T=unread_T)
 
@@ -281,12 +288,8 @@ class SessionSteps(SessionMicroSteps):
             "homes and rows of experts": [places.digest for places in self._experts.places],
         }
 
-    def _agree(self, call: int, same: Mapping[str, object], problem: Exception | None) -> bool:
-        """Agree with all data ranks on a call that plans; see `Lockstep.agree`.
-
-        Returns:
-            Whether replicas may follow while the step runs.
-        """
+    def _agree(self, call: int, same: Mapping[str, object], problem: Exception | None) -> _Agreed:
+        """Agree with all data ranks on a call that plans; see `Lockstep.agree`."""
         if self.settings.mode == "rehome" and not self._experts.has_state:
             problem = problem or InputError(
                 "mode 'rehome' moves experts with the state of their optimizers; register these first"
@@ -296,17 +299,20 @@ class SessionSteps(SessionMicroSteps):
         is_counted = self._in_rollout is not None and can_slice and self._in_rollout.is_complete()
         values_RV = self._lockstep.agree(
             call, must_match={**same, **self._shared}, problem=problem,
-            values=[can_slice, is_counted, *self._feedback.take()], all_data_ranks=True,
+            values=[can_slice, is_counted, self._experts.gradients_wait, *self._feedback.take()], all_data_ranks=True,
         )  # fmt: skip
-        self._feedback.learn(values_RV[:, 2:], adapts=self.settings.rates is None)
-        if not values_RV[:, 1].all():
+        self._feedback.learn(values_RV[:, 3:], adapts=self.settings.rates is None)
+        gradients_wait = bool(values_RV[:, 2].any())
+        # What was planned of the step before may have moves.
+        if gradients_wait or not values_RV[:, 1].all():
             self._in_rollout = None
-        return bool(values_RV[:, 0].all())
+        may_move = self._experts.state.may_move and not gradients_wait
+        return _Agreed(bool(values_RV[:, 0].all()), may_move)
 
-    def _take_in_rollout(self, sliced: bool) -> PlanningInRollout | None:
+    def _take_in_rollout(self, agreed: _Agreed) -> PlanningInRollout | None:
         """What was planned of this step during the rollout, once."""
         in_rollout, self._in_rollout = self._in_rollout, None
-        return in_rollout if sliced and not self._feedback.measures_nothing else None
+        return in_rollout if agreed.sliced and not self._feedback.measures_nothing else None
 
     def _require_plans(self) -> None:
         if self.settings.mode == "live":

@@ -22,6 +22,7 @@ from trimtab.integrations.megatron.physical_dispatch import (
     physical_dispatcher,
 )
 from trimtab.integrations.megatron.replay import SessionReplay
+from trimtab.integrations.megatron.static_budget import StaticBudget
 from trimtab.runtime import Session
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.state.expert_places import ExpertPlaces
@@ -39,7 +40,7 @@ class BalancedLayer:
         number: its number among all MoE layers of the model, from 0.
         layers_of_model: MoE layers of the model.
         decoder_layer: its number among all layers of the model, from 0.
-        before_backward: called when the layer runs with gradients.
+        budget: rows of static dispatch buffers.
         is_exported: whether an exporter runs, which may ask for names and a `state_dict()`.
         before_positional: called before something stores experts by position while they are away; they return home, or
             it raises.
@@ -64,13 +65,13 @@ class BalancedLayer:
         plain_replay = getattr(moe_layer.router, "router_replay", None)
         replay = SessionReplay(self._layer, plain_replay, lambda: session.settings.executes_plans)
         physical = physical_dispatcher(moe_layer, session.slots_per_rank, groups)
+        self.budget = StaticBudget.of(config, moe_layer.num_local_experts + session.slots_per_rank)
         start = partial(MegatronRows.start, physical, isinstance(experts, GroupedExperts))
         self._dispatcher = PlannedDispatcher(moe_layer, self._layer, replay, start)
         self._compute_homes = moe_layer.experts.forward
         moe_layer.router.router_replay = replay
         moe_layer.token_dispatcher = self._dispatcher
         moe_layer.experts.forward = self._compute
-        self.before_backward: Callable[[], None] = lambda: None
         self.is_exported: Callable[[], bool] = lambda: False
         self.before_positional: Callable[[str], None] = lambda what: None
         self._sharded_state_dict = moe_layer.experts.sharded_state_dict
@@ -130,8 +131,6 @@ class BalancedLayer:
 
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Replaces the forward of the experts' module: home experts and replicas."""
-        if torch.is_grad_enabled():
-            self.before_backward()
         call = self._dispatcher.rows
         if call is None or not call.layer_call.replicas.count:
             return self._compute_homes(rows, counts, probs)

@@ -22,7 +22,9 @@ from trimtab.integrations.megatron.layer_numbers import moe_layers, number_layer
 from trimtab.integrations.megatron.movable_experts import MovableExperts
 from trimtab.integrations.megatron.physical_dispatch import PlannedDispatcher
 from trimtab.integrations.megatron.reduction_order import ReductionOrder
+from trimtab.integrations.megatron.static_budget import RowLimits, StaticBudget
 from trimtab.integrations.megatron.support import auxiliary_loss, check_supported, fitting_slots, warn_of_unknown
+from trimtab.rank_variables import is_switched_off
 from trimtab.runtime import MicroStep, PlanReport, Session
 from trimtab.runtime.session_settings import Mode
 from trimtab.trace import RoutingTrace
@@ -74,6 +76,9 @@ def balance(
     problem = ""
     try:
         _check(layers, chunks)
+        if layers and not is_switched_off():
+            limits = RowLimits(mode, options.get("exact", False), options.get("max_rows_per_rank"))
+            _require(StaticBudget.of(layers[0].config, layers[0].num_local_experts).problem_of_limits(limits))
     except InputError as error:
         problem = str(error)
     groups = pg_collection or get_default_pg_collection()
@@ -101,6 +106,12 @@ def _check(layers: Sequence[Any], chunks: Sequence[nn.Module]) -> None:
         raise InputError("the model is balanced already; call remove() of its MegatronSession first")
     if layers:
         check_supported(layers[0].config, layers, chunks)
+
+
+def _require(problem: str) -> None:
+    """Raises InputError if there is a problem."""
+    if problem:
+        raise InputError(problem)
 
 
 class MegatronSession(MovableExperts):
@@ -159,6 +170,7 @@ class MegatronSession(MovableExperts):
 
         def run(*, num_microbatches: int, **others: Any) -> Any:
             self._need_model()
+            self._check_budget([])
             self._gather_parameters()
             session = self.session
             if session is not None:
@@ -190,7 +202,8 @@ class MegatronSession(MovableExperts):
         def forward_step(data_iterator: Any, model: Any, *more: Any, **named: Any) -> Any:
             index = forwards.get(id(model), 0)
             forwards[id(model)] = index + 1
-            with steps[index]:
+            # Megatron runs a step again if its static buffers were too small.
+            with steps[index % len(steps)]:
                 return forward_step_func(data_iterator, model, *more, **named)
 
         return forward_backward(forward_step_func=forward_step, **others)
@@ -240,6 +253,7 @@ class MegatronSession(MovableExperts):
         rows: list[Array] = []
         try:
             rows = self._rows(routing, num_microbatches) if problem is None else []
+            self._check_budget([len(ids) for ids in rows])
         except InputError as error:
             problem = error
         self._prepare_moves()
@@ -293,6 +307,14 @@ class MegatronSession(MovableExperts):
             f"the routing of micro-batch {index} has {ids.shape[1]} layers; it should have the {total} MoE layers of "
             f"the model or the {len(numbers)} of this rank"
         )
+
+    def _check_budget(self, tokens_M: Sequence[int]) -> None:
+        """Raises InputError if a step with these tokens of a rank by micro-batch might not fit static buffers."""
+        if self.session is None:
+            return
+        settings, budget = self.session.settings, self._layers[0].budget
+        limits = RowLimits(settings.mode, settings.exact, settings.max_rows_per_rank)
+        _require(budget.problem_of_limits(limits) or budget.problem_of_step(limits, tokens_M))
 
     def _order_reductions(self, model: Any) -> None:
         """Let all ranks reduce expert gradients in the same order. The model may have been wrapped after `balance`."""

@@ -36,6 +36,7 @@ NAMES = (
     f"{_ALL_TO_ALL}.token_combine",
     f"{_ALL_TO_ALL}.combine_postprocess",
     f"{_DISPATCHER}:MoEFlexTokenDispatcher._comm_manager",
+    f"{_DISPATCHER}:get_align_size_for_quantization(config)",
     f"{_DISPATCHER}:_DeepepManager.setup_metadata(routing_map, probs)",
     f"{_DISPATCHER}:_HybridEPManager.setup_metadata(routing_map, probs)",
     # Gradients and parameters of experts, and what optimizers keep of them.

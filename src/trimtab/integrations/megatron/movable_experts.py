@@ -49,11 +49,8 @@ class MovableExperts:
         self._optimizer: Any = None
         self._positional, self._logged = "refuse", set[str]()
         self._guard: PositionalGuard | None = None
-        self._replaced: list[tuple[Any, str]] = []
-        self._gradients_wait = False
         self._export = WeightExport(self._layers, self._chunks)
         for layer in self._layers:
-            layer.before_backward = self._note_gradients
             layer.is_exported = lambda: self._export.is_running
             layer.before_positional = self._before_positional
 
@@ -89,14 +86,9 @@ class MovableExperts:
         if self.session is None:
             return
         warn_of_unknown(*(one.config for one in optimizers))
-        self.session.set_framework_state(
-            MegatronState(optimizers, self.session.topology, lambda: self._gradients_wait, is_loaded)
-        )
-        # Gradients are used by a step, or dropped.
-        for owner, name in ((optimizer, "step"), *((chunk, "zero_grad_buffer") for chunk in self._chunks)):
-            if hasattr(owner, name):
-                setattr(owner, name, self._clearing(getattr(owner, name)))
-                self._replaced.append((owner, name))
+        state = MegatronState(optimizers, self.session.topology, self.session.homes, is_loaded)
+        self.session.set_framework_state(state)
+        optimizer.step = _followed_by(optimizer.step, state.note_step)
         self._guard = PositionalGuard(optimizer, lambda: self.have_moved, self._before_positional)
 
     def move(self, placement: Placement) -> None:
@@ -166,25 +158,13 @@ class MovableExperts:
             log.warning("%s", text)
         self._logged.add(text)
 
-    def _note_gradients(self) -> None:
-        self._gradients_wait = True
-
-    def _clearing(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def clear(*args: Any, **kwargs: Any) -> Any:
-            result = call(*args, **kwargs)
-            self._gradients_wait = False
-            return result
-
-        return clear
-
     def _unregister(self) -> None:
         """Bring experts home, and undo all replacements; see `return_home`."""
         self.return_home()
         unfollow(self._export)
         if self._guard is not None:
             self._guard.remove()
-        for owner, name in self._replaced:
-            delattr(owner, name)
+            del self._optimizer.step
 
     def _prepare_moves(self) -> None:
         """Called before experts may move, or replicas are copied from them."""
@@ -200,3 +180,12 @@ class MovableExperts:
             if config is not None and config.use_distributed_optimizer and config.overlap_param_gather:
                 for bucket_group in ddp.expert_parallel_bucket_groups:
                     bucket_group.start_param_sync(force_sync=True)
+
+
+def _followed_by(call: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        then()
+        return result
+
+    return both

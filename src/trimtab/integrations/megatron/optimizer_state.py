@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch.distributed as dist
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.option_tables import IMMOVABLE, immovable
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
-from trimtab.runtime.state.optimizer_rows import OptimizerState, RowParts, StateRows, name_of_tensor
+from trimtab.runtime.state.optimizer_rows import OptimizerState, RowParts, StateRows, any_nonzero, name_of_tensor
 
 SUPPORTED = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 
@@ -74,7 +75,7 @@ class MegatronState:
 
     Args:
         optimizers: see `optimizers_in`.
-        gradients_wait: whether gradients of experts wait for an optimizer step.
+        layers: the experts.
         is_loaded: whether the optimizers' state is on the device.
     """
 
@@ -82,22 +83,30 @@ class MegatronState:
         self,
         optimizers: list[Any],
         topology: Topology,
-        gradients_wait: Callable[[], bool],
+        layers: Sequence[HomeExperts],
         is_loaded: Callable[[], bool],
     ) -> None:
         whole = [one.optimizer for one in optimizers if not isinstance(one, DistributedOptimizer)]
         self._whole = OptimizerState(whole, _main_parameters)
         self._distributed = [one for one in optimizers if isinstance(one, DistributedOptimizer)]
-        self._topology, self._gradients_wait, self._is_loaded = topology, gradients_wait, is_loaded
+        self._topology, self._layers, self._is_loaded = topology, layers, is_loaded
+        # Gradients that the last optimizer step has used, as long as nothing is added to them.
+        self._used: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
 
     @property
     def may_move(self) -> bool:
         """See `ExpertState`."""
-        return self._is_loaded() and not self._gradients_wait()
+        return self._is_loaded()
 
     def gradients_wait(self, layer: HomeExperts) -> bool:
         """See `ExpertState`."""
-        return self._gradients_wait()
+        return any_nonzero(each for each in layer.gradients if self._used.get(each) != each._version)
+
+    def note_step(self) -> None:
+        """Call it after each optimizer step. Megatron zeroes gradients only before the next forward."""
+        self._used.clear()
+        for layer in self._layers:
+            self._used.update((each, each._version) for each in layer.gradients)
 
     def form(self, layer: HomeExperts, t: int) -> object:
         """See `ExpertState`."""

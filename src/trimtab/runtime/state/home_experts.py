@@ -119,6 +119,12 @@ class HomeExperts:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     @property
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients of the parameters: in `grad`, or in `main_grad`, where Megatron sums them."""
+        named = [getattr(parameter, name, None) for parameter in self.parameters for name in ("grad", "main_grad")]
+        return [gradient for gradient in named if gradient is not None]
+
+    @property
     def are_trained(self) -> list[bool]:
         """For each tensor, whether it is not frozen. A list is frozen as a whole."""
         return [parameters_of(tensor)[0].requires_grad for tensor in self.tensors]

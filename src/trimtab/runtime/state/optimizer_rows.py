@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,11 +37,11 @@ class ExpertState(Protocol):
 
     @property
     def may_move(self) -> bool:
-        """Whether the state is known, and experts may move now; equal on all ranks."""
+        """Whether the state is known and on the device; equal on all ranks."""
         ...
 
     def gradients_wait(self, layer: HomeExperts) -> bool:
-        """Whether the layer has gradients that no optimizer has used, which a move would lose."""
+        """Whether this rank's experts have gradients that no optimizer has used, which a move would lose."""
         ...
 
     def form(self, layer: HomeExperts, t: int) -> object:
@@ -84,7 +84,7 @@ class OptimizerState:
 
     def gradients_wait(self, layer: HomeExperts) -> bool:
         """See `ExpertState`."""
-        return any(p.grad is not None and bool(p.grad.count_nonzero()) for p in layer.parameters)
+        return any_nonzero(layer.gradients)
 
     def form(self, layer: HomeExperts, t: int) -> object:
         """See `ExpertState`."""
@@ -109,6 +109,12 @@ class OptimizerState:
     def row_parts(self, layers: Sequence[HomeExperts]) -> list[list[RowParts]]:
         """See `ExpertState`. There are none."""
         return [[] for _ in layers]
+
+
+def any_nonzero(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any element of any tensor is not 0. The host waits for the device once."""
+    counts = [tensor.count_nonzero() for tensor in tensors]
+    return bool(counts) and bool(torch.stack(counts).any())
 
 
 def name_of_tensor(layer: HomeExperts, t: int) -> str:
