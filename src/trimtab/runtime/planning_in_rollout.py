@@ -23,8 +23,6 @@ from trimtab.trace import RoutingTrace
 
 # Homes and strategy are chosen again if less than this part of a step's tokens was counted ahead.
 KNOWN_AHEAD = 0.5
-# Most seconds that a step waits for what is planned ahead, before it is planned without.
-PATIENCE_S = 10.0
 
 
 class RankSequences(NamedTuple):
@@ -109,10 +107,10 @@ class PlanningInRollout:
             self._waiting -= 1
             self._changed.notify_all()
 
-    def is_complete(self) -> bool:
-        """Wait for all runs. Returns whether they have succeeded."""
+    def is_complete(self, patience_s: float | None) -> bool:
+        """Wait for all runs, for at most some seconds if these are given. Returns whether they have succeeded."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting, PATIENCE_S) and not self._has_failed
+            return self._changed.wait_for(lambda: not self._waiting, patience_s) and not self._has_failed
 
     def count_new(self, trace: RoutingTrace) -> RankSequences:
         """This rank's sequences, with the counts of those that were not counted ahead."""
