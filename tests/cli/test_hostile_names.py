@@ -62,4 +62,6 @@ def test_output_has_no_control_characters(
     assert status in (0, 2)
     assert shown.out or shown.err
     assert not CONTROL.findall(shown.out + shown.err)
+    # Nor do they begin a line of a message.
+    assert not re.search(r"^z", shown.err, re.MULTILINE)
     assert "\nalert" not in shown.err

@@ -247,6 +247,28 @@ def test_a_model_with_other_layers_gives_no_times(caplog: pytest.LogCaptureFixtu
     assert "no times are predicted (no model that comes with Trimtab has 20 experts, top-2" in caplog.text
 
 
+@pytest.mark.parametrize("stalls", [False, True])
+def test_the_end_waits_for_as_long_as_something_is_read(stalls: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """On a busy machine each step takes longer than the thread may make no progress for."""
+    steps: list[int] = []
+    begun, gate = threading.Event(), threading.Event()
+
+    def slow_sink(figures: Mapping[str, float], step: int) -> None:
+        steps.append(step)
+        begun.set()
+        gate.wait(60 if stalls else 0.3)
+
+    with mock.patch("trimtab.observe.observer.PATIENCE_S", 0.8):
+        observer = observed(sinks=[slow_sink])
+        for step in range(6):
+            observer.record(miles(sequences(step)), step)
+        assert begun.wait(300)
+        observer.close()
+    assert (len(steps) < 6) == stalls == ("the thread has read nothing for 1 s" in caplog.text)
+    gate.set()
+    observer.close()
+
+
 def test_a_closed_observer_takes_nothing_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
     observer = observed()
     observer.close()
