@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from helpers.examples import examples
 from helpers.rank_pool import on_ranks
-from helpers.runs import MODES, assert_same_run, metrics_of, of_mode, open_responses
+from helpers.runs import MODES, assert_same_run, metrics_of, of_mode, open_responses, stopped_after
 from trimtab.planner import Placement
 from trimtab.rl.checkpoint import last_checkpoint
 from trimtab.rl.config import TrainConfig, resumed
@@ -177,8 +177,8 @@ def test_elapsed_time_and_the_clock_change_nothing(
     assert_same_run(tmp_path, straight, STEPS)
 
 
-def train_on_a_full_disk(config: TrainConfig, write: int) -> None:
-    """Train until a write to the disk of rank 0 fails."""
+def train_on_a_full_disk(config: TrainConfig, write: int) -> int:
+    """Train until a write to the disk of rank 0 fails. Returns the number of writes."""
     sync, calls = os.fsync, 0
 
     def fail(descriptor: int) -> None:
@@ -190,6 +190,7 @@ def train_on_a_full_disk(config: TrainConfig, write: int) -> None:
 
     with mock.patch.object(os, "fsync", fail):
         run_training(config)
+    return calls
 
 
 @pytest.mark.longer
@@ -197,13 +198,25 @@ def test_a_full_disk_at_any_write_leaves_a_run_that_continues(
     undisturbed: Undisturbed, folder: Path, tmp_path: Path
 ) -> None:
     straight, _ = undisturbed("t-ppo")
-    rng = random.Random(time.time_ns())
-    # A run has some 70 writes, a checkpoint 13.
-    for write in [rng.randrange(1, 40)] if examples(short=True, long=False) else range(1, 40):
+
+    def train_to_the_end(name: str, write: int) -> Path:
+        out = tmp_path / name
+        if not out.exists():
+            stopped_after(straight, STEPS - 1, out)
+        writes.extend(on_ranks(train_on_a_full_disk, (config_of("t-ppo", folder, out), write), ranks=2))
+        return out
+
+    writes: list[int] = []
+    assert_same_run(train_to_the_end("room enough", 0), straight, STEPS)
+    # Settings, metrics, routing, and the files and folders of a checkpoint.
+    assert writes[0] > 12
+    for write in examples(short=[random.randint(1, writes[0])], long=range(1, writes[0] + 1)):
+        name = f"full at {write}"
         with pytest.raises(AssertionError, match=r"InputError: .*No space left on device; when that is solved"):
-            on_ranks(train_on_a_full_disk, (config_of("t-ppo", folder, tmp_path), write), ranks=2)
-        assert not list(tmp_path.rglob(".*.partial")), write
-        if (last := last_checkpoint(tmp_path)) is not None:
-            last.check_files()
-    on_ranks(train, (config_of("t-ppo", folder, tmp_path),), ranks=2)
-    assert_same_run(tmp_path, straight, STEPS)
+            train_to_the_end(name, write)
+        # The first write, of the settings, is before what the stopped run has left is removed.
+        assert write == 1 or not list((tmp_path / name).rglob(".*.partial"))
+        last = last_checkpoint(tmp_path / name)
+        assert last is not None
+        last.check_files()
+        assert_same_run(train_to_the_end(name, 0), straight, STEPS)
