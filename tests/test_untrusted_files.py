@@ -128,7 +128,8 @@ def test_claims_of_a_footer_are_those_that_arrow_reads(sequences: int, tmp_path:
 
     # A row group with a column "a" of 5 values and 7 bytes.
     def small(values: int, size: int) -> bytes:
-        column = b"\x3c\x39\x18\x01a\x26" + bytes([zigzag(values)]) + b"\x16" + bytes([zigzag(size)]) + b"\0\0"
+        numbers = b"\x26" + bytes([zigzag(values)]) + b"\x16" + bytes([zigzag(size)]) + b"\x16\x00\x26\x08"
+        column = b"\x3c\x39\x18\x01a" + numbers + b"\0\0"
         footer = b"\x49\x1c\x19\x1c" + column + b"\0\0"
         return b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1"
 

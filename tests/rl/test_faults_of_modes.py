@@ -153,8 +153,12 @@ def slow(call: Callable[..., Any]) -> Callable[..., Any]:
 def train_disturbed(config: TrainConfig, seed: int) -> None:
     """Train while a rank is suspended, plans come late, and the clock jumps by up to a year."""
     clock, rng = time.time, random.Random(seed)
+
+    def jumping() -> float:
+        return clock() + rng.uniform(-3e7, 3e7)
+
     with (
-        mock.patch.object(time, "time", lambda: clock() + rng.uniform(-3e7, 3e7)),
+        mock.patch.object(time, "time", jumping),
         mock.patch.object(lockstep, "COMPARE_AFTER_S", 0.2),
         mock.patch.object(session_steps, "PATIENCE_S", 0.01),
         mock.patch.object(session_micro_steps, "PATIENCE_S", 0.01),

@@ -126,7 +126,7 @@ class StepSlices:
         return True
 
     def wait(self, micro_step: int, most_s: float | None) -> float:
-        """Wait until a micro-step's slices are here, for at most some seconds if these are given; returns the seconds."""
+        """Wait until a micro-step's slices are here, for at most `most_s` if it is given; returns the seconds."""
         start = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._is_done or len(self._plans) > self._round_of[micro_step], most_s)
