@@ -75,6 +75,24 @@ def test_every_step_has_its_figures() -> None:
         assert {"rollout/moe/idle_share", "rollout/moe/plan_gain", "perf/moe_observe_time"} <= set(figures)
 
 
+def test_neither_the_constructor_nor_a_call_waits_for_kernels() -> None:
+    """Compiling may take minutes."""
+    compiled, warm_up = threading.Event(), Observation.warm_up
+
+    def compile_slowly(observation: Observation, num_experts: int) -> None:
+        assert compiled.wait(300)
+        warm_up(observation, num_experts)
+
+    with mock.patch.object(Observation, "warm_up", compile_slowly):
+        observer = observed()
+        observer.record(miles(sequences()), 0)
+        assert observer.metrics() == {}
+        compiled.set()
+        assert observer.flush(300)
+        assert observer.metrics()["rollout/moe/step"] == 0
+        observer.close()
+
+
 def test_metrics_are_those_of_the_last_step_and_are_given_once() -> None:
     with observed() as observer:
         assert observer.metrics() == {}

@@ -34,7 +34,8 @@ from trimtab.launch.suspension import is_suspended
 from trimtab.runtime.ranks.lockstep import COMPARE_AFTER_S
 
 STEPS = 24
-DEADLINE_S = 300
+# For what never ends; a busy machine may take minutes to start a run.
+DEADLINE_S = 1800
 SHARED_MEMORY = Path("/dev/shm")
 
 

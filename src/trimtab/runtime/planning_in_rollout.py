@@ -91,9 +91,10 @@ class PlanningInRollout:
         Args:
             placement: the present homes.
         """
-        start = time.perf_counter()
+        start, is_gathered = time.perf_counter(), False
         try:
             self._gather(trace)
+            is_gathered = True
             if self._known:
                 # In an order that does not depend on that of arrival.
                 self.planned = plan(SequenceCounts.concatenate([self._known[key] for key in sorted(self._known)]))
@@ -102,7 +103,9 @@ class PlanningInRollout:
             self.seconds += time.perf_counter() - start
         except BaseException as error:
             self._has_failed = True
-            logging.getLogger("trimtab").warning("planning ahead failed, the step is planned at once: %r", error)
+            # If a rank has ended, the next call of the session says so, unless this one ends before.
+            level = logging.DEBUG if isinstance(error, RuntimeError) and not is_gathered else logging.WARNING
+            logging.getLogger("trimtab").log(level, "planning ahead failed, the step is planned at once: %r", error)
         with self._changed:
             self._waiting -= 1
             self._changed.notify_all()

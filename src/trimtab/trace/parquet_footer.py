@@ -2,7 +2,8 @@
 
 Arrow ends the process for some damaged footers when it is asked for a column (`RowGroupMetaData.column`): an exception
 of C++ has no way out there. And it allocates what a page claims, whatever the footer does. So claims are read here,
-before Arrow reads any data. The format is Thrift's compact protocol: github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md; fields are those of
+before Arrow reads any data. The format is Thrift's compact protocol:
+github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md; fields are those of
 github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift.
 """
 
