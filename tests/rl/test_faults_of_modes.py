@@ -28,7 +28,7 @@ from trimtab.planner import Placement
 from trimtab.rl.checkpoint import last_checkpoint
 from trimtab.rl.config import TrainConfig, resumed
 from trimtab.rl.run import run_training
-from trimtab.runtime import session_micro_steps, session_steps
+from trimtab.runtime import session_micro_steps
 from trimtab.runtime.planning_in_rollout import PlanningInRollout
 from trimtab.runtime.ranks import lockstep
 from trimtab.runtime.rows.background_slices import StepSlices
@@ -160,7 +160,6 @@ def train_disturbed(config: TrainConfig, seed: int) -> None:
     with (
         mock.patch.object(time, "time", jumping),
         mock.patch.object(lockstep, "COMPARE_AFTER_S", 0.2),
-        mock.patch.object(session_steps, "PATIENCE_S", 0.01),
         mock.patch.object(session_micro_steps, "PATIENCE_S", 0.01),
         mock.patch.object(PlanningInRollout, "run", slow(PlanningInRollout.run)),
         mock.patch.object(StepSlices, "_run_round", slow(StepSlices._run_round)),

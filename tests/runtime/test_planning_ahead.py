@@ -150,7 +150,7 @@ def test_a_failure_ahead_is_told_and_the_step_is_planned_at_once() -> None:
                 session.plan_ahead(trace.part(0, 15), token_budget=BUDGET)
                 assert session._in_rollout is not None
                 has_failed = where is dist or dist.get_rank() == 0
-                assert session._in_rollout.is_complete(None) == (not has_failed)
+                assert session._in_rollout.is_complete() == (not has_failed)
             planned = plan(session, trace, [])
         assert len(planned.schedule.rank) == 2 * trace.num_sequences
         assert planned.known_ahead == 0.0

@@ -110,7 +110,7 @@ class PlanningInRollout:
             self._waiting -= 1
             self._changed.notify_all()
 
-    def is_complete(self, patience_s: float | None) -> bool:
+    def is_complete(self, patience_s: float | None = None) -> bool:
         """Wait for all runs, for at most some seconds if these are given. Returns whether they have succeeded."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting, patience_s) and not self._has_failed

@@ -37,7 +37,7 @@ from trimtab.runtime.step_planner import SessionPlanner
 from trimtab.runtime.trace_checks import countable_trace, fingerprints, own_trace, trace_of_micro_steps
 from trimtab.trace import RoutingTrace
 
-# Most seconds that a step waits for what is planned ahead, before it is planned without.
+# Most seconds that a session waits for what is planned ahead, if no step follows.
 PATIENCE_S = 10.0
 T = TypeVar("T")
 
@@ -293,8 +293,8 @@ class SessionSteps(SessionMicroSteps):
             )
         problem = problem or attempt(self._require_plans)[1] or self._experts.optimizers.untrained()
         can_slice = self.settings.slices_plans and self._can_slice
-        patience_s = self.settings.patience_s(PATIENCE_S)
-        is_counted = self._in_rollout is not None and can_slice and self._in_rollout.is_complete(patience_s)
+        # To plan at once takes no less time.
+        is_counted = self._in_rollout is not None and can_slice and self._in_rollout.is_complete()
         values_RV = self._lockstep.agree(
             call, must_match={**same, **self._shared}, problem=problem,
             values=[can_slice, is_counted, *self._feedback.take()], all_data_ranks=True,
