@@ -102,7 +102,7 @@ mutants: .venv/.ready  ## make 200 random mistakes in the source, and count thos
 	$(BIN)/python tests/mutants/run.py --seed $(SEED)
 
 # A file after the other: some fill disks, or stop whole runs.
-reliability: .venv/.ready  ## faults of training runs, soaks, and fuzzing of imports (about 40 minutes)
+reliability: .venv/.ready  ## faults of training runs in every mode, soaks, and fuzzing of imports (about 90 minutes)
 	$(BIN)/python -m pytest tests/reliability
 	$(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[fuzz]'
 	$(BIN)/python tests/reliability/fuzz_imports.py --seconds 600

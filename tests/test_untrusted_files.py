@@ -11,19 +11,22 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from helpers.examples import examples
 from helpers.planner_steps import steady_step
-from trimtab import InputError, StepPlan
+from trimtab import InputError, RoutingTrace, StepPlan
 from trimtab.cluster import load_cluster, load_model
 from trimtab.cluster.presets import read_preset
 from trimtab.files import MOST_TEXT_BYTES, read_small_text
 from trimtab.trace import read_trace, synthesize, write_trace
 from trimtab.trace.parquet_footer import read_columns
+from trimtab.trace.row_groups import WINDOW_BYTES, schema_of, table_of
 
 GB = 1 << 30
 NUMBERS = (-(2**63), -1, 0, 1, 255, 2**31, 2**40, 2**63 - 1)
@@ -128,7 +131,8 @@ def test_claims_of_a_footer_are_those_that_arrow_reads(sequences: int, tmp_path:
 
     # A row group with a column "a" of 5 values and 7 bytes.
     def small(values: int, size: int) -> bytes:
-        column = b"\x3c\x39\x18\x01a\x26" + bytes([zigzag(values)]) + b"\x16" + bytes([zigzag(size)]) + b"\0\0"
+        numbers = b"\x26" + bytes([zigzag(values)]) + b"\x16" + bytes([zigzag(size)]) + b"\x16\x00\x26\x08"
+        column = b"\x3c\x39\x18\x01a" + numbers + b"\0\0"
         footer = b"\x49\x1c\x19\x1c" + column + b"\0\0"
         return b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1"
 
@@ -172,3 +176,76 @@ def test_texts_are_refused_above_16_mb(tmp_path: Path) -> None:
     # As Windows writes it.
     path.write_bytes(b"\xef\xbb\xbf{}")
     assert read_small_text(path) == "{}"
+
+
+def varint(number: int) -> bytes:
+    """A whole number as a footer has it."""
+    number, found = zigzag(number), bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes((*found, number))
+
+
+def lie(path: Path, value: int, claimed: int) -> None:
+    """Replace a number in a footer, wherever it is."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[-8:-4], "little")
+    footer = content[-8 - size : -8]
+    assert varint(value) in footer
+    footer = footer.replace(varint(value), varint(claimed))
+    path.write_bytes(content[: -8 - size] + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+
+
+def expect_refusal_before_arrow(path: Path, message: str) -> None:
+    read_by_arrow = mock.patch.object(pq.ParquetFile, "read_row_groups", side_effect=AssertionError)
+    with read_by_arrow, pytest.raises(InputError, match=message):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_pages_are_not_larger_than_a_footer_claims(lies: bool, tmp_path: Path) -> None:
+    """A few bytes of compressed text, 3 GB of it in a worse file, are refused before they are unpacked."""
+    path = tmp_path / "t.parquet"
+    trace = synthesize(num_sequences=2, sequence_length=4, num_layers=1, num_experts=8, top_k=1, zipf=0.0)
+    table = table_of(trace, schema_of(trace))
+    index = table.schema.get_field_index("domain")
+    table = table.set_column(index, table.schema.field(index), pa.array(["x" * 3_000_000, "y"], pa.string()))
+    pq.write_table(table, path, compression="zstd", use_dictionary=False, write_statistics=False)
+    assert path.stat().st_size < 10_000
+    if lies:
+        lie(path, pq.ParquetFile(path).metadata.row_group(0).column(index).total_uncompressed_size, 50)
+    expect_refusal_before_arrow(path, "row group 0: .* bytes beside the expert ids, which is more than")
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_windows_take_memory_in_proportion_to_the_file(
+    lies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal windows take a bit each in a file, and 170 bytes in memory."""
+    path, count = tmp_path / "t.parquet", 4 * 1000
+    ids = [np.zeros((1000, 1, 1), np.uint8)] * 4
+    windows = [((0, 1),) * 1000] * 4
+    write_trace(RoutingTrace.from_sequences(ids, num_experts=2, shape=(1, 1), windows=windows), path)
+    assert read_trace(path).windows.tolist() == windows
+    if lies:
+        lie(path, count, 9)
+    monkeypatch.setattr("trimtab.trace.row_groups.CLAIMED_BYTES", count * WINDOW_BYTES // 2)
+    monkeypatch.setattr("trimtab.trace.row_groups.CLAIMED_TIMES", 0)
+    expect_refusal_before_arrow(path, rf"the file claims to have {count - 4} windows, which is more than")
+
+
+def test_a_file_has_no_more_pages_than_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns that share their pages could take any time to read."""
+    trace_file(tmp_path / "t.parquet")
+    monkeypatch.setattr("trimtab.trace.parquet_footer.BYTES_A_PAGE", 1 << 30)
+    read_trace(tmp_path / "t.parquet")
+    part = synthesize(num_sequences=1, sequence_length=4, num_layers=1, num_experts=8, top_k=1, zipf=0.0)
+    write_trace([part] * 20, tmp_path / "t.parquet")
+    expect_refusal_before_arrow(tmp_path / "t.parquet", "more pages than a file of its size can hold")
+
+
+def test_a_column_has_a_value_for_each_sequence(tmp_path: Path) -> None:
+    trace_file(tmp_path / "t.parquet")
+    lie(tmp_path / "t.parquet", 6, 7)
+    expect_refusal_before_arrow(tmp_path / "t.parquet", r"row group 0 has \d sequences, and \d step|footer is damaged")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -62,4 +63,13 @@ def test_output_has_no_control_characters(
     assert status in (0, 2)
     assert shown.out or shown.err
     assert not CONTROL.findall(shown.out + shown.err)
+    # Nor do they begin a line of a message.
+    assert not re.search(r"^z", shown.err, re.MULTILINE)
     assert "\nalert" not in shown.err
+
+
+def test_a_timeline_has_no_control_characters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    words = ["simulate", "trace.parquet", "--ranks", "4", "--micro-steps", "2", "--model", "config.json"]
+    assert main([*words, "--perfetto", "timeline.json.gz"]) == 0
+    assert not CONTROL.findall(gzip.decompress(Path("timeline.json.gz").read_bytes()).decode().replace("\t", ""))

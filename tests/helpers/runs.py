@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from trimtab.rl.checkpoint import Checkpoint
 from trimtab.rl.demo_model import save_checkpoint
 from trimtab.rl.task import build_tokenizer
 
@@ -41,10 +42,39 @@ def settings(steps: int) -> list[str]:
     return [*words, "--token-budget", "256", "--compare-pairs", "0", "--save-every", "1", "--steps", str(steps)]
 
 
-def straight_run(folder: Path, steps: int) -> Path:
+# Of runs in which other things can go wrong, in `TrainConfig`.
+MODES: dict[str, dict[str, Any]] = {
+    "plan": {},
+    "rehome": {"mode": "rehome"},
+    # Other policies depend on measured times, or on loads before the run was stopped.
+    "live": {"mode": "live", "policy": "quota"},
+    # Windows of responses that stay open from step to step, and a value model with experts.
+    "t-ppo": {"algorithm": "t-ppo", "value_model": "trunk", "window": 3},
+}
+
+
+def of_mode(mode: str) -> dict[str, Any]:
+    """Settings of a small run in a mode of `MODES`, with a checkpoint after each step."""
+    given = {"warm_start_steps": 40, "held_out": 8, "problems": 8, "samples": 16, "token_budget": 256}
+    return {**given, "compare_pairs": 0, "save_every": 1, **MODES[mode]}
+
+
+def words_of_mode(mode: str) -> list[str]:
+    """The options of `trimtab train` for what `MODES` has."""
+    if mode == "live":
+        return ["--live", MODES[mode]["policy"]]
+    return [word for name, value in MODES[mode].items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def open_responses(checkpoint: Checkpoint) -> int:
+    """Responses that a later step continues."""
+    return len(checkpoint.algorithm_state().get("windows/length", ()))
+
+
+def straight_run(folder: Path, steps: int, mode: str = "plan") -> Path:
     """The output of an uninterrupted run of the model that is written to `folder / "model"`."""
     save_tiny_model(folder / "model")
-    run(train_command(folder / "out", "--model", str(folder / "model"), *settings(steps)))
+    run(train_command(folder / "out", "--model", str(folder / "model"), *settings(steps), *words_of_mode(mode)))
     assert sum(m["trained_sequences"] for m in metrics_of(folder / "out")[2:]) > 0
     return folder / "out"
 

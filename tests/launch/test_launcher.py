@@ -18,7 +18,7 @@ import torch.distributed as dist
 from trimtab import shared_files
 from trimtab.errors import InputError, RankFailedError
 from trimtab.launch import launch, launcher
-from trimtab.launch.launcher import Failure, raise_cause
+from trimtab.launch.launcher import Failure, raise_cause, read_error_file
 from trimtab.launch.suspension import Suspensions, is_suspended
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -91,6 +91,22 @@ def suspended_process() -> Iterator[subprocess.Popen[bytes]]:
 def signal_and_wait(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     process.send_signal(number)
     wait_for(lambda: [process.pid] * (is_suspended(process.pid) == (number == signal.SIGSTOP)), 1)
+
+
+def test_the_first_to_raise_does_not_depend_on_the_clock(tmp_path: Path) -> None:
+    """Not where ranks report in files, whose times are those of a clock that may be set."""
+    reported = []
+    for number in range(2):
+        file, before = tmp_path / f"{number}.json", time.monotonic()
+        program = "from trimtab.launch import launcher; launcher._exit_with_error(ValueError('wrong'))"
+        environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(file)}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
+        assert done.returncode == 1
+        report = read_error_file(file)
+        assert report is not None
+        assert before <= report.time <= time.monotonic()
+        reported.append(report.time)
+    assert reported == sorted(reported)
 
 
 def test_only_uninterrupted_suspension_counts() -> None:

@@ -75,6 +75,24 @@ def test_every_step_has_its_figures() -> None:
         assert {"rollout/moe/idle_share", "rollout/moe/plan_gain", "perf/moe_observe_time"} <= set(figures)
 
 
+def test_neither_the_constructor_nor_a_call_waits_for_kernels() -> None:
+    """Compiling may take minutes."""
+    compiled, warm_up = threading.Event(), Observation.warm_up
+
+    def compile_slowly(observation: Observation, num_experts: int) -> None:
+        assert compiled.wait(300)
+        warm_up(observation, num_experts)
+
+    with mock.patch.object(Observation, "warm_up", compile_slowly):
+        observer = observed()
+        observer.record(miles(sequences()), 0)
+        assert observer.metrics() == {}
+        compiled.set()
+        assert observer.flush(300)
+        assert observer.metrics()["rollout/moe/step"] == 0
+        observer.close()
+
+
 def test_metrics_are_those_of_the_last_step_and_are_given_once() -> None:
     with observed() as observer:
         assert observer.metrics() == {}
@@ -245,6 +263,28 @@ def test_a_model_with_other_layers_gives_no_times(caplog: pytest.LogCaptureFixtu
     assert {"moe/idle_share", "moe/plan_recovers"} <= figures.keys()
     assert "moe/plan_gain" not in figures
     assert "no times are predicted (no model that comes with Trimtab has 20 experts, top-2" in caplog.text
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+def test_the_end_waits_for_as_long_as_something_is_read(stalls: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """On a busy machine each step takes longer than the thread may make no progress for."""
+    steps: list[int] = []
+    begun, gate = threading.Event(), threading.Event()
+
+    def slow_sink(figures: Mapping[str, float], step: int) -> None:
+        steps.append(step)
+        begun.set()
+        gate.wait(60 if stalls else 0.3)
+
+    with mock.patch("trimtab.observe.observer.PATIENCE_S", 0.8):
+        observer = observed(sinks=[slow_sink])
+        for step in range(6):
+            observer.record(miles(sequences(step)), step)
+        assert begun.wait(300)
+        observer.close()
+    assert (len(steps) < 6) == stalls == ("the thread has read nothing for 1 s" in caplog.text)
+    gate.set()
+    observer.close()
 
 
 def test_a_closed_observer_takes_nothing_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:

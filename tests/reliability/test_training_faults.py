@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from helpers.runs import (
+    MODES,
     assert_same_run,
     count_steps,
     metrics_of,
@@ -27,11 +28,14 @@ from helpers.runs import (
     stopped_after,
     straight_run,
     train_command,
+    words_of_mode,
 )  # fmt: skip
 from trimtab.launch.suspension import is_suspended
+from trimtab.runtime.ranks.lockstep import COMPARE_AFTER_S
 
 STEPS = 24
-DEADLINE_S = 300
+# For what never ends; a busy machine may take minutes to start a run.
+DEADLINE_S = 1800
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -39,6 +43,19 @@ SHARED_MEMORY = Path("/dev/shm")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run."""
     return straight_run(tmp_path_factory.mktemp("straight"), STEPS)
+
+
+@pytest.fixture(scope="module")
+def straight_in(straight: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """An uninterrupted run in a mode of `MODES`."""
+    known = {"plan": straight}
+
+    def run_once(mode: str) -> Path:
+        if mode not in known:
+            known[mode] = straight_run(tmp_path_factory.mktemp(mode), STEPS, mode)
+        return known[mode]
+
+    return run_once
 
 
 @pytest.fixture(scope="module")
@@ -105,18 +122,24 @@ FAULTS: dict[str, tuple[dict[str, signal.Signals], int, str]] = {
 }  # fmt: skip
 
 
+def options_of(mode: str, straight: Path) -> list[str]:
+    return ["--model", str(straight.parent / "model"), *settings(STEPS), *words_of_mode(mode)]
+
+
 @pytest.mark.parametrize("moment", ["start", "step", "checkpoint"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_run_with_faults_of_processes_equals_an_uninterrupted_one(
-    moment: str, straight: Path, tmp_path: Path
+    mode: str, moment: str, straight_in: Callable[[str], Path], tmp_path: Path
 ) -> None:
     seed = time.time_ns() % 1_000_000
     rng = random.Random(seed)
-    out, options = tmp_path / "out", ["--model", str(straight.parent / "model"), *settings(STEPS)]
+    straight = straight_in(mode)
+    out, options = tmp_path / "out", options_of(mode, straight)
     # A rank continues with its launcher once it has begun.
     names = [name for name in FAULTS if moment != "start" or "suspended" not in name]
     for name in rng.sample(names, len(names)):
         signals, status, message = FAULTS[name]
-        where = f"seed {seed}: {name}, {moment}"
+        where = f"seed {seed}: {name}, {mode}, {moment}"
         process = start(out, *options)
         try:
             wait_for_moment(moment, process, out, rng)
@@ -138,6 +161,32 @@ def test_a_run_with_faults_of_processes_equals_an_uninterrupted_one(
             if processes_under(process.pid) or process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     run(train_command(out, *options, "--resume"))
+    assert_same_run(out, straight, STEPS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_that_is_suspended_for_longer_than_ranks_compare_calls_continues(
+    mode: str, straight_in: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Other ranks wait, and may say so; none takes it for dead, and nothing is planned without it."""
+    seed = time.time_ns() % 1_000_000
+    rng = random.Random(seed)
+    straight, out = straight_in(mode), tmp_path / "out"
+    process = start(out, *options_of(mode, straight))
+    try:
+        for moment in ("start", "step", "step"):
+            wait_for_moment(moment, process, out, rng)
+            rank = rng.choice(ranks_under(process.pid))
+            os.kill(rank, signal.SIGSTOP)
+            wait_for(partial(is_suspended, rank), "a rank runs")
+            time.sleep(2 * COMPARE_AFTER_S + 1)
+            os.kill(rank, signal.SIGCONT)
+        _, error = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0, (seed, error)
+        assert all(" waits in " in line for line in error.splitlines()), (seed, error)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
     assert_same_run(out, straight, STEPS)
 
 
@@ -274,18 +323,19 @@ def test_a_run_continues_with_another_number_of_ranks(
     assert sorted(path.name for path in (out / "checkpoints").iterdir())[-1] == f"step-{STEPS:05d}"
 
 
-def test_a_run_continues_after_the_clock_was_set_back(
-    straight: Path, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("day_s", [-86_400, 86_400], ids=["set back", "set forward"])
+def test_a_run_continues_after_the_clock_was(
+    day_s: int, straight: Path, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a day, and again by an hour every few calls. The files of the run are from the future."""
+    """By a day, and again by an hour every few calls. The files of the run are from the future, or from long ago."""
     out = tmp_path / "out"
     shutil.copytree(stopped, out)
-    later = time.time() + 86_400
+    then = time.time() - day_s
     for path in out.rglob("*"):
-        os.utime(path, (later, later))
+        os.utime(path, (then, then))
     (tmp_path / "sitecustomize.py").write_text(
         "import itertools, time\nclock, calls = time.time, itertools.count()\n"
-        "time.time = lambda: clock() - 86_400 - 3600 * (next(calls) // 5)\n"
+        f"time.time = lambda: clock() + {day_s} + {day_s // 24} * (next(calls) // 5)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
     run(train_command(out, "--resume"))

@@ -123,20 +123,40 @@ def test_sequences_are_counted_once() -> None:
     assert counted == [5, 10, 5]
 
 
+@contextmanager
+def warnings_of_trimtab() -> Iterator[list[str]]:
+    """Messages that are logged as warnings in the context."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    with mock.patch.object(handler, "emit", lambda record: messages.append(record.getMessage())):
+        logging.getLogger("trimtab").addHandler(handler)
+        try:
+            yield messages
+        finally:
+            logging.getLogger("trimtab").removeHandler(handler)
+
+
 @runs_on_ranks()
 def test_a_failure_ahead_is_told_and_the_step_is_planned_at_once() -> None:
-    """All ranks count all of their sequences again."""
-    trace, warnings, log = rank_trace(), list[str](), logging.getLogger("trimtab")
-    with (
-        mock.patch.object(log, "warning", lambda text, *values: warnings.append(text % values)),
-        mock.patch.object(SessionPlanner, "plan_ahead", side_effect=MemoryError("no memory")),
-        counting() as counted,
-    ):
-        planned = plan(make_session(), trace, [np.arange(15)])
-    assert len(planned.schedule.rank) == 2 * trace.num_sequences
-    assert planned.known_ahead == 0.0
-    assert counted == [15, 21]
-    assert ["no memory" in warning for warning in warnings] == [True] * (dist.get_rank() == 0)
+    """All ranks count all of their sequences again. Where a rank has ended, others are quiet until a call of theirs
+    fails, which names it.
+    """
+    for where, error in ((SessionPlanner, MemoryError("no memory")), (dist, RuntimeError("connection closed by peer"))):
+        trace, session = rank_trace(), make_session()
+        # The exchange of the schedule is another.
+        name = "plan_ahead" if where is SessionPlanner else "gather_object"
+        with warnings_of_trimtab() as warnings, counting() as counted:
+            with mock.patch.object(where, name, side_effect=error):
+                session.plan_ahead(trace.part(0, 15), token_budget=BUDGET)
+                assert session._in_rollout is not None
+                has_failed = where is dist or dist.get_rank() == 0
+                assert session._in_rollout.is_complete() == (not has_failed)
+            planned = plan(session, trace, [])
+        assert len(planned.schedule.rank) == 2 * trace.num_sequences
+        assert planned.known_ahead == 0.0
+        assert counted == [15, 21]
+        tells = where is SessionPlanner and dist.get_rank() == 0
+        assert ["no memory" in warning for warning in warnings] == [True] * tells
 
 
 @runs_on_ranks()

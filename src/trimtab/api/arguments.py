@@ -13,6 +13,7 @@ import numpy as np
 from trimtab.cluster import ModelSpec, load_model, model_like, preset_of_label
 from trimtab.errors import InputError
 from trimtab.trace import RoutingTrace
+from trimtab.trace.message_text import clip
 
 ModelSource = ModelSpec | str | os.PathLike[str]
 Overrides = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -126,6 +127,6 @@ def _unnamed_model(name: str, trace: RoutingTrace, *, assume: bool) -> ModelSpec
         return None
     model = model_like(trace.num_experts, trace.top_k, trace.num_layers)
     check_model(name, trace, model)
-    named = f"names {trace.model}" if trace.model else "names no model"
+    named = f"names {clip(trace.model)}" if trace.model else "names no model"
     log.info("model: %s is assumed, by experts and top-k; the trace %s; --model gives another", model.name, named)
     return model

@@ -238,6 +238,9 @@ def _exit_with_error(error: Exception) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
+    # In place of the time of a clock that may be set while the run goes on.
+    with suppress(KeyError, OSError):
+        os.utime(os.environ["TORCHELASTIC_ERROR_FILE"], ns=(time.monotonic_ns(),) * 2)
     if not isinstance(error, InputError):
         traceback.print_exception(error)
     elif "TORCHELASTIC_ERROR_FILE" not in os.environ:

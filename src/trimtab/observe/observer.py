@@ -36,7 +36,7 @@ DISK_MB = 10_000
 FILE_BYTES = 4 << 20
 # Calls that may wait for the thread.
 MOST_CALLS = 64
-# Seconds for which the end of the program waits for the thread.
+# Seconds without progress of the thread after which the end of the program no longer waits for it.
 PATIENCE_S = 30.0
 # Of the thread: below that of the training's threads.
 NICENESS = 10
@@ -119,6 +119,8 @@ class Observer:
         self._num_experts = experts
         self._lock = threading.Lock()
         self._ready: dict[str, float] = {}
+        # Samples of the call that the thread reads, until they are read.
+        self._reading: list[Any] = []
         name = f"rank-{rank_variable('RANK', 0) if rank is None else rank}"
         self._observation = Observation(
             self._options,
@@ -188,12 +190,22 @@ class Observer:
         return done.wait(timeout) if self._thread.is_alive() else False
 
     def close(self) -> None:
-        """Read and write what was handed over, for 30 s at most, and end the thread. Programs call it when they end."""
+        """Read and write what was handed over, and end the thread. Programs call it when they end.
+
+        It gives up when the thread has read nothing for 30 s.
+        """
         atexit.unregister(self.close)
         self._calls.put(None)
-        self._thread.join(PATIENCE_S)
+        before = None
+        while self._thread.is_alive() and (left := self._left()) != before:
+            before = left
+            self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
-            self._complain("closed", f"the thread had not read everything after {PATIENCE_S:.0f} s")
+            self._complain("closed", f"the thread has read nothing for {PATIENCE_S:.0f} s; the rest is left out")
+
+    def _left(self) -> tuple[int, int]:
+        """Calls that wait for the thread, and samples of the call that it reads."""
+        return self._calls.qsize(), len(self._reading)
 
     def __enter__(self) -> Observer:
         return self
@@ -216,7 +228,7 @@ class Observer:
                     self._observation.flush()
                     call.set()
                     continue
-                start = time.thread_time()
+                start, self._reading = time.thread_time(), call.samples
                 for step, figures in self._observation.take(call):
                     self._publish(step, figures | {"observe_thread_s": time.thread_time() - start})
             except BaseException as error:

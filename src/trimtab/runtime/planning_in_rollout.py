@@ -23,8 +23,6 @@ from trimtab.trace import RoutingTrace
 
 # Homes and strategy are chosen again if less than this part of a step's tokens was counted ahead.
 KNOWN_AHEAD = 0.5
-# Most seconds that a step waits for what is planned ahead, before it is planned without.
-PATIENCE_S = 10.0
 
 
 class RankSequences(NamedTuple):
@@ -93,9 +91,10 @@ class PlanningInRollout:
         Args:
             placement: the present homes.
         """
-        start = time.perf_counter()
+        start, is_gathered = time.perf_counter(), False
         try:
             self._gather(trace)
+            is_gathered = True
             if self._known:
                 # In an order that does not depend on that of arrival.
                 self.planned = plan(SequenceCounts.concatenate([self._known[key] for key in sorted(self._known)]))
@@ -104,15 +103,17 @@ class PlanningInRollout:
             self.seconds += time.perf_counter() - start
         except BaseException as error:
             self._has_failed = True
-            logging.getLogger("trimtab").warning("planning ahead failed, the step is planned at once: %r", error)
+            # If a rank has ended, the next call of the session says so, unless this one ends before.
+            level = logging.DEBUG if isinstance(error, RuntimeError) and not is_gathered else logging.WARNING
+            logging.getLogger("trimtab").log(level, "planning ahead failed, the step is planned at once: %r", error)
         with self._changed:
             self._waiting -= 1
             self._changed.notify_all()
 
-    def is_complete(self) -> bool:
-        """Wait for all runs. Returns whether they have succeeded."""
+    def is_complete(self, patience_s: float | None = None) -> bool:
+        """Wait for all runs, for at most some seconds if these are given. Returns whether they have succeeded."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting, PATIENCE_S) and not self._has_failed
+            return self._changed.wait_for(lambda: not self._waiting, patience_s) and not self._has_failed
 
     def count_new(self, trace: RoutingTrace) -> RankSequences:
         """This rank's sequences, with the counts of those that were not counted ahead."""

@@ -39,7 +39,7 @@ class SessionMicroSteps(SessionBase):
         # The step whose plan was applied last; None before the first plan, and once live micro-steps are balanced.
         self._step: RunningStep | None = None
         # Most seconds that a micro-step waits for its slices.
-        self._patience_s = 0.0
+        self._patience_s: float | None = 0.0
         # Whether the planner's thread still works.
         self._can_slice = True
 
@@ -119,7 +119,7 @@ class SessionMicroSteps(SessionBase):
         self._calls.backward.end_plan()
         self._live = None
         slices = None if self._step is None else self._step.slices
-        if slices is not None and not slices.end(PATIENCE_S) and self._can_slice:
+        if slices is not None and not slices.end(self.settings.patience_s(PATIENCE_S)) and self._can_slice:
             self._can_slice = False
             logging.getLogger("trimtab").warning(
                 "the planner's thread does not end; plans are made before their step from now on"

@@ -162,6 +162,14 @@ class SessionSettings:
         """Whether replicas may be planned while the step runs."""
         return self.mode == "plan" and self.max_rows_per_rank is None and not self.exact
 
+    def patience_s(self, seconds: float) -> float | None:
+        """Most seconds to wait for what is planned on a thread, before going on without it.
+
+        None with given `rates`: the same run then makes the same plans, however busy the machine is. The thread ends
+        with the plan, or with the exchange of a rank that has ended.
+        """
+        return seconds if self.rates is None else None
+
     @property
     def planned_slots(self) -> int:
         """Most replicas of one layer on a rank that plans may have."""

@@ -37,8 +37,8 @@ from trimtab.runtime.step_planner import SessionPlanner
 from trimtab.runtime.trace_checks import countable_trace, fingerprints, own_trace, trace_of_micro_steps
 from trimtab.trace import RoutingTrace
 
-# Most seconds that a micro-step waits for its slices in runs that can be repeated.
-LONGEST_WAIT_S = 60.0
+# Most seconds that a session waits for what is planned ahead, if no step follows.
+PATIENCE_S = 10.0
 
 
 class _Agreed(NamedTuple):
@@ -240,7 +240,7 @@ class SessionSteps(SessionMicroSteps):
     def _drop_step(self) -> None:
         """End the present step, and what was planned of the next one, with their threads."""
         if self._in_rollout is not None:
-            self._in_rollout.is_complete()
+            self._in_rollout.is_complete(PATIENCE_S)
         self._in_rollout = None
         super()._drop_step()
 
@@ -296,6 +296,7 @@ class SessionSteps(SessionMicroSteps):
             )
         problem = problem or attempt(self._require_plans)[1] or self._experts.optimizers.untrained()
         can_slice = self.settings.slices_plans and self._can_slice
+        # To plan at once takes no less time.
         is_counted = self._in_rollout is not None and can_slice and self._in_rollout.is_complete()
         values_RV = self._lockstep.agree(
             call, must_match={**same, **self._shared}, problem=problem,
@@ -413,11 +414,8 @@ class SessionSteps(SessionMicroSteps):
         planner = SlicePlanner.of(rules, self.topology.group, workload, header.home, first_layer)
         slices = StepSlices(header, planner, self.topology, expected_max_vio=rules.max_vio)
         planner_thread(self.topology).start(slices.run)
-        # A micro-step waits for its replicas for as long as they are predicted to save, or as long as it takes for runs
-        # that can be repeated.
-        self._patience_s = rules.saved_s / max(1, header.num_micro_steps)
-        if self.settings.rates is not None:
-            self._patience_s = LONGEST_WAIT_S
+        # A micro-step waits for its replicas for as long as they are predicted to save.
+        self._patience_s = self.settings.patience_s(rules.saved_s / max(1, header.num_micro_steps))
         return slices
 
 

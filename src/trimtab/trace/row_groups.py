@@ -38,8 +38,8 @@ MOST_LAYERS, LAYER_INDICES = 4096, 1 << 20
 # What a file may claim to hold in memory: so many bytes, and so many times its size. Ids of synthetic presets take
 # 1.5 times their file.
 CLAIMED_BYTES, CLAIMED_TIMES = 512 << 20, 64
-# Memory of the facts of a sequence, with a short name.
-FACTS_BYTES = 128
+# Memory of the facts of a sequence, with a short name, and of a window.
+FACTS_BYTES, WINDOW_BYTES = 128, 192
 
 _WINDOW = pa.struct([pa.field("version", pa.int32(), nullable=False), pa.field("rows", pa.int32(), nullable=False)])
 _SCHEMA = pa.schema(
@@ -139,15 +139,21 @@ def read_facts(
     _check_claim(rows * FACTS_BYTES, allowed, f"{rows} sequences")
     if len(columns) != parquet.num_row_groups:
         raise InputError("not a readable Parquet file (its footer is damaged)")
+    all_windows = 0
     for group, claims in enumerate(columns):
         in_group = parquet.metadata.row_group(group).num_rows
         claimed = sum(column.uncompressed_bytes for column in claims if not column.path.startswith(IDS))
         most = BYTES_A_ROW * (in_group + 64)
         _check_claim(claimed, most, f"row group {group}: {claimed} bytes beside the expert ids")
+        for column in claims:
+            if "." not in column.path and column.num_values != in_group:
+                raise InputError(f"row group {group} has {in_group} sequences, and {column.num_values} {column.path}")
         windows = max((column.num_values for column in claims if column.path.startswith(f"{WINDOWS}.")), default=0)
-        # An empty list is one value.
         if windows > in_group * MOST_WINDOWS:
             raise InputError(f"its sequences claim {windows} windows; one has at most {MOST_WINDOWS}")
+        # An empty list is one value.
+        all_windows += max(0, windows - in_group)
+    _check_claim(all_windows * WINDOW_BYTES, allowed, f"{all_windows} windows")
     facts = _facts(parquet, range(parquet.num_row_groups))
     tokens = int(facts.lengths.sum())
     _check_claim(tokens * empty.num_layers * empty.top_k * empty.expert_ids.itemsize, allowed, f"{tokens} tokens")

@@ -35,6 +35,7 @@ from trimtab.trace.formats.bounded_import import SMALL_FILE, Limits, MemoryWatch
 from trimtab.trace.formats.importing import common_format
 from trimtab.trace.formats.normalise import Summary
 from trimtab.trace.formats.records import ImportOptions
+from trimtab.trace.row_groups import table_of
 
 # These start commands, or import files in another process.
 pytestmark = pytest.mark.slow
@@ -292,6 +293,32 @@ def test_a_reader_that_dies_is_an_error_of_one_line(
     assert not list(tmp_path.glob("*.parquet*"))
 
 
+def test_a_reader_that_is_killed_while_the_trace_is_written_leaves_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a system without memory."""
+    killed: list[str] = []
+
+    def killing(part: RoutingTrace, schema: object) -> object:
+        assert list(tmp_path.glob(".out.parquet.*.partial"))
+        for child in _children() if not killed else []:
+            killed.append(child)
+            os.kill(int(child), signal.SIGKILL)
+        return table_of(part, schema)
+
+    monkeypatch.setattr("trimtab.trace.row_groups.table_of", killing)
+    for name in "abcd":
+        np.save(tmp_path / f"{name}.npy", np.tile(np.arange(8, dtype=np.uint8), (50_000, 48, 1)))
+    files = [str(path) for path in sorted(tmp_path.iterdir())]
+    words = ["--format", "vllm", "--num-experts", str(NUM_EXPERTS), "-o", str(tmp_path / "out.parquet")]
+    assert main(["trace", "import", *files, *words]) == 2
+    assert len(killed) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert ".npy: its reader was ended by SIGKILL, as for lack of memory" in error
+    assert sorted(str(path) for path in tmp_path.iterdir()) == files
+
+
 def test_an_import_that_is_given_up_ends_its_child(tmp_path: Path) -> None:
     ids = np.tile(np.arange(8, dtype=np.uint8), (50_000, 48, 1))
     np.save(tmp_path / "a.npy", ids)
@@ -307,5 +334,5 @@ def test_an_import_that_is_given_up_ends_its_child(tmp_path: Path) -> None:
 
 def _children() -> list[str]:
     """Process ids of this process's readers."""
-    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    found = [pid for tasks in Path("/proc/self/task").glob("*/children") for pid in tasks.read_text().split()]
     return [each for each in found if b"formats.bounded_import" in Path(f"/proc/{each}/cmdline").read_bytes()]

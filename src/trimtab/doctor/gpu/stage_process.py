@@ -91,7 +91,7 @@ def run_stage(stage: Stage, ranks: int, folder: Path) -> StageResult:
     process = multiprocessing.get_context("spawn").Process(
         target=_lead,
         # Pickled, so that the leader need not import what ranks need.
-        args=(os.getpid(), pickle.dumps(stage.run), ranks, files, time.time() + stage.timeout_s - DUMP_S),
+        args=(os.getpid(), pickle.dumps(stage.run), ranks, files, time.monotonic() + stage.timeout_s - DUMP_S),
     )
     process.start()
     try:
@@ -152,7 +152,7 @@ def _on_rank(run: bytes, files: Path, dump_time: float) -> None:
     # The name has the process, whose shared memory is removed if it is killed.
     stacks = (files / f"rank-{rank}-{os.getpid()}.txt").open("w")
     faulthandler.enable(stacks)
-    faulthandler.dump_traceback_later(max(0.1, dump_time - time.time()), file=stacks)
+    faulthandler.dump_traceback_later(max(0.1, dump_time - time.monotonic()), file=stacks)
     logged = _Warnings()
     logging.getLogger("trimtab").addHandler(logged)
     findings = pickle.loads(run)() + [Finding("log", "warning", text) for text in logged.texts]

@@ -125,8 +125,8 @@ class StepSlices:
             self._changed.notify_all()
         return True
 
-    def wait(self, micro_step: int, most_s: float) -> float:
-        """Wait until a micro-step's slices are here, for at most some seconds; returns the seconds."""
+    def wait(self, micro_step: int, most_s: float | None) -> float:
+        """Wait until a micro-step's slices are here, for at most `most_s` if it is given; returns the seconds."""
         start = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._is_done or len(self._plans) > self._round_of[micro_step], most_s)
@@ -180,7 +180,7 @@ class StepSlices:
         number = self._round_of[micro_step]
         return InstanceReplicas.of(self._plans[number], micro_step - self._rounds[number].start, layer)
 
-    def end(self, patience_s: float) -> bool:
+    def end(self, patience_s: float | None) -> bool:
         """Stop planning, and tell if much was late. Returns whether the thread is done and can be used again."""
         self._stops = True
         with self._changed:
