@@ -41,7 +41,6 @@ def test_replay_is_exact_and_every_micro_step_is_planned(run: tuple[Path, str]) 
         # In bfloat16 the rollout is not exact.
         assert 0 < m["ppo/rollout_logprob_diff"] < 0.1
         assert m["moe/unplanned_micro_steps"] == 0
-        assert m["moe/max_vio_after"] <= m["moe/max_vio_before"]
         # Of 16 problems with 16 samples each a whole number is solved.
         assert m["reward"] * 256 == pytest.approx(round(m["reward"] * 256), abs=1e-6)
         assert 0 < m["planning_s"] < m["prepare_s"]
@@ -56,7 +55,7 @@ def test_replay_is_exact_and_every_micro_step_is_planned(run: tuple[Path, str]) 
         assert (moved["gradient"] > 0) == (moved["peer"] + moved["host"] > 0) == has_replicas
         assert m["memory/pool_bytes"] % expert_bytes == 0
         assert m["memory/pool_bytes"] >= RING_LAYERS * 2 * expert_bytes
-    assert any(m["moe/replicas"] > 0 for m in metrics)
+    assert any(m["moe/replicas"] > 0 and m["moe/max_vio_after"] < m["moe/max_vio_before"] for m in metrics)
 
 
 def test_routing_and_checkpoints_can_be_read(run: tuple[Path, str]) -> None:
@@ -64,7 +63,7 @@ def test_routing_and_checkpoints_can_be_read(run: tuple[Path, str]) -> None:
     for step in (0, 1):
         trace = read_trace(out / "routing" / f"step-{step:05d}.parquet")
         assert set(trace.steps.tolist()) <= {step}
-        assert (trace.num_layers, trace.num_experts, trace.top_k) == (4, 8, 1)
+        assert (trace.num_layers, trace.num_experts, trace.top_k) == (2, 8, 1)
     checkpoints = sorted((out / "checkpoints").iterdir())
     assert [c.name for c in checkpoints] == ["step-00000", "step-00001", "step-00002"]
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoints[-1])
@@ -113,7 +112,7 @@ def test_the_report_shows_the_measured_figures(run: tuple[Path, str]) -> None:
     for process in processes:
         # Experts of every layer run once forward and once backward, in order.
         work = [e for e in events if e["ph"] == "X" and e["pid"] == process]
-        for kind, layers in (("experts", [0, 1, 2, 3]), ("experts, backward", [3, 2, 1, 0])):
+        for kind, layers in (("experts", [0, 1]), ("experts, backward", [1, 0])):
             mine = sorted((e["ts"], e["args"]["layer"]) for e in work if e["name"] == kind)
             assert [layer for layer, _ in groupby(layer for _, layer in mine)] == layers
 
