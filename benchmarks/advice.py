@@ -181,9 +181,8 @@ def held_out(count: int, cut_count: int) -> Figures:
 def print_figures(figures: Figures, console: Console) -> None:
     """Print the tables."""
     columns = {
-        "preset": "{preset}", "sequences": "{sequences}", "over": "{over}", "mean error": "{mean_error:.1%}",
-        "worst": "{worst_error:.1%}", "bias": "{bias:+.1%}", "bar": "{bar:.0%}", "within": "{within_bar} of {draws}",
-        "in interval": "{inside} of {draws}",
+        "preset": "{preset}", "sequences": "{sequences}", "over": "{over}", "worst error": "{worst_error:.1%}",
+        "bias": "{bias:+.1%}", "in bar": "{within_bar} of {draws}", "in interval": "{inside} of {draws}",
     }  # fmt: skip
     console.print(
         figure_table("Speed-up of trimtab, scaled against whole steps", columns, figures["scaling"]["summary"])
