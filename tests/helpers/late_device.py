@@ -27,6 +27,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab.array_type import Array
+from trimtab.runtime.ranks.topology import Topology
+from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.message_rounds import MOST_OPERATIONS
 from trimtab.runtime.transfer.peer_memory import PeerMemory
@@ -302,12 +304,17 @@ def install(mode: str, *, peers: bool = False) -> Iterator[LateDevice]:
     """
     assert mode in MODES
     device = LateDevice()
+
+    def across(topology: Topology, layers: Sequence[HomeExperts], most_bytes: int | None = None) -> PeerMemory:
+        return PeerMemory.in_host_memory(topology, layers)
+
     cuda = {
         "Stream": lambda device_=None, priority=0: device.make_stream(),
         "Event": lambda **_: Event(device),
         "stream": device.enter,
         "current_stream": lambda device_=None: device.current,
         "synchronize": device.synchronize,
+        "empty_cache": lambda: None,
         "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -315,6 +322,6 @@ def install(mode: str, *, peers: bool = False) -> Iterator[LateDevice]:
         for name, simulated in cuda.items():
             patch.setattr(torch.cuda, name, simulated)
         patch.setattr(dist, "batch_isend_irecv", device.post_late if mode == "late" else device.post_serially)
-        patch.setattr(PeerMemory, "across", PeerMemory.in_host_memory if peers else lambda topology, layers: None)
+        patch.setattr(PeerMemory, "across", across if peers else lambda *_: None)
         yield device
         device.synchronize()

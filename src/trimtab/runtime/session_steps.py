@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -387,9 +386,8 @@ class SessionSteps(SessionMicroSteps):
         moving_s = time.perf_counter() - start
         self._feedback.begin(planned if is_executed and schedule is not None else None, moving_s)
         return PlanReport.of(
-            planned, (before, after), experts.transfers, is_executed=is_executed, homes_moved=moved,
+            planned, (before, after), self.memory(), is_executed=is_executed, homes_moved=moved,
             moving_s=moving_s, applying_s=time.perf_counter() - applied_at - moving_s,
-            free_bytes=_free_bytes(experts.device),
         )  # fmt: skip
 
     def _checked_load(self, plan: StepPlan, trace: RoutingTrace, load: RankLoad | None) -> RankLoad:
@@ -413,9 +411,3 @@ class SessionSteps(SessionMicroSteps):
         if self.settings.rates is not None:
             self._patience_s = LONGEST_WAIT_S
         return slices
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -29,6 +29,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def release_cache(device: torch.device) -> None:
+    """Give memory of the device back that torch keeps for later tensors. A device without streams has none."""
+    if has_streams(device):
+        torch.cuda.empty_cache()
+
+
 def start_timer(device: torch.device) -> Callable[[], Callable[[], float | None]]:
     """Time what is queued on the current stream from now on.
 
