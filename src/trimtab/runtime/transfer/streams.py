@@ -105,9 +105,8 @@ class BackgroundCopies:
     def upload(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Wait]:
         """Copy tensors to new memory of the device. Returns the copies, and a function to call before they are used."""
         targets = [torch.empty_like(source, device=self._device) for source in sources]
-        for target in targets:
-            if target.is_cuda:
-                assert self._stream is not None
+        if self._stream is not None:
+            for target in targets:
                 # Nothing may ever wait for the copy.
                 target.record_stream(self._stream)
         return targets, self.start([*zip(targets, sources, strict=True)])
