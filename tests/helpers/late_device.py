@@ -371,6 +371,7 @@ def install(mode: str, *, peers: bool = False) -> Iterator[LateDevice]:
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "has_streams", lambda device: True)
+        patch.setattr(torch.Tensor, "record_stream", record_stream)
         for name, simulated in cuda.items():
             patch.setattr(torch.cuda, name, simulated)
         patch.setattr(dist, "batch_isend_irecv", device.post_serially if mode == "serial" else device.post_late)
@@ -379,6 +380,5 @@ def install(mode: str, *, peers: bool = False) -> Iterator[LateDevice]:
             if device.late is not None:
                 patch.setattr(torch.Tensor, "numpy", lambda t, **_: device.check_host_read(t) or NUMPY(t))
                 patch.setattr(torch.Tensor, "tolist", lambda t: device.synchronize() or TOLIST(t))
-                patch.setattr(torch.Tensor, "record_stream", record_stream)
             yield device
             device.synchronize()
