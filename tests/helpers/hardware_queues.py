@@ -114,10 +114,10 @@ def recording(device: LateDevice) -> Iterator[QueueLog]:
         _before(patch, exchange.RowExchange, "finish", lambda rows: log.waits(device.compute, ends.pop(rows)))
         all_reduce = dist.all_reduce
 
-        def reduce(tensor: Any, *args: Any, group: Any = None, **named: Any) -> Any:
+        def reduce(tensor: Any, *args: Any, **named: Any) -> Any:
             if hasattr(tensor.untyped_storage(), "is_late"):
-                log.waits(device.compute, _collective(log, device, group or dist.group.WORLD))
-            return all_reduce(tensor, *args, group=group, **named)
+                log.waits(device.compute, _collective(log, device, named.get("group") or dist.group.WORLD))
+            return all_reduce(tensor, *args, **named)
 
         patch.setattr(dist, "all_reduce", reduce)
         yield log

@@ -188,10 +188,16 @@ class LateDevice:
         for stream in (self.compute, *self._streams):
             stream.synchronize()
 
-    def check_host_read(self, tensor: torch.Tensor) -> None:
-        """Raise if queued work writes a tensor that the host is about to read."""
+    def to_list(self, tensor: torch.Tensor) -> Any:
+        """As `Tensor.tolist`, for which the host waits."""
+        self.synchronize()
+        return TOLIST(tensor)
+
+    def checked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that the host is about to read. Raises PendingReadError if queued work writes it."""
         if any(stream.writes(addresses(tensor)) for stream in (self.compute, *self._streams)):
             raise PendingReadError(f"the host reads a tensor {list(tensor.shape)} that is not computed yet")
+        return tensor
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy between tensors of the same dtype."""
@@ -213,7 +219,7 @@ class LateDevice:
 
         mark_late(target)
         if self.mode == "lazy":
-            self.compute.push(lambda: done or _numpy(target).fill(0xFF))
+            self.compute.push(lambda: None if done else _numpy(target).fill(0xFF))
         stream.push(copy, _range(target))
 
     def post_late(self, operations: Sequence[dist.P2POp]) -> list[Work]:
@@ -378,7 +384,7 @@ def install(mode: str, *, peers: bool = False) -> Iterator[LateDevice]:
         patch.setattr(PeerMemory, "across", across if peers else lambda *_: None)
         with device.late or nullcontext():
             if device.late is not None:
-                patch.setattr(torch.Tensor, "numpy", lambda t, **_: device.check_host_read(t) or NUMPY(t))
-                patch.setattr(torch.Tensor, "tolist", lambda t: device.synchronize() or TOLIST(t))
+                patch.setattr(torch.Tensor, "numpy", lambda t, **_: NUMPY(device.checked(t)))
+                patch.setattr(torch.Tensor, "tolist", lambda t: device.to_list(t))
             yield device
             device.synchronize()

@@ -24,6 +24,7 @@ class PlanReport:
     plan was applied.
     """
 
+    memory: RankMemory
     is_sliced: bool = measured("whether replicas and split follow while the step runs")
     planning_s: float = measured("from counting to the end of the plan's broadcast", "s", key="planning_s")
     waited_s: float = measured(
@@ -59,7 +60,6 @@ class PlanReport:
         "of the busiest rank in its busiest instance, at the present homes", "rows", key="moe/peak_rows_before"
     )
     peak_rows_after: int = measured("the same under the plan", "rows", key="moe/peak_rows_after")
-    memory: RankMemory
 
     @classmethod
     def of(
