@@ -1,14 +1,16 @@
 """A simulated accelerator: the runtime's CUDA branches on CPU tensors, with the least favourable timing.
 
-Compute runs at once. Copies on side streams and messages run in one of two modes:
+Copies on side streams and messages run in one of four modes:
 
 * `late`: as late as the runtime allows, when something waits for them. Until then their targets hold NaN, and their
   sources must not change. Messages of one process group match in the order in which they are posted, as with NCCL.
 * `serial`: copies as before; every batch of messages is complete on both ends before the host goes on. A GPU does this
   if it runs one communication kernel at a time. Ranks that post batches in different orders block each other.
+* `early`: compute runs late, see `helpers.late_compute`, and copies as soon as what they wait for has run.
+* `lazy`: compute and copies run late, and freed memory is used again at once.
 
-A missing wait gives NaN or `TransferRaceError`. Not simulated: compute that runs after the host has gone on. Instead,
-copies on a side stream that has not waited for compute raise `TransferRaceError`.
+A missing wait gives NaN or `TransferRaceError`. In the first two modes compute runs at once; copies on a side stream
+that has not waited for compute raise `TransferRaceError`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,14 +26,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from helpers.late_compute import LateCompute, PendingReadError, addresses, alias, mark_late
 from trimtab.array_type import Array
+from trimtab.runtime.ranks.topology import Topology
+from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.message_rounds import MOST_OPERATIONS
 from trimtab.runtime.transfer.peer_memory import PeerMemory
 
 MODES = ("late", "serial")
+LATE_COMPUTE = ("early", "lazy")
 # Tags of messages and of their acknowledgements in `serial`.
 MESSAGE, ACKNOWLEDGEMENT = 0, 1
 
@@ -50,7 +56,7 @@ class Stream:
     def __init__(self, device: LateDevice) -> None:
         self.device = device
         self.has_waited = False
-        self._queue: deque[tuple[Callable[[], object], range]] = deque()
+        self._queue: deque[tuple[Callable[[], object], tuple[range, ...]]] = deque()
         self._done = 0
 
     @property
@@ -58,9 +64,11 @@ class Stream:
         """Number of pieces of work that were queued so far."""
         return self._done + len(self._queue)
 
-    def push(self, work: Callable[[], object], target: range = range(0)) -> None:
-        """Queue work that writes the addresses `target`."""
-        self._queue.append((work, target))
+    def push(self, work: Callable[[], object], *targets: range) -> None:
+        """Queue work that writes the addresses `targets`."""
+        self._queue.append((work, targets))
+        if self.device.mode == "early" and self is not self.device.compute:
+            self.synchronize()
 
     def run(self, until: int) -> None:
         """Run the first `until` pieces of work, counted from the start of the queue."""
@@ -74,7 +82,8 @@ class Stream:
 
     def writes(self, target: range) -> bool:
         """Whether queued work writes any of the addresses."""
-        return any(target.start < other.stop and other.start < target.stop for _, other in self._queue)
+        writes = (other for _, targets in self._queue for other in targets)
+        return any(target.start < other.stop and other.start < target.stop for other in writes)
 
     # As `torch.cuda.Stream`.
 
@@ -95,9 +104,9 @@ class Stream:
 
 
 class Compute(Stream):
-    """The compute stream: its work runs when it is queued."""
+    """The compute stream, if its work runs when it is queued."""
 
-    def push(self, work: Callable[[], object], target: range = range(0)) -> None:
+    def push(self, work: Callable[[], object], *targets: range) -> None:
         work()
 
 
@@ -145,8 +154,10 @@ class LateDevice:
         copies, messages: how many there were.
     """
 
-    def __init__(self) -> None:
-        self.compute = Compute(self)
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.compute = Stream(self) if mode in LATE_COMPUTE else Compute(self)
+        self.late = LateCompute(self.compute) if mode in LATE_COMPUTE else None
         self.copies = self.messages = 0
         self._entered: list[Stream] = []
         self._streams: list[Stream] = []
@@ -174,19 +185,48 @@ class LateDevice:
 
     def synchronize(self) -> None:
         """Run everything that is queued."""
-        for stream in self._streams:
+        for stream in (self.compute, *self._streams):
             stream.synchronize()
+
+    def to_list(self, tensor: torch.Tensor) -> Any:
+        """As `Tensor.tolist`, for which the host waits."""
+        self.synchronize()
+        return TOLIST(tensor)
+
+    def checked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that the host is about to read. Raises PendingReadError if queued work writes it."""
+        if any(stream.writes(addresses(tensor)) for stream in (self.compute, *self._streams)):
+            raise PendingReadError(f"the host reads a tensor {list(tensor.shape)} that is not computed yet")
+        return tensor
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy between tensors of the same dtype."""
         if not stream.has_waited:
             raise TransferRaceError("a copy begins before compute that may still read its target")
         self.copies += 1
+        if self.late is not None:
+            self._copy_late(stream, alias(target), alias(source))
+            return
         self._write(stream, target, _Unchanged(source, "a copy").check)
+
+    def _copy_late(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy. Compute that is queued from now on sees NaN until then."""
+        done: list[bool] = []
+
+        def copy() -> None:
+            done.append(True)
+            _numpy(target)[:] = _numpy(source)
+
+        mark_late(target)
+        if self.mode == "lazy":
+            self.compute.push(lambda: None if done else _numpy(target).fill(0xFF))
+        stream.push(copy, _range(target))
 
     def post_late(self, operations: Sequence[dist.P2POp]) -> list[Work]:
         """As `batch_isend_irecv`; messages arrive when they are waited for."""
         _check_size(operations)
+        # Messages wait for compute that was queued before.
+        self.compute.synchronize()
         group = id(operations[0].group)
         stream = self._streams_of_groups.get(group) or self.make_stream()
         self._streams_of_groups[group] = stream
@@ -214,13 +254,12 @@ class LateDevice:
 
     def _write(self, stream: Stream, target: torch.Tensor, read: Callable[[], Array]) -> None:
         """Queue writing the bytes that `read` returns. The target holds NaN until then."""
-        start = target.data_ptr()
-        addresses = range(start, start + target.nbytes)
-        if any(other.writes(addresses) for other in self._streams if other is not stream):
+        if any(other.writes(_range(target)) for other in self._streams if other is not stream):
             raise TransferRaceError("two transfers write the same memory at a time")
+        mark_late(target)
         # All bits set are NaN in every floating-point dtype. The version stays, as after a receive.
         _bytes(target).fill(0xFF)
-        stream.push(lambda: np.copyto(_bytes(target), read()), addresses)
+        stream.push(lambda: np.copyto(_bytes(target), read()), _range(target))
 
 
 class _Copies(TorchDispatchMode):
@@ -289,7 +328,28 @@ def _post(kind: Any, tensor: torch.Tensor, like: dist.P2POp, tag: int) -> dist.W
 
 
 def _bytes(tensor: torch.Tensor) -> Array:
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
+    return _numpy(tensor)
+
+
+def _range(tensor: torch.Tensor) -> range:
+    """The addresses of a contiguous tensor."""
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
+NUMPY, TOLIST = torch.Tensor.numpy, torch.Tensor.tolist
+
+
+def _numpy(tensor: torch.Tensor) -> Array:
+    """The bytes of a contiguous tensor."""
+    with _disable_current_modes():
+        return NUMPY(tensor.detach().view(-1).view(torch.uint8))
+
+
+def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    """Memory of the tensor is free when the stream has run what is queued when the tensor is dropped."""
+    storage: Any = tensor.untyped_storage()
+    if hasattr(storage, "streams"):
+        storage.streams.append(stream)
 
 
 @contextmanager
@@ -297,24 +357,34 @@ def install(mode: str, *, peers: bool = False) -> Iterator[LateDevice]:
     """A context in which CPU tensors are treated as those of a device with streams. At its end all queued work runs.
 
     Args:
-        mode: one of `MODES`.
+        mode: one of `MODES` or `LATE_COMPUTE`.
         peers: ranks of a node can read each other's memory.
     """
-    assert mode in MODES
-    device = LateDevice()
+    assert mode in MODES + LATE_COMPUTE
+    device = LateDevice(mode)
+
+    def across(topology: Topology, layers: Sequence[HomeExperts], most_bytes: int | None = None) -> PeerMemory:
+        return PeerMemory.in_host_memory(topology, layers)
+
     cuda = {
         "Stream": lambda device_=None, priority=0: device.make_stream(),
         "Event": lambda **_: Event(device),
         "stream": device.enter,
         "current_stream": lambda device_=None: device.current,
         "synchronize": device.synchronize,
+        "empty_cache": lambda: None,
         "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "has_streams", lambda device: True)
+        patch.setattr(torch.Tensor, "record_stream", record_stream)
         for name, simulated in cuda.items():
             patch.setattr(torch.cuda, name, simulated)
-        patch.setattr(dist, "batch_isend_irecv", device.post_late if mode == "late" else device.post_serially)
-        patch.setattr(PeerMemory, "across", PeerMemory.in_host_memory if peers else lambda topology, layers: None)
-        yield device
-        device.synchronize()
+        patch.setattr(dist, "batch_isend_irecv", device.post_serially if mode == "serial" else device.post_late)
+        patch.setattr(PeerMemory, "across", across if peers else lambda *_: None)
+        with device.late or nullcontext():
+            if device.late is not None:
+                patch.setattr(torch.Tensor, "numpy", lambda t, **_: NUMPY(device.checked(t)))
+                patch.setattr(torch.Tensor, "tolist", lambda t: device.to_list(t))
+            yield device
+            device.synchronize()

@@ -17,6 +17,7 @@ from trimtab.rl.grpo import GRPO
 from trimtab.rl.paired_comparison import MeasuredPolicy, PairedComparison
 from trimtab.rl.report import report_of
 from trimtab.runtime.plan_report import PlanReport
+from trimtab.runtime.rank_memory import RankMemory
 from trimtab.runtime.ranks.recorder import COMBINE, DISPATCH, EXPERTS, OTHER, Recording
 from trimtab.simulator.recorded_operations import LANES
 
@@ -177,7 +178,9 @@ def training_page(name: str, *, ranks_per_node: int = 2) -> Report:
         np.arange(4.0), np.arange(1.0, 5.0), ((0, 0.0, 4.0),) * 2,
     )  # fmt: skip
     figures: dict[str, Any] = dict.fromkeys((field.name for field in fields(PlanReport)), 0)
-    metrics = PlanReport(**figures).metrics() | {"loss": 0.5, "grad_norm": 1.0, "plan/background_s": 0.01}
+    memory = RankMemory(**dict.fromkeys((field.name for field in fields(RankMemory)), 0))
+    metrics = PlanReport(**figures | {"memory": memory}).metrics()
+    metrics |= {"loss": 0.5, "grad_norm": 1.0, "plan/background_s": 0.01}
     measured = MeasuredPolicy([1.0], [metrics], np.full((1, 1, 2), 8), metrics, (recording, recording))
     # Only its name is shown. A folder's has no slash, but this one must.
     folder: Any = SimpleNamespace(name=name)

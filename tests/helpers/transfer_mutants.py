@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers import late_device
 from trimtab.runtime.layer import layer_call
-from trimtab.runtime.transfer import message_rounds, returns, ring
+from trimtab.runtime.transfer import message_rounds, returns, ring, streams
 from trimtab.runtime.transfer.message_rounds import Posted
 from trimtab.runtime.transfer.ring import ReplicaRing
 from trimtab.runtime.transfer.visits import Instance, Visits
@@ -72,10 +73,38 @@ def _without_wait(module: ModuleType, *, receives: bool) -> Mutant:
     return lambda patch: patch.setattr(module, "post", post)
 
 
+def _copies_without_wait(patch: pytest.MonkeyPatch) -> None:
+    """Compute does not wait for copies on side streams."""
+    start = streams.BackgroundCopies._on_stream
+
+    def on_stream(stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> streams.Wait:
+        start(stream, pairs)
+        return lambda: None
+
+    patch.setattr(streams.BackgroundCopies, "_on_stream", staticmethod(on_stream))
+
+
+def _copies_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Copies on side streams wait for compute up to the first event only, not for what they read."""
+    firsts: list[Any] = []
+    wait_stream = late_device.Stream.wait_stream
+
+    def wait(self: late_device.Stream, other: late_device.Stream) -> None:
+        firsts[:] = firsts or [other.record_event()]
+        if self.device.late is None:
+            wait_stream(self, other)
+        else:
+            self.wait_event(firsts[0])
+
+    patch.setattr(late_device.Stream, "wait_stream", wait)
+
+
 MUTANTS: dict[str, Mutant] = {
     # Before weights change, a home rank waits for its own replicas only.
     "sends without wait": _without_wait(ring, receives=False),
     "returns without wait": _without_wait(returns, receives=True),
     "order of rank": _order_of_rank,
     "fetch after exchange": _fetch_after_exchange,
+    "copies without wait": _copies_without_wait,
+    "copies at once": _copies_at_once,
 }

@@ -210,8 +210,8 @@ def test_a_step_needs_gradients_that_are_summed_over_groups() -> None:
 # Another value than the default, for every setting of a session that all ranks must share.
 OTHER: dict[str, Any] = {
     "num_experts": 8, "mode": "static", "slots_per_rank": 1, "ring_layers": 4, "paths": "peer", "mirror_bytes": 1 << 30,
-    "least_gain": 0.1, "max_rows_per_rank": 1000, "exact": True, "rates": ClusterSpec(2, 2), "policy": "quota",
-    "predictor": "average",
+    "peer_memory_bytes": 1 << 30, "least_gain": 0.1, "max_rows_per_rank": 1000, "exact": True,
+    "rates": ClusterSpec(2, 2), "policy": "quota", "predictor": "average",
 }  # fmt: skip
 # Process groups and numbers in them are of one rank; the ranks check what follows from them.
 MAY_DIFFER = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ class FakeSymmetric:
         failing: name of the function that fails, and on which rank.
         unreachable: whether the process of rank 0 also sees the GPU of rank 1, and can't read its memory.
         shared_gpu: whether all ranks have one GPU.
+        sizes_R: free and total bytes of each rank's GPU; enough by default.
         hosts: name of each rank's machine; one machine by default.
     """
 
@@ -42,6 +44,7 @@ class FakeSymmetric:
     failing: tuple[str, int] | None = None
     unreachable: bool = False
     shared_gpu: bool = False
+    sizes_R: tuple[tuple[int, int], ...] = ((1 << 30, 1 << 30),) * 3
     hosts: tuple[str, ...] = ()
     _parts: list[torch.Tensor] = field(default_factory=list)
 
@@ -55,6 +58,9 @@ class FakeSymmetric:
 
     def reaches(self, device: torch.device, index: int) -> bool:
         return not self.unreachable
+
+    def sizes(self, device: torch.device) -> tuple[int, int]:
+        return self.sizes_R[self.topology.rank]
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         self._parts = [*share_memory(nbytes * self.topology.num_ranks, self.topology).split(nbytes)]
@@ -121,6 +127,37 @@ def test_all_ranks_send_messages_if_one_fails(arguments: dict[str, Any], reason:
         topology = symmetric.topology
         assert PeerMemory.across(topology, make_homes(topology.rank, topology.num_ranks)) is None
     assert [reason in text for text in told] == [True] * (topology.rank == 0)
+
+
+LARGE, NBYTES = (1 << 30, 1 << 30), 128
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes_R", "reason"),
+    [
+        (NBYTES, (LARGE,) * 3, ""),
+        (NBYTES - 1, (LARGE,) * 3, r"rank 0: they need 1.28e-07 GB of a GPU, and peer_memory_bytes allows 1.27e-07 GB"),
+        (0, (LARGE,) * 3, "rank 0: they need .* allows 0 GB"),
+        # Also of one rank.
+        (None, (LARGE, LARGE, (LARGE[0], 5 * NBYTES)), ""),
+        (None, (LARGE, LARGE, (LARGE[0], 5 * NBYTES - 5)), "rank 2: they need .* and peer_memory_bytes allows"),
+        (5 * NBYTES, (LARGE, (NBYTES, 2 * NBYTES), LARGE), ""),
+        (5 * NBYTES, (LARGE, (NBYTES - 1, 2 * NBYTES), LARGE), "rank 1: they need .* of its GPU, which has .* free"),
+    ],
+)
+@runs_on_ranks(3)
+def test_sizes_decide_before_anything_is_allocated(
+    most: int | None, sizes_R: tuple[tuple[int, int], ...], reason: str
+) -> None:
+    told: list[str] = []
+    with fake(sizes_R=sizes_R, failing=("allocate", 0) if reason else None) as symmetric:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(logging.getLogger("trimtab"), "warning", lambda text, *values: told.append(text % values))
+            topology = symmetric.topology
+            peers = PeerMemory.across(topology, make_homes(topology.rank, topology.num_ranks), most)
+        assert (peers is None) == bool(reason)
+        assert [re.search(reason, text) is not None for text in told] == [True] * (bool(reason) * (topology.rank == 0))
+        dist.barrier()
 
 
 @pytest.mark.parametrize(

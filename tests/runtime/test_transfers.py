@@ -99,13 +99,13 @@ def test_memory_does_not_grow_with_depth() -> None:
         step = Step(0, shape=shape, moves=False)
         report = step.apply(session)
         step.run(session, model)
-        pools.append(report.pool_bytes)
+        pools.append(report.memory.pool_bytes)
         expert_bytes = session.homes[0].expert_bytes
         ring, returns = session.transfers.ring, session.transfers.returns
         places = session.settings.ring_layers
         assert ring.nbytes == places * session.slots_per_rank * expert_bytes
         most = np.unique(step.plan.mirror_entries(0), axis=0)
-        assert report.mirror_bytes == len(most) * expert_bytes > 0
+        assert report.memory.mirror_bytes == len(most) * expert_bytes > 0
         assert returns.nbytes <= places * session.num_ranks * session.slots_per_rank * expert_bytes
         session.close()
     assert pools[0] == pools[1]
@@ -133,7 +133,7 @@ def test_paths_can_be_chosen() -> None:
         assert report.replicas > 0
         used = set(session.step_plan.replica_paths.tolist())
         assert used == {path}
-        assert (report.mirror_bytes > 0) == (HOST in used)
+        assert (report.memory.mirror_bytes > 0) == (HOST in used)
     with pytest.raises(InputError, match="some replicas have no path"):
         make(paths="host", mirror_bytes=10)[0].plan(mine, schedule)
     session = make(mirror_bytes=10)[0]

@@ -71,7 +71,7 @@ def step_figures(session: MegatronSession) -> dict[str, float]:
         "moe/predicted_gain": report.predicted_gain,
         "moe/mixed_instances": report.mixed_instances,
         **{f"moe/{name}": value for name, value in counted.items()},
-        "memory/pool_bytes": report.pool_bytes,
+        "memory/pool_bytes": report.memory.pool_bytes,
         **{name: float(metrics[source]) for name, source in _PLANNED.items() if source in metrics},
     }
 

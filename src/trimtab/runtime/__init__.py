@@ -7,6 +7,7 @@ from trimtab.planner import PlannedStep
 from trimtab.runtime.layer.layer import ExpertLayer
 from trimtab.runtime.layer.micro_step import MicroStep
 from trimtab.runtime.plan_report import PlanReport
+from trimtab.runtime.rank_memory import RankMemory
 from trimtab.runtime.rows.grouped_products import ExpertWeight, RowGroups, gated_experts, grouped_bias, grouped_linear
 from trimtab.runtime.session import Session
 from trimtab.runtime.state.expert_places import ExpertPlaces
@@ -18,6 +19,7 @@ __all__ = [
     "MicroStep",
     "PlanReport",
     "PlannedStep",
+    "RankMemory",
     "RowGroups",
     "Session",
     "gated_experts",

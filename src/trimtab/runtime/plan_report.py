@@ -11,7 +11,7 @@ from trimtab.array_type import Array
 from trimtab.figures import by_key, measured, with_documented_figures
 from trimtab.planner import PlannedStep
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.runtime.transfer.transfers import Transfers
+from trimtab.runtime.rank_memory import RankMemory
 
 
 @with_documented_figures
@@ -20,9 +20,11 @@ class PlanReport:
     """Figures of a planned step.
 
     Where replicas are planned while the step runs (`is_sliced`), their number, `max_vio_after` and `peak_rows_after`
-    are expectations; `Session.take_metrics` has the figures of what was planned.
+    are expectations; `Session.take_metrics` has the figures of what was planned. `memory` is that of this rank when the
+    plan was applied.
     """
 
+    memory: RankMemory
     is_sliced: bool = measured("whether replicas and split follow while the step runs")
     planning_s: float = measured("from counting to the end of the plan's broadcast", "s", key="planning_s")
     waited_s: float = measured(
@@ -58,30 +60,18 @@ class PlanReport:
         "of the busiest rank in its busiest instance, at the present homes", "rows", key="moe/peak_rows_before"
     )
     peak_rows_after: int = measured("the same under the plan", "rows", key="moe/peak_rows_after")
-    pool_bytes: int = measured(
-        "on a rank for replicas and arriving gradients, independent of the number of layers", "bytes",
-        key="memory/pool_bytes",
-    )  # fmt: skip
-    mirror_bytes: int = measured("of the mirror of this rank's node", "bytes", key="memory/mirror_bytes")
-    peer_memory_bytes: int = measured(
-        "of this rank's GPU memory that the other ranks of its node read replicas from; 0 if these are sent as "
-        "messages, as on CPUs and where GPUs can't read each other's memory", "bytes",
-        key="memory/peer_bytes",
-    )  # fmt: skip
-    free_bytes: int = measured("free memory of the device", "bytes", key="memory/free_bytes")
 
     @classmethod
     def of(
         cls,
         planned: PlannedStep,
         loads: tuple[Array, Array],
-        transfers: Transfers,
+        memory: RankMemory,
         *,
         is_executed: bool,
         homes_moved: int,
         moving_s: float,
         applying_s: float,
-        free_bytes: int,
     ) -> PlanReport:
         """Figures of a plan that has just been applied.
 
@@ -116,12 +106,9 @@ class PlanReport:
             mixed_instances=int(np.count_nonzero(plan.mixed_ML)),
             peak_rows_before=int(before.max(initial=0)),
             peak_rows_after=peak_rows,
-            pool_bytes=transfers.pool_bytes,
-            mirror_bytes=transfers.mirror_bytes,
-            peer_memory_bytes=transfers.peer_memory_bytes,
-            free_bytes=free_bytes,
+            memory=memory,
         )
 
     def metrics(self) -> dict[str, float]:
-        """Its figures by their names in the metrics of a step."""
-        return by_key(self)
+        """Its figures and those of `memory`, by their names in the metrics of a step."""
+        return by_key(self) | self.memory.metrics()

@@ -17,6 +17,7 @@ from trimtab.runtime.autograd.accumulation import Accumulation
 from trimtab.runtime.autograd.gradient_watch import GradientWatch
 from trimtab.runtime.autograd.torch_engine import call_after_backward
 from trimtab.runtime.layer.backward import Backward
+from trimtab.runtime.rank_memory import RankMemory
 from trimtab.runtime.ranks.lockstep import STEP, Lockstep
 from trimtab.runtime.ranks.recorder import REFRESHING
 from trimtab.runtime.ranks.topology import Topology
@@ -86,6 +87,7 @@ class RankExperts:
                 self._topology, self.layers, slots=self._settings.slots_per_rank,
                 ring_layers=self._settings.ring_layers, counters=self._counters,
                 verify_weights=bool(self._settings.verify_weights), mirror_bytes=self._settings.mirror_bytes,
+                peer_memory_bytes=self._settings.peer_memory_bytes,
             )  # fmt: skip
         return self._transfers
 
@@ -244,6 +246,10 @@ class RankExperts:
     def peer_memory_bytes(self) -> int:
         """See `Transfers`."""
         return 0 if self._transfers is None else self._transfers.peer_memory_bytes
+
+    def memory(self, table_bytes: int) -> RankMemory:
+        """Memory of this rank now, by owner; `table_bytes` is that of row tables."""
+        return RankMemory.of(self.layers, self._transfers, table_bytes)
 
     def close(self) -> None:
         """Release threads and memory. What is used again is created again."""

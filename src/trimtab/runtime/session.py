@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from trimtab.runtime.gradients import SessionGradients
 from trimtab.runtime.ranks.lockstep import FIRST_HOMES, LOGICAL, SUSPEND
@@ -16,6 +17,7 @@ from trimtab.runtime.session_state import SessionState
 from trimtab.runtime.session_steps import SessionSteps
 from trimtab.runtime.state.logical_state import LogicalState
 from trimtab.runtime.state.weight_watch import note_weights
+from trimtab.runtime.transfer import streams
 
 # Below this part of recorded experts that the router chooses, too, a warning is logged once.
 LEAST_AGREEMENT = 0.5
@@ -79,7 +81,8 @@ class Session(SessionSteps, SessionState, SessionGradients):
 
     def suspend(self) -> None:
         """Give back everything that the session can create again: process groups, threads, slots of replicas, mirrors,
-        shared and symmetric memory, copies of weights. Collective.
+        shared and symmetric memory, copies of weights. Collective. When it returns, other processes of the GPU can
+        use the memory, on all ranks; `memory` then has only the parameters, which stay the caller's.
 
         Call it before a framework hands the device to the rollout, or destroys its process groups. The plan ends with
         it. The next collective call of the session creates the groups again, on all data ranks, and the next plan the
@@ -93,6 +96,10 @@ class Session(SessionSteps, SessionState, SessionGradients):
         self._drop_step()
         self._elements = dict
         self._experts.close()
+        if self.homes:
+            streams.release_cache(self._experts.device)
+        # Symmetric memory is freed when the last rank has unmapped it.
+        dist.barrier(group=self.topology.control)
         self._lockstep.suspend()
         self.topology.drop_groups()
 

@@ -16,6 +16,7 @@ from trimtab.planner import StepPlan
 from trimtab.runtime.layer.layer_call import A_MICRO_STEP
 from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, Routing, RunningStep
 from trimtab.runtime.live.balancer import Figures, LiveBalancer, LiveMicroStep
+from trimtab.runtime.rank_memory import RankMemory
 from trimtab.runtime.ranks.lockstep import LIVE_MICRO_STEP, MICRO_STEP
 from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.session_base import SessionBase
@@ -103,6 +104,10 @@ class SessionMicroSteps(SessionBase):
         """
         step = self._need_step("rank_loads")
         return step.whole_plan.rank_loads(step.load.of_group)
+
+    def memory(self) -> RankMemory:
+        """Memory of this rank, by owner, now. Not a collective."""
+        return self._experts.memory(0 if self._step is None else self._step.table_bytes)
 
     def live_micro_step(self, *, positions: torch.Tensor | None = None) -> MicroStep:
         """A micro-step without plan or recorded routing. In mode `live` its layers are balanced, as `policy` says.

@@ -77,6 +77,8 @@ class SessionSettings:
         paths: sources of replicas' weights: home ranks (`peer`), host memory (`host`), or both; `message` is `peer`
             with messages also between GPUs of one node, which otherwise read each other's memory if they can.
         mirror_bytes: most host memory of a node for mirrored experts; unlimited by default.
+        peer_memory_bytes: most memory of a GPU for copies of its experts that other ranks of the node read; if they
+            need more, replicas are sent as messages on all ranks. By default a fifth of the GPU's memory.
         least_gain: a plan with a smaller predicted saving, as a fraction of the step, is not executed.
         max_rows_per_rank: rows, (token, expert) pairs, that no rank may exceed in any layer of a micro-step, in mode
             `plan`. A step that can't keep to it is refused when it is planned, with the smallest possible value.
@@ -117,6 +119,7 @@ class SessionSettings:
     ring_layers: Annotated[int, at_least(2)] = RING_LAYERS
     paths: Annotated[Paths, one_of(Paths)] = "both"
     mirror_bytes: Annotated[int | None, at_least(0)] = None
+    peer_memory_bytes: Annotated[int | None, at_least(0)] = None
     least_gain: Annotated[float, finite] = 0.005
     max_rows_per_rank: Annotated[int | None, at_least(1)] = None
     exact: bool = False

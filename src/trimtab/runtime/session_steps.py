@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -394,9 +393,8 @@ class SessionSteps(SessionMicroSteps):
         moving_s = time.perf_counter() - start
         self._feedback.begin(planned if is_executed and schedule is not None else None, moving_s)
         return PlanReport.of(
-            planned, (before, after), experts.transfers, is_executed=is_executed, homes_moved=moved,
+            planned, (before, after), self.memory(), is_executed=is_executed, homes_moved=moved,
             moving_s=moving_s, applying_s=time.perf_counter() - applied_at - moving_s,
-            free_bytes=_free_bytes(experts.device),
         )  # fmt: skip
 
     def _checked_load(self, plan: StepPlan, trace: RoutingTrace, load: RankLoad | None) -> RankLoad:
@@ -417,9 +415,3 @@ class SessionSteps(SessionMicroSteps):
         # A micro-step waits for its replicas for as long as they are predicted to save.
         self._patience_s = self.settings.patience_s(rules.saved_s / max(1, header.num_micro_steps))
         return slices
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -62,6 +62,11 @@ class DeviceTables:
             self._waits.pop(number)()
         return self._uploaded[number][layer - chunks[number].layers.start]
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the uploaded tables."""
+        return sum(table.nbytes for tables in self._uploaded.values() for table in tables)
+
     def _upload(self, number: int, copies: BackgroundCopies) -> None:
         if number in self._uploaded:
             return
@@ -212,6 +217,11 @@ class MicroStep:
             bound = self._bound[key] = self._bind(self, *key)
         return bound
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of its tables on the device."""
+        return sum(bound.tables.device_bytes for bound in self._bound.values() if bound.tables is not None)
+
 
 @dataclass(eq=False)
 class RunningStep:
@@ -361,6 +371,13 @@ class RunningStep:
     def completed_trace(self) -> RoutingTrace:
         """The trace with the routes that the router has chosen for unknown tokens since the plan was applied."""
         return self.trace if self._completed is None else replace(self.trace, expert_ids=self._completed)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of row tables that layers read: those on the device, or on the host if nothing uploads them."""
+        if self.uploads is None:
+            return sum(tables.nbytes for tables in self._tables.values())
+        return sum(micro_step.device_bytes for micro_step in self.micro_steps.values())
 
     def _record(self, tokens_U: Array, layer: int, ids_UK: Array) -> None:
         if self._completed is None:

@@ -23,6 +23,9 @@ BACKGROUND = ("weights", "gradients")
 BACKGROUND_CTAS = 8
 # For which a rank waits for others by default. Gloo's own timeout is 30 minutes.
 LONGEST_WAIT = timedelta(minutes=10)
+# NCCL's default size of a buffer of a channel, and an estimate of how many channels two ranks have.
+BUFFER_BYTES = 4 << 20
+CHANNELS_PER_PEER = 2
 # The first version of NCCL that orders the kernels of its communicators.
 ORDERS_SINCE = (2, 26)
 
@@ -88,6 +91,15 @@ def destroy_groups(kept: Iterable[dist.ProcessGroup]) -> None:
         if created is not None and group not in others:
             del created[key]
             dist.destroy_process_group(group)
+
+
+def communicator_bytes() -> int:
+    """Estimated device memory of the NCCL communicators of this process that `group_of` has created: of every other
+    rank `CHANNELS_PER_PEER` buffers for receiving and as many for sending."""
+    world = dist.group.WORLD
+    keys = [] if world is None else [*_created.get(world, ())]
+    peers = sum(len(ranks) - 1 for ranks, _, backend, _ in keys if "nccl" in backend)
+    return peers * 2 * CHANNELS_PER_PEER * int(os.environ.get("NCCL_BUFFSIZE", BUFFER_BYTES))
 
 
 def _new_group(ranks: Sequence[int], use: str, number: int, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:

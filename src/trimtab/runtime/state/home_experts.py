@@ -186,7 +186,7 @@ class HomeExperts:
 
     def stage_in(self, stacks: Sequence[torch.Tensor]) -> None:
         """Use the given tensors `[E / R, ...]` as staging memory, if the layer is staged."""
-        self._staging = [*stacks]
+        self._staging, self._is_staging_given = [*stacks], True
 
     def stage(self) -> None:
         """Copy the parameters to staging memory."""
@@ -194,9 +194,14 @@ class HomeExperts:
             if self.are_staged[t]:
                 _copy_rows(self.staged(t), _detached(tensor))
 
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of staging memory of its own; not of that which `stage_in` was given."""
+        return 0 if self._is_staging_given else sum(t.nbytes for t in self._staging if t is not None)
+
     def drop_staging(self) -> None:
         """Free the staging memory, until it is used again."""
-        self._staging = [None] * len(self.likes)
+        self._staging, self._is_staging_given = [None] * len(self.likes), False
 
     def copy_to(self, stacks: Sequence[torch.Tensor]) -> None:
         """Copy `sources` to tensors `[E / R, ...]`, except to those that are the staging memory."""

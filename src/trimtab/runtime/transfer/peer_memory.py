@@ -31,6 +31,9 @@ from trimtab.runtime.transfer.mirror import share_memory
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
+# Of a GPU's memory, unless `peer_memory_bytes` says more.
+DEFAULT_PART = 0.2
+
 T = TypeVar("T")
 
 
@@ -66,6 +69,12 @@ class Symmetric:
     def visible() -> dict[str, int]:
         """Index of each GPU that this process sees, by its UUID."""
         return {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+
+    @staticmethod
+    def sizes(device: torch.device) -> tuple[int, int]:
+        """Free and total bytes of the device. torch's cache counts as free."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)
 
     @staticmethod
     def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -107,13 +116,20 @@ class PeerMemory:
             layer.stage_in(stacks)
 
     @classmethod
-    def across(cls, topology: Topology, layers: Sequence[HomeExperts]) -> PeerMemory | None:
-        """Allocate it in GPU memory. None on all ranks, with the reason in the log, if a rank can't. Collective."""
+    def across(
+        cls, topology: Topology, layers: Sequence[HomeExperts], most_bytes: int | None = None
+    ) -> PeerMemory | None:
+        """Allocate it in GPU memory. None on all ranks, with the reason in the log, if a rank can't. Collective.
+
+        Args:
+            most_bytes: most memory of a rank; a part of `DEFAULT_PART` of its GPU's memory by default.
+        """
         device = layers[0].device
         if topology.ranks_per_node == 1:
             return None
         nbytes = packed_bytes(_like(layers))
         try:
+            _on_all_ranks(lambda: _check_size(nbytes, device, most_bytes), topology)
             _on_all_ranks(lambda: _prepare(topology, device), topology)
             mine = _on_all_ranks(lambda: Symmetric.allocate(nbytes, device), topology)
             parts_N, handle = _on_all_ranks(lambda: Symmetric.map_all(mine, topology.node_control), topology)
@@ -177,6 +193,20 @@ def _on_all_ranks(call: Callable[[], T], topology: Topology) -> T:
         if problem:
             raise _OutOfReachError(f"rank {rank}: {problem}")
     return result
+
+
+def _check_size(nbytes: int, device: torch.device, most_bytes: int | None) -> None:
+    """Raise if the memory is larger than the limit or the free memory, before anything is allocated."""
+    free, total = Symmetric.sizes(device)
+    most = int(DEFAULT_PART * total) if most_bytes is None else most_bytes
+    if nbytes > most:
+        raise RuntimeError(f"they need {_text(nbytes)} of a GPU, and peer_memory_bytes allows {_text(most)}")
+    if nbytes > free:
+        raise RuntimeError(f"they need {_text(nbytes)} of its GPU, which has {_text(free)} free")
+
+
+def _text(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.3g} GB"
 
 
 def _prepare(topology: Topology, device: torch.device) -> None:

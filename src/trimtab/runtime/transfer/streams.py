@@ -29,6 +29,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def release_cache(device: torch.device) -> None:
+    """Give memory of the device back that torch keeps for later tensors. A device without streams has none."""
+    if has_streams(device):
+        torch.cuda.empty_cache()
+
+
 def start_timer(device: torch.device) -> Callable[[], Callable[[], float | None]]:
     """Time what is queued on the current stream from now on.
 
@@ -99,9 +105,8 @@ class BackgroundCopies:
     def upload(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Wait]:
         """Copy tensors to new memory of the device. Returns the copies, and a function to call before they are used."""
         targets = [torch.empty_like(source, device=self._device) for source in sources]
-        for target in targets:
-            if target.is_cuda:
-                assert self._stream is not None
+        if self._stream is not None:
+            for target in targets:
                 # Nothing may ever wait for the copy.
                 target.record_stream(self._stream)
         return targets, self.start([*zip(targets, sources, strict=True)])

@@ -28,7 +28,7 @@ class Transfers:
         layers: all layers of the session.
         slots: most replicas of one layer on a rank.
         ring_layers: layers that replicas are kept for at the same time.
-        verify_weights, mirror_bytes: see `Session`.
+        verify_weights, mirror_bytes, peer_memory_bytes: see `Session`.
 
     Attributes:
         plan_number: number of the plan that transfers are prepared for.
@@ -45,10 +45,12 @@ class Transfers:
         counters: Counters,
         verify_weights: bool,
         mirror_bytes: int | None = None,
+        peer_memory_bytes: int | None = None,
     ) -> None:
         # Not on a CPU, where copies from the mirror are as fast.
         self._may_read_peers = streams.has_streams(layers[0].device)
         self._topology = topology
+        self._most_peer_bytes = peer_memory_bytes
         self._is_live = False
         self.layers = layers
         self.plan_number = 0
@@ -64,16 +66,6 @@ class Transfers:
         # Gradients that are joined in backward are in transfer within one layer only.
         in_transfer = 1 if layers[0].joins_in_backward else ring_layers
         self.returns = GradientReturns(topology, layers=in_transfer, counters=counters)
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of memory for replicas and arriving gradients on this rank."""
-        return self.ring.nbytes + self.returns.nbytes
-
-    @property
-    def mirror_bytes(self) -> int:
-        """Bytes of the mirror of this rank's node."""
-        return self.ring.mirror.nbytes
 
     @property
     def peer_memory_bytes(self) -> int:
@@ -112,9 +104,7 @@ class Transfers:
         if by_messages:
             self.ring.peers = None
         elif near and self.ring.peers is None and self._may_read_peers:
-            self.ring.peers = PeerMemory.across(self._topology, self.layers)
-            # Once is enough to know.
-            self._may_read_peers = self.ring.peers is not None
+            self._read_peers()
         instance = np.repeat(np.arange(len(plan.replica_starts) - 1), np.diff(plan.replica_starts))
         home = plan.home[instance % plan.num_layers, plan.replica_experts]
         most = int(np.bincount(instance[home == self._topology.rank], minlength=1).max())
@@ -136,11 +126,15 @@ class Transfers:
             self.ring.peers = None
         elif self.ring.peers is None:
             if self._may_read_peers:
-                self.ring.peers = PeerMemory.across(self._topology, self.layers)
-                self._may_read_peers = self.ring.peers is not None
+                self._read_peers()
             elif not streams.has_streams(self.layers[0].device):
                 self.ring.peers = PeerMemory.in_host_memory(self._topology, self.layers)
         self._is_live = True
+
+    def _read_peers(self) -> None:
+        """Let the ranks of a node read each other's memory, if they can. Once is enough to know."""
+        self.ring.peers = PeerMemory.across(self._topology, self.layers, self._most_peer_bytes)
+        self._may_read_peers = self.ring.peers is not None
 
     def close(self) -> None:
         """Release threads and memory. Backwards of its plan can't run any more."""
