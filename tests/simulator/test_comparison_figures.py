@@ -131,7 +131,7 @@ def test_an_outcome_covers_the_layers_of_the_trace(name: str) -> None:
     costs = OperationCosts.of(cluster, model, moe_layers=2, groups=2)
     expected = simulate_step(
         plan, workload, trace.sequence_lengths, costs, cluster, outcome.policy.traits,
-        before=Placement.contiguous(2, 8, 4), move_life=100, settings=run_as, model_layers=model.moe_layers,
+        before=Placement.contiguous(2, 8, 4), move_life=100, settings=run_as, model=model,
     )  # fmt: skip
     assert outcome.simulated.parts_s == {part: 2 * seconds for part, seconds in expected.parts_s.items()}
     assert outcome.simulated.step_time_s == 2 * expected.step_time_s

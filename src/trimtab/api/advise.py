@@ -33,7 +33,7 @@ from trimtab.report.number_text import plural
 from trimtab.simulator.comparison import Outcome, fits, simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.draws import Drawn, Estimate
-from trimtab.simulator.memory import SHARDINGS, ZERO1
+from trimtab.cluster.layout import SHARDINGS, ZERO1
 from trimtab.simulator.step import StepSettings
 from trimtab.simulator.strategies import ALL, EPLB, NOTHING, STRATEGIES, RunStrategy
 from trimtab.trace import RoutingTrace

@@ -34,7 +34,7 @@ from trimtab.report.simulation import answer, policy_results, simulation_report,
 from trimtab.report.sweep import sweep_table
 from trimtab.simulator.comparison import Outcome, permuted_steps, simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase, trace_hash
-from trimtab.simulator.memory import SHARDINGS, ZERO1
+from trimtab.cluster.layout import SHARDINGS, ZERO1
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
 from trimtab.simulator.step import WAITING, StepSettings
 from trimtab.simulator.yardstick import yardstick

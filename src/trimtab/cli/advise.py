@@ -14,7 +14,7 @@ from trimtab.api.steps import DISPATCHERS
 from trimtab.cli.options import DEFAULT_RANKS, DEFAULT_SIZE, add_model, add_options, add_trace, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.report.advice import advice_output
-from trimtab.simulator.memory import SHARDINGS
+from trimtab.cluster.layout import SHARDINGS
 
 log = logging.getLogger("trimtab")
 

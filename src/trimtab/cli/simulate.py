@@ -19,7 +19,7 @@ from trimtab.policies import POLICIES
 from trimtab.report.perfetto import check_name, write_perfetto
 from trimtab.report.simulation import timelines
 from trimtab.report.tables import simulation_tables
-from trimtab.simulator.memory import SHARDINGS
+from trimtab.cluster.layout import SHARDINGS
 
 log = logging.getLogger("trimtab")
 # Balancers whose kernels take longest to compile. A second process compiles them, while this one compiles those of the

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from trimtab.cluster import ModelSpec
-from trimtab.simulator.memory import FSDP, SHARDINGS, RankLoad, rank_memory
+from trimtab.cluster.layout import FSDP, SHARDINGS
+from trimtab.simulator.memory import RankLoad, rank_memory
 from trimtab.simulator.step import StepSettings
 
 
