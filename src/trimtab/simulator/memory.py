@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,6 +33,8 @@ ROW_WIDTHS, FEED_FORWARD_WIDTHS = 2, 3
 AGAIN_TOKEN_WIDTHS, AGAIN_FEED_FORWARD_WIDTHS = 2, 1
 # Before the loss: input and output of the last norm, in token widths, and one float32 value for every logit.
 HEAD_WIDTHS, LOGIT_BYTES = 2, 4
+# A micro-batch is not searched beyond it.
+MOST_TOKENS = 1 << 24
 # FSDP gathers the weights of a layer while another one computes.
 GATHERED_LAYERS = 2
 
@@ -78,11 +80,43 @@ def rank_memory(
         times_ranks: so many times the ranks of a group, each with fewer experts and as many tokens as before.
     """
     layout = layout or Layout()
-    needs = [
-        _stage_needs(load, model, _Stage(layout, stage, int(moe), int(dense)), groups, sharding, checkpointing, times_ranks)
-        for stage, (moe, dense) in enumerate(layout.stages(model).T)
-    ]
+    stages = [_Stage(layout, number, *layers) for number, layers in enumerate(layout.stages(model).T.tolist())]
+    needs = [_stage_needs(load, model, stage, groups, sharding, checkpointing, times_ranks) for stage in stages]
     return max(needs, key=lambda each: sum(each.values()))
+
+
+def largest_micro_batch(
+    load: RankLoad,
+    model: ModelSpec,
+    device_bytes: float,
+    *,
+    groups: int = 1,
+    sharding: str = ZERO1,
+    checkpointing: Checkpointing = False,
+    layout: Layout | None = None,
+) -> tuple[int, int]:
+    """Most tokens of a rank in a micro-step that fit a device, and most rows of a rank in a layer then; 0, 0 if none.
+
+    Tokens and rows are in the proportions of the load, so the micro-batch has its imbalance: larger ones usually have
+    less.
+    """
+    tokens, rows = int(load.tokens_MR.max(initial=0)), int(load.rows_MLR.max(initial=0))
+
+    def fits(most: int) -> bool:
+        scale = most / max(1, tokens)
+        scaled = replace(load, tokens_MR=load.tokens_MR * scale, rows_MLR=load.rows_MLR * scale)
+        needs = rank_memory(scaled, model, groups=groups, sharding=sharding, checkpointing=checkpointing, layout=layout)
+        return sum(needs.values()) <= device_bytes
+
+    if not tokens or not fits(1):
+        return 0, 0
+    low, high = 1, 2
+    while high <= MOST_TOKENS and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low, math.ceil(rows * low / tokens)
 
 
 @dataclass(frozen=True)
@@ -115,13 +149,12 @@ class _Stage:
         """Weights outside the routed experts that a rank has. Routers are on all ranks."""
         if self.layout.pp == self.layout.tp == 1:
             return model.dense_parameters
-        routers = self.moe_layers * model.router_parameters
-        embedding = model.vocab_size * model.hidden_size
-        ends = embedding * ((self.is_first + self.is_last) if not model.tied_embedding else self.is_first or self.is_last)
-        attention = self.moe_layers * model.moe_attention.parameters + self.dense_layers * model.dense_attention.parameters
-        feed_forward = self.moe_layers * model.shared_parameters
-        feed_forward += self.dense_layers * model.feed_forward_matrices * model.hidden_size * model.dense_width
-        return math.ceil((attention + feed_forward + ends) / self.layout.tp) + routers
+        moe, dense = self.moe_layers, self.dense_layers
+        ends = self.is_first + self.is_last if not model.tied_embedding else self.is_first or self.is_last
+        shared = ends * model.vocab_size * model.hidden_size + moe * model.shared_parameters
+        shared += moe * model.moe_attention.parameters + dense * model.dense_attention.parameters
+        shared += dense * model.feed_forward_matrices * model.hidden_size * model.dense_width
+        return math.ceil(shared / self.layout.tp) + moe * model.router_parameters
 
 
 def _stage_needs(

@@ -99,7 +99,7 @@ def one_forward_one_backward(seconds_2MP, send_M, has_backward):  # type: ignore
         has_backward: False: all forwards, one after another.
     """
     _, num, stages = seconds_2MP.shape
-    ends_2MP = np.full(seconds_2MP.shape, -1.0)
+    ends_2MP = np.zeros(seconds_2MP.shape)
     free_P = np.zeros(stages)
     done_2P = np.zeros((2, stages), np.int64)
     total = num * (2 if has_backward else 1)
@@ -111,15 +111,12 @@ def one_forward_one_backward(seconds_2MP, send_M, has_backward):  # type: ignore
                 # A stage is so many forwards ahead of its backwards at most.
                 is_forward = f < num and (not has_backward or f - b < stages - p)
                 kind, m = (0, f) if is_forward else (1, b)
+                source = p - 1 if is_forward else p + 1
                 ready = 0.0
-                if is_forward and p > 0:
-                    before = ends_2MP[0, m, p - 1]
-                    ready = before + send_M[m] if before >= 0.0 else -1.0
-                elif not is_forward and p < stages - 1:
-                    before = ends_2MP[1, m, p + 1]
-                    ready = before + send_M[m] if before >= 0.0 else -1.0
-                if ready < 0.0:
-                    break
+                if 0 <= source < stages:
+                    if done_2P[kind, source] <= m:
+                        break
+                    ready = ends_2MP[kind, m, source] + send_M[m]
                 free_P[p] = max(free_P[p], ready) + seconds_2MP[kind, m, p]
                 ends_2MP[kind, m, p] = free_P[p]
                 done_2P[kind, p] += 1

@@ -46,6 +46,8 @@ STARTS = {"never": AT_STEP, "step": AT_STEP, "micro-step": AT_MICRO_STEP, "layer
 # Most operations of a rank in a layer, in two forwards and a backward, and outside of layers.
 OPERATIONS_PER_LAYER, OPERATIONS_OUTSIDE = 34, 6
 # Names of causes, see `SimulatedStep.causes_s`.
+# Seconds of dense parts in layers and outside of them, and of exchanges there.
+Dense = tuple[Array, Array, Array, Array]
 WAITING, SEQUENCES = "waiting", "sequences"
 
 
@@ -171,7 +173,8 @@ def simulate_step(
         planning_s=traits.live_planning_seconds(cluster),
     )
 
-    exchange = (np.zeros((2, 0, plan.num_ranks)),) * 2
+    no_exchange = np.zeros((2, 0, plan.num_ranks))
+    exchange = no_exchange, no_exchange
     if chosen.layout.pieces > 1:
         exchange = exchange_seconds(plan.schedule, lengths, costs)
     pipeline = None
@@ -180,13 +183,14 @@ def simulate_step(
         send_M = _most_tokens(plan, lengths) * (costs.send_token_s * traced)
         pipeline = Pipeline.of(chosen.layout, model, plan.num_layers, costs.head_part, send_M)
 
-    def run(work: RankWork, dense: tuple[Array, ...], shown_round: int) -> tuple[float, dict[str, float], Operations]:
+    def run(work: RankWork, dense: Dense, shown_round: int) -> tuple[float, dict[str, float], Operations]:
         """Seconds of the timeline, in all and by part, and operations."""
         times = PassTimes() if pipeline else None
         clocks = Clocks(np.zeros(ranks), np.zeros((ranks, len(PARTS))), np.zeros((0, 6)), np.zeros(1, np.int64))
         operations = run_step(
             Run(
-                *dense[:2],
+                dense[0],
+                dense[1],
                 work,
                 costs,
                 recipe,
@@ -215,12 +219,14 @@ def simulate_step(
         parts_s = {part: seconds / stages for part, seconds in parts_s.items()} | {BUBBLE: bubble_s}
         return float(clocks.time_D[0]) / stages + bubble_s, parts_s, operations
 
-    dense = attention_MR, outer_MR, *exchange
+    dense = (attention_MR, outer_MR, *exchange)
     show_round = -1 if show is None else int(np.argwhere(rounds.order_QG == show)[0, 0])
     time_s, parts_s, operations = run(work, dense, show_round)
     even_experts = work._replace(experts_MLR=_even(work.experts_MLR), moved_MLR=_even(work.moved_MLR))
     even_experts_s, _, _ = run(even_experts, dense, -1)
-    even_s, even_parts_s, _ = run(even_experts, tuple(map(_even, dense)), -1)
+    even_s, even_parts_s, _ = run(
+        even_experts, (_even(attention_MR), _even(outer_MR), _even(exchange[0]), _even(exchange[1])), -1
+    )
     # Each stage moves its own homes, and writes its own mirrors.
     refresh_s, moving_s, all_moving_s = refresh_s / stages, moving_s / stages, all_moving_s / stages
     header_s = planning.header_s * traced

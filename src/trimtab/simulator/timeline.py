@@ -153,11 +153,13 @@ def run_step(
     rows_N6, origin_s = np.zeros((0, 6)), 0.0
     last = len(rounds.mini_batch_Q) - 1
 
-    def one_pass(run: Run, q: int, backward: bool) -> None:
+    def one_pass(run: Run, q: int, backward: bool, *, again: bool = False) -> None:
+        """`again`: activations are computed again, which counts as backward."""
         run_pass(run, rounds.order_QG[q], rounds.closes_QG[q], backward)
         if times is not None:
             for g in np.flatnonzero(rounds.order_QG[q] >= 0).tolist():
-                times.phases[-1].append((g, int(rounds.order_QG[q, g]), backward, run.spent_GX[g, :-1].copy()))
+                spent_X = run.spent_GX[g, :-1].copy()
+                times.phases[-1].append((g, int(rounds.order_QG[q, g]), backward or again, spent_X))
 
     if times is not None:
         times.phases.append([])
@@ -177,7 +179,7 @@ def run_step(
         one_pass(this, q, False)
         if checkpointing:
             planned = this._replace(recipe=this.recipe._replace(planning_s=0.0))
-            one_pass(planned, q, False)
+            one_pass(planned, q, False, again=True)
         backward_start = time_D.max()
         one_pass(this, q, True)
         if q < last and mini_batch == rounds.mini_batch_Q[q + 1]:
