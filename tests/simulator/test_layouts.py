@@ -241,6 +241,8 @@ def test_memory_of_stages_equals_a_plain_sum(model: ModelSpec, tp: int, pp: int,
         weights = (matrices + ends * model.vocab_size * model.hidden_size) / tp + moe * model.router_parameters
         total = expert * (6 + 12 / groups) + weights * (6 + 12 / (ranks * groups / tp))
         again = checkpointing == "selective"
+        # A group has half of the 12 micro-steps.
+        in_flight = min(6, pp - stage)
         from trimtab.simulator.memory import attention_values
 
         kept = 2 * ((2 if again else 4) * model.hidden_size + attention_values(model))
@@ -249,11 +251,9 @@ def test_memory_of_stages_equals_a_plain_sum(model: ModelSpec, tp: int, pp: int,
         row = 2 * (2 * model.hidden_size + widths * model.expert_width)
         a_layer, a_dense = token + row * model.top_k, kept + 2 * widths * model.dense_width
         if checkpointing is True:
-            held = (pp - stage) * 2 * model.hidden_size * (moe + dense) + max(
-                a_layer, a_dense * (model.dense_layers > 0)
-            )
+            held = in_flight * 2 * model.hidden_size * (moe + dense) + max(a_layer, a_dense * (model.dense_layers > 0))
         else:
-            held = (pp - stage) * (moe * a_layer + dense * a_dense)
+            held = in_flight * (moe * a_layer + dense * a_dense)
         total += tokens * held + tokens * 2 * model.hidden_size * 2 * model.top_k
         if stage == pp - 1:
             total += tokens * (4 * model.hidden_size + 4 * model.vocab_size)

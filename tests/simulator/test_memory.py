@@ -198,7 +198,7 @@ def test_ways_to_fit_are_enough_and_no_smaller_one_is() -> None:
     assert ways(peak(sharding="fsdp")) == [
         "with --checkpointing", "with --sharding fsdp", "from EP 32", "from --pp 2",
     ]  # fmt: skip
-    assert ways(peak(checkpointing=True)) == ["with --checkpointing", "from EP 128", "from --pp 8"]
+    assert ways(peak(checkpointing=True)) == ["with --checkpointing", "from EP 128", "from --pp 2"]
     assert peak(times_ranks=8) <= peak(checkpointing=True) < peak(times_ranks=4)
     assert ways(peak(**both))[0] == "with --checkpointing --sharding fsdp"
     assert ways(peak(**both) - 1)[0] == "from EP 32 with --checkpointing --sharding fsdp"

@@ -16,10 +16,10 @@ DDP, ZERO1, FSDP = SHARDINGS = ("ddp", "zero1", "fsdp")
 parameters, gradients and optimizer state, as FSDP and ZeRO-3 do."""
 SELECTIVE = "selective"
 """Activations that are cheap to compute are computed again for backward: norms' outputs, products of gate and up."""
-GRANULARITIES = {"none": False, SELECTIVE: SELECTIVE, "full": True}
-"""Values of `checkpointing` by the names of Megatron's recompute granularities."""
 Checkpointing = bool | str
 """False: all activations are kept; `SELECTIVE`; True: only the input of every layer is kept."""
+GRANULARITIES: dict[str, Checkpointing] = {"none": False, SELECTIVE: SELECTIVE, "full": True}
+"""Values of `checkpointing` by the names of Megatron's recompute granularities."""
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ class _Stage:
             return model.dense_parameters
         moe, dense = self.moe_layers, self.dense_layers
         ends = self.is_first + self.is_last if not model.tied_embedding else self.is_first or self.is_last
-        shared = ends * model.vocab_size * model.hidden_size + moe * model.shared_parameters
+        shared: float = ends * model.vocab_size * model.hidden_size + moe * model.shared_parameters
         shared += moe * model.moe_attention.parameters + dense * model.dense_attention.parameters
         shared += dense * model.feed_forward_matrices * model.hidden_size * model.dense_width
         return math.ceil(shared / self.layout.tp) + moe * model.router_parameters
@@ -166,9 +166,8 @@ def _stage_needs(
     checkpointing: Checkpointing,
     times_ranks: int,
 ) -> dict[str, int]:
-    part = model.moe_layers / load.layers * stage.part(model)
     ranks = len(load.homes_R) * times_ranks
-    experts_R = np.ceil(load.homes_R * part / times_ranks).astype(np.int64)
+    experts_R = -(-load.homes_R * stage.moe_layers // (load.layers * times_ranks))
     expert_R = experts_R * model.expert_parameters
     dense_R = np.full(len(experts_R), stage.dense_parameters(model))
     holders = ranks * groups // stage.layout.tp
@@ -179,7 +178,7 @@ def _stage_needs(
     if sharding == FSDP:
         layer_R = expert_R // max(1, stage.moe_layers) + dense_R // max(1, stage.moe_layers + stage.dense_layers)
         needs["gathered layers"] = layer_R * (GATHERED_LAYERS * model.weight_bytes + GRADIENT_BYTES)
-    needs |= _activations(load, model, stage, part, groups, checkpointing)
+    needs |= _activations(load, model, stage, groups, checkpointing)
     pool_part = stage.part(model) if load.pool_has_layers else 1.0
     needs["replica pool"] = np.ceil(load.pool_R * pool_part).astype(np.int64)
     peak = int(np.argmax(sum(needs.values())))
@@ -202,7 +201,7 @@ def _parameter_bytes(weight_bytes: int, sharding: str) -> dict[str, tuple[int, b
 
 
 def _activations(
-    load: RankLoad, model: ModelSpec, stage: _Stage, part: float, groups: int, checkpointing: Checkpointing
+    load: RankLoad, model: ModelSpec, stage: _Stage, groups: int, checkpointing: Checkpointing
 ) -> dict[str, Array]:
     """`[R]` bytes in the micro-steps in which the rank needs most: activations, output head, dispatch buffers.
 
@@ -223,7 +222,7 @@ def _activations(
         )
         layers_MR = _in_flight(inputs_MR, stage.in_flight, groups) + largest_MR
     else:
-        rows_MR = np.ceil(load.rows_MLR.sum(axis=1) * part).astype(np.int64)
+        rows_MR = -(-load.rows_MLR.sum(axis=1) * stage.moe_layers // load.layers)
         kept_MR = (stage.moe_layers * token + stage.dense_layers * dense_token) * tokens_MR + row * rows_MR
         layers_MR = _in_flight(kept_MR, stage.in_flight, groups)
     head_MR = stage.is_last * (wide * HEAD_WIDTHS * hidden + LOGIT_BYTES * model.vocab_size) * tokens_MR

@@ -18,11 +18,12 @@ def cut_trace(trace: RoutingTrace, pieces: int) -> RoutingTrace:
     return replace(
         trace,
         sequence_starts=np.append(starts.ravel(), trace.sequence_starts[-1]).astype(np.int64),
+        prompt_lengths=np.repeat(trace.prompt_lengths, pieces),
+        steps=np.repeat(trace.steps, pieces),
+        sequence_hashes=np.repeat(trace.sequence_hashes, pieces),
+        prompt_hashes=np.repeat(trace.prompt_hashes, pieces),
+        domains=np.repeat(trace.domains, pieces),
         windows=windows_array([()] * (pieces * trace.num_sequences)),
-        **{
-            name: np.repeat(getattr(trace, name), pieces)
-            for name in ("prompt_lengths", "steps", "sequence_hashes", "prompt_hashes", "domains")
-        },
     )
 
 

@@ -40,7 +40,8 @@ def ways_to_fit(load: RankLoad, model: ModelSpec, settings: StepSettings, device
 
     both: tuple[Checkpointing, str] = (True, FSDP)
     found = [choice for choice in singles if choice != now and fits(choice)]
-    found = found or [(True, sharding) for sharding in more if fits((True, sharding))][:1]
+    if not found:
+        found = [*[(True, sharding) for sharding in more if fits((True, sharding))][:1]]
     texts = [f"with {text(choice)}" for choice in found]
     powers = [2**power for power in range(1, model.num_experts.bit_length())]
     larger = [times for times in powers if model.num_experts % (ranks * times) == 0]
