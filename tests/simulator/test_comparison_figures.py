@@ -149,7 +149,10 @@ def test_an_outcome_covers_the_layers_of_the_trace(name: str) -> None:
     assert other.memory == rank_memory(outcome.load, model, groups=2, **choices)
     assert other.simulated.step_time_s > outcome.simulated.step_time_s
     sharded = simulate_policy(replace(case, settings=replace(run_as, sharding="fsdp")), name)
-    assert sharded.simulated.parts_s == outcome.simulated.parts_s
+    # A move costs a shard of the state, and what is planned beside moves changes with it.
+    for part in sharded.simulated.parts_s.keys() - {"migration", "planning"}:
+        assert sharded.simulated.parts_s[part] == outcome.simulated.parts_s[part]
+    assert sharded.migration_bytes * 8 == outcome.migration_bytes * 6
     # Planning is that of all layers of the model.
     hidden = outcome.policy.traits.hidden_planning(plan, workload, trace.sequence_lengths, cluster, model.moe_layers)
     exposed_s, hidden_s = outcome.simulated.parts_s["planning"], outcome.simulated.hidden_planning_s

@@ -77,7 +77,7 @@ def test_a_pipeline_equals_an_event_loop(stages: int, num: int, seed: int, backw
     seconds_2MP = rng.lognormal(0, 1, (2, num, stages)) * (rng.random((2, num, stages)) > 0.1)
     send_M = rng.lognormal(-2, 1, num) * rng.integers(0, 2)
     found = one_forward_one_backward(seconds_2MP, send_M, backward)
-    assert found == pytest.approx(event_loop(*seconds_2MP, send_M, backward=backward), rel=1e-12)
+    assert found == pytest.approx(event_loop(seconds_2MP[0], seconds_2MP[1], send_M, backward=backward), rel=1e-12)
     # At least the busiest stage, and all stages of each micro-step.
     work_2MP = seconds_2MP if backward else seconds_2MP[:1]
     assert found >= work_2MP.sum(axis=(0, 1)).max() * (1 - 1e-12)

@@ -25,7 +25,7 @@ from trimtab.api.arguments import (
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.api.steps import DISPATCHERS, TraceSteps, default_ranks, read_steps, spread_layers
 from trimtab.cluster import load_cluster
-from trimtab.cluster.layout import SHARDINGS, ZERO1
+from trimtab.cluster.parallel_layout import SHARDINGS, ZERO1
 from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts
 from trimtab.policies import POLICIES

@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from trimtab.cluster import Layout, ModelSpec, load_model, model_like, preset_of_label
-from trimtab.cluster.layout import GRANULARITIES, Checkpointing
+from trimtab.cluster.parallel_layout import GRANULARITIES, Checkpointing
 from trimtab.errors import InputError
 from trimtab.trace import RoutingTrace
 

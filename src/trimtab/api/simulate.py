@@ -26,7 +26,7 @@ from trimtab.api.arguments import (
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.api.steps import DISPATCHERS, default_ranks, read_steps
 from trimtab.cluster import load_cluster
-from trimtab.cluster.layout import SHARDINGS, ZERO1
+from trimtab.cluster.parallel_layout import SHARDINGS, ZERO1
 from trimtab.errors import InputError
 from trimtab.policies import POLICIES
 from trimtab.report.html import write_html

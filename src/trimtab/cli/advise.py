@@ -22,7 +22,7 @@ from trimtab.cli.options import (
     positive,
 )
 from trimtab.cli.output import write_figures
-from trimtab.cluster.layout import SHARDINGS
+from trimtab.cluster.parallel_layout import SHARDINGS
 from trimtab.report.advice import advice_output
 
 log = logging.getLogger("trimtab")

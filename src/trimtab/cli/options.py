@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.cli.parser import NameList, closest
-from trimtab.cluster.layout import GRANULARITIES
+from trimtab.cluster.parallel_layout import GRANULARITIES
 from trimtab.errors import InputError
 
 # Of any number of things; larger ones would not fit the integers of kernels.

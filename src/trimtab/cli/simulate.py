@@ -23,7 +23,7 @@ from trimtab.cli.options import (
     positive,
 )
 from trimtab.cli.output import write_figures
-from trimtab.cluster.layout import SHARDINGS
+from trimtab.cluster.parallel_layout import SHARDINGS
 from trimtab.kernels import compile_beside
 from trimtab.policies import POLICIES
 from trimtab.report.perfetto import check_name, write_perfetto

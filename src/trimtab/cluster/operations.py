@@ -8,8 +8,8 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster.attention import pairs_within_reach
-from trimtab.cluster.layout import FSDP, SELECTIVE, ZERO1, Checkpointing, Layout
 from trimtab.cluster.models import ModelSpec
+from trimtab.cluster.parallel_layout import FSDP, SELECTIVE, ZERO1, Checkpointing, Layout
 from trimtab.cluster.specs import ClusterSpec
 
 # A replica's gradient, in float32.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.cluster.layout import ZERO1, Checkpointing, Layout
 from trimtab.cluster.models import ModelSpec
 from trimtab.cluster.operations import OperationCosts
+from trimtab.cluster.parallel_layout import ZERO1, Checkpointing, Layout
 from trimtab.cluster.specs import RING_LAYERS, ClusterSpec
 
 # All-to-alls of an instance in a forward or a backward: dispatch and combine.

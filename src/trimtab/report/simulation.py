@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from trimtab.cluster import Layout
-from trimtab.cluster.layout import SELECTIVE
+from trimtab.cluster.parallel_layout import SELECTIVE
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import bytes_text, plural
 from trimtab.report.sweep import sweep_table

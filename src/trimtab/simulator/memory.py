@@ -14,8 +14,8 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster import Layout, ModelSpec
-from trimtab.cluster.layout import FSDP, SELECTIVE, ZERO1, Checkpointing
 from trimtab.cluster.operations import GRADIENT_BYTES
+from trimtab.cluster.parallel_layout import FSDP, SELECTIVE, ZERO1, Checkpointing
 from trimtab.planner import StepPlan
 from trimtab.planner.replicas.paths import HOST
 from trimtab.policies.policy import Traits

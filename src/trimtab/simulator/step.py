@@ -10,8 +10,8 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, Layout, ModelSpec
-from trimtab.cluster.layout import ZERO1, Checkpointing
 from trimtab.cluster.operations import OperationCosts
+from trimtab.cluster.parallel_layout import ZERO1, Checkpointing
 from trimtab.cluster.specs import RING_LAYERS
 from trimtab.planner import Placement, StepPlan, Workload
 from trimtab.planner.plan.pass_times import PARTS

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from trimtab.cluster import ModelSpec
-from trimtab.cluster.layout import FSDP, SHARDINGS, Checkpointing
+from trimtab.cluster.parallel_layout import FSDP, SHARDINGS, Checkpointing
 from trimtab.simulator.memory import RankLoad, rank_memory
 from trimtab.simulator.step import StepSettings
 
