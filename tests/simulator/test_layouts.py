@@ -19,6 +19,7 @@ from trimtab import ClusterSpec, InputError, RoutingTrace, Schedule
 from trimtab.cluster import Layout, ModelSpec
 from trimtab.cluster.operations import OperationCosts, moved_bytes
 from trimtab.planner.plan.step_times import dense_seconds, exchange_seconds
+from trimtab.simulator import pipeline
 from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.memory import RankLoad, largest_micro_batch, rank_memory
 from trimtab.simulator.pipeline import BUBBLE, Pipeline, one_forward_one_backward
@@ -123,11 +124,11 @@ def test_the_slowest_stage_determines_a_long_step() -> None:
     """Of a model whose layers are all simulated, each stage has its own; else their mean."""
     layout = Layout(pp=2)
     model = replace(QWEN, moe_layers=4, moe_layer_indices=())
-    pipeline = Pipeline.of(layout, model, 4, 1.0, np.zeros(1))
-    assert pipeline.weights_PX.tolist() == [[1, 1, 0, 0, 0], [0, 0, 1, 1, 1]]
+    whole = Pipeline.of(layout, model, 4, 1.0, np.zeros(1))
+    assert whole.weights_PX.tolist() == [[1, 1, 0, 0, 0], [0, 0, 1, 1, 1]]
     part = Pipeline.of(layout, model, 2, 1.0, np.zeros(1))
     assert part.weights_PX.tolist() == [[0.5, 0.5, 0], [0.5, 0.5, 1]]
-    for each in (pipeline, part, Pipeline.of(Layout(pp=8), DEEPSEEK, 58, 0.3, np.zeros(1))):
+    for each in (whole, part, Pipeline.of(Layout(pp=8), DEEPSEEK, 58, 0.3, np.zeros(1))):
         assert each.weights_PX.sum(axis=0) == pytest.approx(np.ones(each.weights_PX.shape[1]))
 
 
@@ -141,13 +142,17 @@ def test_layers_of_stages() -> None:
     assert Layout(pp=4).stages(replace(QWEN, moe_layers=5, moe_layer_indices=()))[0].tolist() == [2, 1, 1, 1]
 
 
+@pytest.mark.parametrize("size", [32, 4096])
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 4), (4, 2), (8, 4)])
 @pytest.mark.parametrize("model", [QWEN, DEEPSEEK, ModelSpec.named("gpt-oss-120b")], ids=lambda model: model.name)
-def test_dense_parts_of_ranks_that_share_sequences_equal_plain_sums(model: ModelSpec, tp: int, cp: int) -> None:
+def test_dense_parts_of_ranks_that_share_sequences_equal_plain_sums(
+    model: ModelSpec, tp: int, cp: int, size: int
+) -> None:
     """Every rank of a group of `tp * cp` computes its part of whole sequences, and receives what the others have."""
     pieces, layout = tp * cp, Layout(tp=tp, cp=cp)
     costs, alone = (OperationCosts.of(CLUSTER, model, layout=each) for each in (layout, Layout()))
-    whole = np.array([4096, 1024, 8192]) * 32
+    # The ring is hidden behind attention where sequences are long.
+    whole = np.array([4, 1, 8]) * size
     lengths = np.repeat(whole // pieces, pieces)
     schedule = Schedule(
         np.zeros(len(lengths), np.int32), np.tile(np.arange(pieces), 3).astype(np.int32), np.zeros(1, np.int32), pieces
@@ -175,6 +180,25 @@ def test_dense_parts_of_ranks_that_share_sequences_equal_plain_sums(model: Model
         assert inside_2MR[way] == pytest.approx(expected, rel=1e-9, abs=1e-15)
         expected = (2 * model.dense_layers + 1) * 2 * lacking * width / CLUSTER.node_bytes_per_s
         assert outside_2MR[way] == pytest.approx(expected, abs=1e-15)
+
+
+def test_activations_that_are_computed_again_are_a_part_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[np.ndarray] = []
+
+    def capture(seconds_2MP: np.ndarray, send_M: np.ndarray, has_backward: bool) -> float:
+        if has_backward:
+            captured.append(seconds_2MP)
+        return float(one_forward_one_backward(seconds_2MP, send_M, has_backward))
+
+    monkeypatch.setattr(pipeline, "one_forward_one_backward", capture)
+    case = some_case()
+    for checkpointing in (False, True):
+        run_as = StepSettings(checkpointing=checkpointing, layout=Layout(pp=2))
+        simulate_policy(replace(case, settings=run_as), "static")
+    kept, again = captured[0], captured[len(captured) // 2]
+    assert again[0] == pytest.approx(kept[0], rel=1e-6)
+    assert again[1] == pytest.approx(kept[1] + kept[0], rel=0.2)
+    assert again[1].sum() > kept[1].sum() + 0.8 * kept[0].sum()
 
 
 def test_keys_and_values_of_a_token() -> None:
