@@ -255,7 +255,7 @@ def test_steps_end_with_the_one_that_was_asked_for(simulate: Printed, places: Pl
 
 def test_options_reach_the_simulation(simulate: Printed, places: Places) -> None:
     settings = ("--groups", "2", "--groups-meet", "layer", "--mini-batches", "2", "--equal-terms", "--step", "0",
-                "--sharding", "fsdp", "--checkpointing")  # fmt: skip
+                "--sharding", "fsdp", "--recompute-granularity", "full", "--tp", "2")  # fmt: skip
     size = ("--token-budget", "64", "--cluster", "{cluster}")
     simulate(*settings, *size, "--json", "{folder}/s.json", policies=("trimtab",))
     found = figures(places)
