@@ -36,14 +36,17 @@ STORIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "qwen3-30b-mixed",
         {},
         {
-            "model": "qwen3-235b-a22b", "ranks": 32, "groups": 4, "step_tokens": 20_000_000, "checkpointing": True,
+            "model": "qwen3-235b-a22b", "ranks": 16, "tp": 2, "pp": 8, "step_tokens": 20_000_000, "checkpointing": True,
             "gpu_hour": 2.5,
         },
     ),
     "gpt-oss": (
         "gpt-oss-20b-reasoning",
         {"num_experts": 128, "top_k": 4},
-        {"model": "gpt-oss-120b", "ranks": 8, "step_tokens": 2_000_000, "checkpointing": True, "gpu_hour": 2.5},
+        {
+            "model": "gpt-oss-120b", "ranks": 8, "groups": 2, "pp": 4, "step_tokens": 2_000_000, "checkpointing": True,
+            "gpu_hour": 2.5,
+        },
     ),
 }  # fmt: skip
 

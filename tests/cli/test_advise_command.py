@@ -54,6 +54,11 @@ def test_advise_prints_a_recommendation_in_80_columns_and_writes_files(
         (["--sampled", "0.5", "--step-tokens", "20k"], "not allowed with argument"),
         (["--step-tokens", "1k"], "--step-tokens 1000: step 0 of "),
         (["--ranks", "7"], "--ranks 7 doesn't divide the 128 experts"),
+        (["--tp", "3"], "--tp 3 doesn't divide the 32 attention heads of qwen3-30b-a3b; use 2 or 4"),
+        (["--ranks", "8", "--cp", "3"], "doesn't divide the 8 ranks of a stage"),
+        (["--pp", "64"], "--pp 64: qwen3-30b-a3b has 48 layers; use 48 or less"),
+        (["--pp", "0"], "'0' should be a whole number of at least 1"),
+        (["--checkpointing", "--recompute-granularity", "full"], "not allowed with argument"),
         (["--gpu-hour", "-1"], "gpu_hour: -1.0 should be 0 or more"),
     ],
 )

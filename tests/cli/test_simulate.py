@@ -255,7 +255,7 @@ def test_steps_end_with_the_one_that_was_asked_for(simulate: Printed, places: Pl
 
 def test_options_reach_the_simulation(simulate: Printed, places: Places) -> None:
     settings = ("--groups", "2", "--groups-meet", "layer", "--mini-batches", "2", "--equal-terms", "--step", "0",
-                "--sharding", "fsdp", "--checkpointing")  # fmt: skip
+                "--sharding", "fsdp", "--recompute-granularity", "full", "--tp", "2")  # fmt: skip
     size = ("--token-budget", "64", "--cluster", "{cluster}")
     simulate(*settings, *size, "--json", "{folder}/s.json", policies=("trimtab",))
     found = figures(places)
@@ -264,7 +264,7 @@ def test_options_reach_the_simulation(simulate: Printed, places: Places) -> None
         "token_budget": 64, "mini_batches": 2, "equal_terms": True,
         "groups": 2, "meet": "layer", "ring_layers": 3, "recompute": True, "sharding": "fsdp", "checkpointing": True,
         "earlier_steps": 0, "layers_traced": 2, "layers_of_model": 4, "micro_steps": None, "recorded_sequences": None,
-        "counted_rows": 200_000_000,
+        "counted_rows": 200_000_000, "layout": {"tp": 2, "pp": 1, "cp": 1},
     }  # fmt: skip
     # 12 sequences of 32 tokens, two in each of 4 places, in two mini-batches.
     assert {row["micro_steps"] for row in found["policies"].values()} == {2}

@@ -19,11 +19,9 @@ def test_the_commands_are_those_of_the_settings() -> None:
     page = read_page(PAGE)
     for preset, of_model, setting in STORIES.values():
         assert f"trimtab trace synth {preset} " in page
-        words = {"num_experts": "--experts", "top_k": "--top-k"}
-        assert all(f"{words[name]} {value}" in page for name, value in of_model.items())
-        groups = f" --groups {setting['groups']}" if "groups" in setting else ""
+        options = {"num_experts": "--experts", "top_k": "--top-k"}
+        assert all(f"{options[name]} {value}" in page for name, value in of_model.items())
+        words = [f" --{name} {setting[name]}" for name in ("ranks", "groups", "tp", "pp") if name in setting]
         tokens = f"{setting['step_tokens'] // 10**6}M"
-        command = (
-            f"--model {setting['model']} --ranks {setting['ranks']}{groups} --step-tokens {tokens} --checkpointing"
-        )
+        command = f"--model {setting['model']}{''.join(words)} --step-tokens {tokens} --checkpointing"
         assert f"{command} --gpu-hour {setting['gpu_hour']}" in page

@@ -18,8 +18,8 @@ from trimtab.policies.planning_time import FREE, Exchange, PlanningTime, TimeAtS
 from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
 
 # Fields of `OperationCosts` that are no seconds.
-RATIOS = ("dense_backward", "expert_backward", "near_spare", "far_spare", "near_share", "far_share")
-OTHERS = ("tile_rows", "forwards", "reach", "chunked", "top_k", "expert_groups", "groups_per_token")
+RATIOS = ("dense_backward", "expert_backward", "near_spare", "far_spare", "near_share", "far_share", "head_part")
+OTHERS = ("tile_rows", "forwards", "reach", "chunked", "top_k", "expert_groups", "groups_per_token", "pieces")
 SECONDS = tuple(name for name in OperationCosts._fields if name not in (*RATIOS, *OTHERS))
 # What takes no time with links that are infinitely fast.
 WEIGHTS = ("near_weights_s", "far_weights_s", "host_weights_s")

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.comparison_cases import some_case
+from trimtab.cluster import Layout
 from trimtab.cluster.operations import OperationCosts
 from trimtab.planner.plan.rank_work import RankWork
 from trimtab.planner.plan.step_times import dense_seconds
 from trimtab.report.waterfall import CHANGES, waterfall_rows
 from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase
+from trimtab.simulator.pipeline import BUBBLE
 from trimtab.simulator.step import SEQUENCES, WAITING, StepSettings
 
 
@@ -77,9 +79,12 @@ def test_causes_of_static_equal_a_plain_loop(recompute: bool) -> None:
     groups=st.integers(1, 2),
     checkpointing=st.booleans(),
     mini_batches=st.integers(1, 2),
+    pp=st.integers(1, 2),
 )
-def test_causes_and_waterfalls_add_up(policy: str, groups: int, checkpointing: bool, mini_batches: int) -> None:
-    settings = StepSettings(groups=groups, checkpointing=checkpointing)
+def test_causes_and_waterfalls_add_up(
+    policy: str, groups: int, checkpointing: bool, mini_batches: int, pp: int
+) -> None:
+    settings = StepSettings(groups=groups, checkpointing=checkpointing, layout=Layout(pp=pp))
     case = replace(some_case(), settings=settings, mini_batches=mini_batches)
     cases = [case, scaled_case(case)]
     for each in cases:
@@ -87,10 +92,10 @@ def test_causes_and_waterfalls_add_up(policy: str, groups: int, checkpointing: b
         assert sum(other.causes_s.values()) == pytest.approx(other.step_time_s, rel=1e-9)
         assert sum(other.parts_s.values()) == pytest.approx(other.step_time_s, rel=1e-9)
         rows = waterfall_rows(static, other, policy)
-        assert [row.name for row in rows] == ["static", *CHANGES, policy]
+        assert [row.name for row in rows] == ["static", *(each for each in CHANGES if pp > 1 or each != BUBBLE), policy]
         assert rows[-2].after == pytest.approx(rows[-1].seconds, rel=1e-9)
         assert rows[0].seconds + sum(row.seconds for row in rows[1:-1]) == pytest.approx(other.step_time_s, rel=1e-9)
-    assert {cause for causes in CHANGES.values() for cause in causes} == other.causes_s.keys()
+    assert {cause for causes in CHANGES.values() for cause in causes} == other.causes_s.keys() | {BUBBLE}
 
 
 def scaled_case(case: ComparisonCase) -> ComparisonCase:

@@ -18,11 +18,14 @@ from trimtab.api.arguments import (
     check_optional,
     check_ranks,
     check_whole,
+    layout_of,
     model_of,
+    recomputed,
 )
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.api.steps import DISPATCHERS, TraceSteps, default_ranks, read_steps, spread_layers
 from trimtab.cluster import load_cluster
+from trimtab.cluster.parallel_layout import SHARDINGS, ZERO1
 from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts
 from trimtab.policies import POLICIES
@@ -33,7 +36,7 @@ from trimtab.report.number_text import plural
 from trimtab.simulator.comparison import Outcome, fits, simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.draws import Drawn, Estimate
-from trimtab.simulator.memory import SHARDINGS, ZERO1
+from trimtab.simulator.memory import largest_micro_batch
 from trimtab.simulator.step import StepSettings
 from trimtab.simulator.strategies import ALL, EPLB, NOTHING, STRATEGIES, RunStrategy
 from trimtab.trace import RoutingTrace
@@ -106,7 +109,10 @@ def advise(
     mini_batches: int = 1,
     recompute: bool = True,
     sharding: str = ZERO1,
-    checkpointing: bool = False,
+    checkpointing: bool | str = False,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
     step: int | None = None,
     steps: int | None = None,
     step_tokens: int | None = None,
@@ -122,8 +128,8 @@ def advise(
 
     Args:
         trace, cluster, model, overrides, ranks, ranks_per_node, groups, slots, micro_steps, token_budget, dispatcher,
-            mini_batches, recompute, sharding, checkpointing, step, step_tokens, sampled: as in `simulate`, one value
-            each.
+            mini_batches, recompute, sharding, checkpointing, tp, pp, cp, step, step_tokens, sampled: as in `simulate`,
+            one value each.
         steps: steps to simulate, up to `step`; by default all but the trace's first, at most 2.
         gpu_hour: price of an hour of one GPU; None: no money.
         draws: drawings of steps of which a part was recorded.
@@ -149,6 +155,7 @@ def advise(
     check_ranks(reader.empty, ranks, reader.name)
     spec = model_of(reader.name, reader.empty, model, overrides)
     assert spec is not None
+    layout = layout_of(spec, [ranks], groups=groups, tp=tp, pp=pp, cp=cp)
     nodes = load_cluster(cluster, ranks=ranks, slots_per_rank=slots, ranks_per_node=ranks_per_node)
     if dispatcher is not None:
         check_choice("dispatcher", dispatcher, DISPATCHERS)
@@ -159,8 +166,9 @@ def advise(
     sequences, layers = recorded.sequences, recorded.last.num_layers
     recorded = recorded.with_layers(spread_layers(recorded, ranks, MOST_LAYERS))
     settings = StepSettings(
-        groups=groups, recompute=recompute, sharding=sharding, checkpointing=checkpointing, counted_rows=COUNTED_ROWS
-    )
+        groups=groups, recompute=recompute, sharding=sharding, checkpointing=recomputed(checkpointing),
+        counted_rows=COUNTED_ROWS, layout=layout,
+    )  # fmt: skip
     draws = draws if recorded.is_scaled else 1
 
     def case_of(seed: int) -> ComparisonCase:
@@ -194,7 +202,7 @@ def advise(
     drawn = {name: Drawn(tuple(outcomes)) for name, outcomes in found.items()}
     case = cases[0]
     even_s = Drawn(tuple(even)).step_s.value
-    gpus = ranks * groups
+    gpus = ranks * groups * pp
     figures = [_figures(strategy, drawn, case, even_s, gpus, gpu_hour) for strategy in possible]
     progress("break-even", total - 1, total)
     chosen = _choose(figures)
@@ -233,7 +241,11 @@ def _figures(
     gpu_hour: float | None,
 ) -> StrategyFigures:
     mine, outcome = drawn[strategy.name], drawn[strategy.name].outcomes[0]
-    step_s = mine.step_s
+    step_s, settings = mine.step_s, case.settings
+    tokens, rows = largest_micro_batch(
+        outcome.load, case.model, case.cluster.device_bytes, groups=settings.groups, sharding=settings.sharding,
+        checkpointing=settings.checkpointing, layout=settings.layout,
+    )  # fmt: skip
     hours = step_s.value * gpus * 1000 / 3600
     return StrategyFigures(
         strategy=strategy,
@@ -246,6 +258,8 @@ def _figures(
         gpu_hours=hours,
         money=None if gpu_hour is None else hours * gpu_hour,
         hit_rate=outcome.hit_rate,
+        largest_tokens=tokens,
+        largest_rows=rows,
     )
 
 

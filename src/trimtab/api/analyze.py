@@ -20,7 +20,9 @@ from trimtab.api.arguments import (
     check_one_size,
     check_optional,
     check_ranks,
+    layout_of,
     model_of,
+    recomputed,
 )
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.api.steps import default_ranks, read_steps
@@ -116,7 +118,11 @@ def analyze(
     step_tokens: int | None = None,
     sampled: float | None = None,
     recompute: bool = True,
-    checkpointing: bool = False,
+    checkpointing: bool | str = False,
+    groups: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
     cluster: str | os.PathLike[str] = "h100x8",
     model: ModelSource | None = None,
     overrides: Overrides = (),
@@ -131,8 +137,8 @@ def analyze(
         token_budget: most tokens of a rank in a micro-step; by default 8192, or the longest sequence if that is more.
         micro_steps: micro-steps of a step, instead of a token budget.
         step: analyze this RL step alone; by default all.
-        steps, step_tokens, sampled, recompute, checkpointing: of the steps whose seconds are simulated, as in
-            `simulate`.
+        steps, step_tokens, sampled, recompute, checkpointing, groups, tp, pp, cp: of the steps whose seconds are
+            simulated, as in `simulate`.
         cluster: kind of nodes, for seconds: a preset's name or a TOML file.
         model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
             trace names, else a preset like the trace, and no figures in seconds if there is none.
@@ -161,9 +167,14 @@ def analyze(
     if fitting and is_small:
         measured = 1 if step is not None else steps
         recorded = read_steps(reader, step=step, steps=measured, step_tokens=step_tokens, sampled=sampled)
-        settings = StepSettings(recompute=recompute, checkpointing=checkpointing)
+        layout = layout_of(fitting, [ranks], groups=groups, tp=tp, pp=pp, cp=cp)
+        settings = StepSettings(
+            groups=groups, recompute=recompute, checkpointing=recomputed(checkpointing), layout=layout
+        )
         case = recorded.case(spec, fitting, settings, micro_steps=micro_steps, token_budget=token_budget)
-        token_budget, micro_steps = case.token_budget, None
+        # Counts are of whole sequences.
+        longest = int(reader.facts.lengths.max())
+        token_budget, micro_steps = max(case.token_budget, longest if layout.pieces > 1 else 0), None
     elif fitting:
         log.info("no seconds: %s has more than %d MB of expert ids", reader.name, MOST_BYTES >> 20)
     counts = count_trace(

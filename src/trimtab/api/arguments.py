@@ -10,7 +10,8 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from trimtab.cluster import ModelSpec, load_model, model_like, preset_of_label
+from trimtab.cluster import Layout, ModelSpec, load_model, model_like, preset_of_label
+from trimtab.cluster.parallel_layout import GRANULARITIES, Checkpointing
 from trimtab.errors import InputError
 from trimtab.trace import RoutingTrace
 from trimtab.trace.message_text import clip
@@ -46,6 +47,27 @@ def check_one_size(token_budget: object, micro_steps: object) -> None:
     """Raise InputError if both are given: each fixes the other."""
     if token_budget is not None and micro_steps is not None:
         raise InputError("micro_steps: not allowed with argument token_budget")
+
+
+def layout_of(model: ModelSpec, ranks: Iterable[int], *, groups: int, tp: int, pp: int, cp: int) -> Layout:
+    """The layout of a run of a model, on any of these numbers of ranks.
+
+    Raises:
+        InputError: if such a run can't exist; it names the nearest values that can.
+    """
+    check_whole(1, tp=tp, pp=pp, cp=cp)
+    layout = Layout(tp, pp, cp)
+    for each in ranks:
+        layout.check(model, each, groups)
+    return layout
+
+
+def recomputed(checkpointing: bool | str) -> Checkpointing:
+    """`StepSettings.checkpointing` of True, False or the name of a granularity."""
+    if isinstance(checkpointing, bool):
+        return checkpointing
+    check_choice("checkpointing", checkpointing, GRANULARITIES)
+    return GRANULARITIES[checkpointing]
 
 
 def check_ranks(trace: RoutingTrace, ranks: int, name: str) -> None:

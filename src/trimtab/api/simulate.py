@@ -17,13 +17,16 @@ from trimtab.api.arguments import (
     check_optional,
     check_ranks,
     check_whole,
+    layout_of,
     model_of,
     numbers,
+    recomputed,
     split_names,
 )
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.api.steps import DISPATCHERS, default_ranks, read_steps
 from trimtab.cluster import load_cluster
+from trimtab.cluster.parallel_layout import SHARDINGS, ZERO1
 from trimtab.errors import InputError
 from trimtab.policies import POLICIES
 from trimtab.report.html import write_html
@@ -34,7 +37,6 @@ from trimtab.report.simulation import answer, policy_results, simulation_report,
 from trimtab.report.sweep import sweep_table
 from trimtab.simulator.comparison import Outcome, permuted_steps, simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase, trace_hash
-from trimtab.simulator.memory import SHARDINGS, ZERO1
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
 from trimtab.simulator.step import WAITING, StepSettings
 from trimtab.simulator.yardstick import yardstick
@@ -189,7 +191,10 @@ def simulate(
     equal_terms: bool = False,
     recompute: bool = True,
     sharding: str = ZERO1,
-    checkpointing: bool = False,
+    checkpointing: bool | str = False,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
     step: int | None = None,
     steps: int | None = None,
     step_tokens: int | None = None,
@@ -223,7 +228,9 @@ def simulate(
         equal_terms: same homes, schedule and slots for all balancers, instead of their own recipes.
         recompute: False simulates the update alone, with the rollout's log-probabilities.
         sharding: training state that data ranks share out, for memory: `ddp`, `zero1` (optimizer state) or `fsdp`.
-        checkpointing: whether activations are checkpointed: less memory, and another forward of every micro-step.
+        checkpointing: activations that are computed again for backward: `none` or False, `selective` (cheap ones),
+            `full` or True: least memory, and another forward of every micro-step.
+        tp, pp, cp: tensor, pipeline (1F1B) and context parallelism, see `Layout`; `ranks * groups * pp` GPUs in all.
         step: the last RL step to simulate; by default that of the trace.
         steps: steps to simulate, up to that one; by default all but the trace's first, at most 6.
         step_tokens: tokens of a whole step, in all groups, if the trace has a part of each: its prompts are then drawn
@@ -252,6 +259,7 @@ def simulate(
     assert spec is not None
     for case_ranks, *_ in every:
         check_ranks(step_trace, case_ranks, reader.name)
+    layout = layout_of(spec, [case_ranks for case_ranks, *_ in every], groups=groups, tp=tp, pp=pp, cp=cp)
     most = max(numbers(micro_steps or 1))
     fewest = min((part.trace for part in recorded.recorded[-recorded.measured :]), key=lambda part: part.num_sequences)
     if most > fewest.num_sequences and not recorded.is_scaled:
@@ -271,7 +279,12 @@ def simulate(
             replace(nodes, dispatch_forwards=DISPATCHERS[sent]) if sent else nodes,
             spec,
             StepSettings(
-                groups=groups, meet=groups_meet, recompute=recompute, sharding=sharding, checkpointing=checkpointing
+                groups=groups,
+                meet=groups_meet,
+                recompute=recompute,
+                sharding=sharding,
+                checkpointing=recomputed(checkpointing),
+                layout=layout,
             ),
             micro_steps=size,
             token_budget=token_budget,

@@ -15,7 +15,8 @@ from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts
 from trimtab.report.number_text import plural
 from trimtab.simulator.comparison_case import ComparisonCase, budget_for, step_of
-from trimtab.simulator.resampling import RecordedStep, whole_steps
+from trimtab.simulator.resampling import RecordedStep, ResampledTrace, whole_steps
+from trimtab.simulator.sequence_pieces import cut_step
 from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace, TraceReader
 
@@ -23,6 +24,8 @@ from trimtab.trace import RoutingTrace, TraceReader
 MOST_STEPS = 6
 # What is sent to a node: every row, or a token once; see `ClusterSpec.dispatch_forwards`.
 DISPATCHERS = {"rows": False, "tokens": True}
+
+PreparedStep = tuple[SequenceCounts, RoutingTrace | ResampledTrace]
 
 log = logging.getLogger("trimtab")
 
@@ -74,19 +77,27 @@ class TraceSteps:
     ) -> ComparisonCase:
         """The steps to simulate on a cluster; scaled ones with their halves.
 
+        Where ranks share sequences, `settings.layout.pieces`, each sequence is as many pieces.
+
         Args:
-            micro_steps: of the largest step; else `token_budget` holds, by default 8192 or the longest sequence.
+            micro_steps: of the largest step; else `token_budget` holds, by default 8192 or the longest piece.
             seed: of the drawing of scaled steps.
         """
-        steps = whole_steps(self.recorded, seed) if self.is_scaled else [(s.counts, s.trace) for s in self.recorded]
+        pieces = settings.layout.pieces
+
+        def cut(steps: Sequence[tuple[SequenceCounts, RoutingTrace | ResampledTrace]]) -> list[PreparedStep]:
+            return [cut_step(counts, trace, pieces) for counts, trace in steps]
+
+        recorded = whole_steps(self.recorded, seed) if self.is_scaled else [(s.counts, s.trace) for s in self.recorded]
+        steps = cut(recorded)
         counts = [each for each, _ in steps]
         if micro_steps is not None:
             budget = budget_for(counts, cluster.ranks * settings.groups, micro_steps)
         else:
-            longest = max(int(step.counts.lengths.max(initial=1)) for step in self.recorded)
+            longest = max(-(-int(step.counts.lengths.max(initial=1)) // pieces) for step in self.recorded)
             budget = max(DEFAULT_BUDGET, longest) if token_budget is None else token_budget
 
-        def made(steps: Sequence[tuple[SequenceCounts, object]]) -> ComparisonCase:
+        def made(steps: Sequence[PreparedStep]) -> ComparisonCase:
             return ComparisonCase(
                 cluster=cluster,
                 model=model,
@@ -97,13 +108,14 @@ class TraceSteps:
                 equal_terms=equal_terms,
                 settings=settings,
                 measured=self.measured,
-                traces=tuple(trace for _, trace in steps[-self.measured :]),  # type: ignore[misc]
+                traces=tuple(trace for _, trace in steps[-self.measured :]),
                 recorded=self.sequences if self.is_scaled else None,
             )
 
         if not self.is_scaled:
             return made(steps)
-        return replace(made(steps), halves=tuple(made(whole_steps(self.recorded, seed, half=half)) for half in (0, 1)))
+        halves = tuple(made(cut(whole_steps(self.recorded, seed, half=half))) for half in (0, 1))
+        return replace(made(steps), halves=halves)
 
 
 def default_ranks(trace: RoutingTrace) -> int:

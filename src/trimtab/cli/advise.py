@@ -11,10 +11,19 @@ from rich.progress import Progress
 
 from trimtab.api.advise import MOST_STEPS, advise
 from trimtab.api.steps import DISPATCHERS
-from trimtab.cli.options import DEFAULT_RANKS, DEFAULT_SIZE, add_model, add_options, add_trace, given, positive
+from trimtab.cli.options import (
+    DEFAULT_RANKS,
+    DEFAULT_SIZE,
+    add_layout,
+    add_model,
+    add_options,
+    add_trace,
+    given,
+    positive,
+)
 from trimtab.cli.output import write_figures
+from trimtab.cluster.parallel_layout import SHARDINGS
 from trimtab.report.advice import advice_output
-from trimtab.simulator.memory import SHARDINGS
 
 log = logging.getLogger("trimtab")
 
@@ -46,8 +55,8 @@ def add(commands: Any) -> None:
     option("--dispatcher", choices=tuple(DISPATCHERS), unset="the cluster's", help="what is sent to a node")
     option("--mini-batches")
     option("--no-recompute", action="store_false", dest="recompute", help="update alone")
-    option("--sharding", choices=SHARDINGS, help="training state that data ranks share out, for memory")
-    option("--checkpointing", action="store_true", help="checkpoint activations: less memory, more time")
+    option("--sharding", choices=SHARDINGS, help="training state that data ranks share out")
+    add_layout(parser, of=advise)
     option("--step", unset="the last of the trace")
     option("--steps", unset=f"all but the trace's first, at most {MOST_STEPS}")
     option("--gpu-hour", type=float, help="price of an hour of one GPU", unset="no money")

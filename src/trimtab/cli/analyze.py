@@ -12,7 +12,17 @@ from rich.progress import Progress
 
 from trimtab.api.analyze import analyze
 from trimtab.api.steps import MOST_STEPS
-from trimtab.cli.options import DEFAULT_RANKS, DEFAULT_SIZE, add_model, add_options, add_trace, given, need_extra
+from trimtab.cli.options import (
+    DEFAULT_RANKS,
+    DEFAULT_SIZE,
+    add_layout,
+    add_model,
+    add_options,
+    add_trace,
+    given,
+    need_extra,
+    positive,
+)
 from trimtab.cli.output import write_figures
 from trimtab.report.analysis_tables import analysis_tables
 from trimtab.report.imbalance import FORMATS
@@ -40,6 +50,8 @@ def add(commands: Any) -> None:
     option("--step", unset="all of the trace")
     option("--steps", unset=f"all but the trace's first, at most {MOST_STEPS}; for seconds")
     option("--step-tokens", "--sampled", unset="the trace's")
+    option("--groups", type=positive, help="expert-parallel groups, for seconds")
+    add_layout(parser, of=analyze)
     option("--cluster")
     add_model(parser, of=analyze, unset="the trace's, else a preset like the trace")
     add_options(parser, "--json", "--html")

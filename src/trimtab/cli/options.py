@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.cli.parser import NameList, closest
+from trimtab.cluster.parallel_layout import GRANULARITIES
 from trimtab.errors import InputError
 
 # Of any number of things; larger ones would not fit the integers of kernels.
@@ -117,6 +118,9 @@ SHARED: dict[str, tuple[Callable[[str], object], str]] = {
     "--cluster": (_cluster, "kind of nodes: a preset or a TOML file"),
     "--model": (_model, "a preset, its hub id, a config.json or a checkpoint folder"),
     "--set": (_override, "other value of a key of the model's config; may be repeated (default: none)"),
+    "--tp": (positive, "tensor parallelism of the dense parts"),
+    "--pp": (positive, "pipeline stages (1F1B), each of all groups"),
+    "--cp": (positive, "context parallelism"),
     "--seed": (whole, "random seed"),
     "--rounds": (positive, "timed repetitions"),
     "--json": (Path, "write the figures to FILE; - is standard output, without tables"),
@@ -168,6 +172,17 @@ def add_model(parser: argparse._ActionsContainer, *, of: Callable[..., object] |
     """Add `--model`, and `--set` for its config: `options.overrides`, pairs of key and value, missing if not given."""
     add_options(parser, "--model", of=of, **settings)
     add_options(parser, "--set", action="append", dest="overrides", metavar="KEY=VALUE", default=argparse.SUPPRESS)
+
+
+def add_layout(parser: argparse.ArgumentParser, *, of: Callable[..., object]) -> None:
+    """Add what a run's layout and activation recomputation are, beside the ranks and groups of experts."""
+    add_options(parser, "--tp", "--pp", "--cp", of=of)
+    again = parser.add_mutually_exclusive_group()
+    add_options(
+        again, "--recompute-granularity", of=of, dest="checkpointing", choices=tuple(GRANULARITIES), unset="none",
+        help="activations that are computed again for backward",
+    )  # fmt: skip
+    add_options(again, "--checkpointing", of=of, action="store_true", help="the same as --recompute-granularity full")
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:

@@ -12,14 +12,23 @@ from rich.progress import Progress
 
 from trimtab.api.simulate import ALL, GROUPS_MEET, MAIN_POLICIES, simulate
 from trimtab.api.steps import DISPATCHERS, MOST_STEPS
-from trimtab.cli.options import DEFAULT_RANKS, DEFAULT_SIZE, add_model, add_options, add_trace, given, positive
+from trimtab.cli.options import (
+    DEFAULT_RANKS,
+    DEFAULT_SIZE,
+    add_layout,
+    add_model,
+    add_options,
+    add_trace,
+    given,
+    positive,
+)
 from trimtab.cli.output import write_figures
+from trimtab.cluster.parallel_layout import SHARDINGS
 from trimtab.kernels import compile_beside
 from trimtab.policies import POLICIES
 from trimtab.report.perfetto import check_name, write_perfetto
 from trimtab.report.simulation import timelines
 from trimtab.report.tables import simulation_tables
-from trimtab.simulator.memory import SHARDINGS
 
 log = logging.getLogger("trimtab")
 # Balancers whose kernels take longest to compile. A second process compiles them, while this one compiles those of the
@@ -69,8 +78,8 @@ def add(commands: Any) -> None:
         dest="recompute",
         help="update alone, with the rollout's log-probabilities",
     )
-    option("--sharding", choices=SHARDINGS, help="training state that data ranks share out, for memory")
-    option("--checkpointing", action="store_true", help="checkpoint activations: less memory, more time")
+    option("--sharding", choices=SHARDINGS, help="training state that data ranks share out")
+    add_layout(parser, of=simulate)
     option("--step", unset="the last of the trace")
     option("--steps", unset=f"all but the trace's first, at most {MOST_STEPS}")
     option("--step-tokens", "--sampled", unset="the trace's")

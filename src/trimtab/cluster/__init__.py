@@ -3,6 +3,7 @@
 from trimtab.cluster.attention import AttentionLayers
 from trimtab.cluster.model_names import preset_of, preset_of_label
 from trimtab.cluster.models import ModelSpec, default_model, load_model, model_like, read_checkpoint, read_model
+from trimtab.cluster.parallel_layout import Layout
 from trimtab.cluster.spec_files import load_cluster, write_cluster
 from trimtab.cluster.specs import ClusterSpec
 from trimtab.cluster.step_costs import StepCosts
@@ -11,6 +12,7 @@ __all__ = [
     "QWEN3_30B",
     "AttentionLayers",
     "ClusterSpec",
+    "Layout",
     "ModelSpec",
     "StepCosts",
     "default_model",

@@ -120,6 +120,7 @@ def read_sizes(
         "tied_embedding": keys.get("tie_word_embeddings") is True,
         "expert_groups": groups,
         "groups_per_token": chosen_groups,
+        "attention_heads": keys.count("num_attention_heads", "n_heads", default=0, least=0),
     }
     if set(kinds) != {"full"} or is_double:
         attention, reach = attention_of(keys, hidden_size, kinds, moe_layers, 2 if is_double else 1)

@@ -55,6 +55,7 @@ class ModelSpec:
         zero_experts: further choices of the router, without weights (LongCat). `top_k` counts them in.
         expert_groups, groups_per_token: the router first chooses so many of the groups that the experts of a layer are
             divided into, in order of their ids, and a token's experts only in these (DeepSeek-V3). 1 and 1: no groups.
+        attention_heads: query heads, which tensor parallelism divides; 0: unknown.
         tied_embedding: the output head has the embedding's weights.
     """
 
@@ -80,6 +81,7 @@ class ModelSpec:
     tied_embedding: bool = False
     expert_groups: int = 1
     groups_per_token: int = 1
+    attention_heads: int = 0
 
     @property
     def row_width(self) -> int:
@@ -143,6 +145,16 @@ class ModelSpec:
     def dense_attention(self) -> LayerAttention:
         """Attention of a layer without experts, the mean of all."""
         return mean_attention(self.attention_blocks, self.dense_layers, moe=False)
+
+    @property
+    def key_value_width(self) -> float:
+        """Keys and values of a token in a layer with experts, the mean of all: what context parallelism exchanges."""
+        blocks = [block for block in self.attention_blocks if block.width]
+        projected = [block.parameters // self.hidden_size - block.width for block in blocks]
+        # Latent attention expands them to all heads.
+        widths = [more if more >= 0 else block.width for more, block in zip(projected, blocks, strict=True)]
+        total = sum(block.in_moe_layers * width for block, width in zip(blocks, widths, strict=True))
+        return total / max(1, self.moe_layers)
 
     @property
     def chunked(self) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster.attention import pairs_within_reach
 from trimtab.cluster.models import ModelSpec
+from trimtab.cluster.parallel_layout import FSDP, SELECTIVE, ZERO1, Checkpointing, Layout
 from trimtab.cluster.specs import ClusterSpec
 
 # A replica's gradient, in float32.
@@ -22,6 +23,11 @@ TOKEN_PASSES = 20
 ROW_PASSES = 5
 # The loss reads and writes float32 logits and their log-softmax.
 LOGIT_BYTES = 12
+# Selective recomputation reads and writes again: two norms of a token in token widths, the product of a row's gate and
+# up in expert widths.
+AGAIN_TOKEN_PASSES, AGAIN_ROW_PASSES = 4, 3
+# Tensor parallelism with sequence parallelism gathers the tokens of a block's input and scatters its summed output.
+TENSOR_PASSES = 2
 # Adam reads gradient, master weight and two moments in float32, writes three of them and the weight.
 OPTIMIZER_BYTES = 30
 
@@ -68,6 +74,13 @@ class OperationCosts(NamedTuple):
         reduce_s: summing gradients, of dense parameters over all ranks and of experts over groups, and spreading their
             new weights, once an optimizer step.
         reach, chunked: keys that a query attends to at most, where attention is limited; inside a chunk of so many.
+        pieces: ranks that share a sequence; lengths are those of a rank's piece, and `square_s` of its square.
+        exchange_token_s, outer_exchange_token_s: tensor parallelism's exchange for a token in a MoE layer, and in
+            everything outside them. Backward takes as long.
+        ring_token_s: context parallelism's exchange of keys and values for a token in a MoE layer, beside attention.
+            Backward takes twice as long.
+        head_part: of `outer_token_s`, output head and loss.
+        send_token_s: a token's activations to the next pipeline stage, without its share of layers in the trace.
     """
 
     layer_s: float
@@ -109,6 +122,12 @@ class OperationCosts(NamedTuple):
     expert_groups: int = 1
     groups_per_token: int = 1
     shared_token_s: float = 0.0
+    pieces: int = 1
+    exchange_token_s: float = 0.0
+    outer_exchange_token_s: float = 0.0
+    ring_token_s: float = 0.0
+    head_part: float = 0.0
+    send_token_s: float = 0.0
 
     @property
     def even_near_row_s(self) -> float:
@@ -131,7 +150,15 @@ class OperationCosts(NamedTuple):
 
     @classmethod
     def of(
-        cls, cluster: ClusterSpec, model: ModelSpec, *, moe_layers: int | None = None, groups: int = 1
+        cls,
+        cluster: ClusterSpec,
+        model: ModelSpec,
+        *,
+        moe_layers: int | None = None,
+        groups: int = 1,
+        sharding: str = ZERO1,
+        checkpointing: Checkpointing = False,
+        layout: Layout | None = None,
     ) -> OperationCosts:
         """Costs of a model on a cluster.
 
@@ -139,7 +166,12 @@ class OperationCosts(NamedTuple):
             moe_layers: MoE layers that are simulated; all of the model's by default. Dense layers, head and optimizer
                 count in proportion.
             groups: expert-parallel groups; the dense parameters' optimizer state is shared out over all their ranks.
+            sharding: of training state, which moves with a home.
+            checkpointing: selective recomputation takes longer in backward.
+            layout: costs are those of all stages together.
         """
+        layout = layout or Layout()
+        tp, cp, pieces = layout.tp, layout.cp, layout.pieces
         part = 1.0 if moe_layers is None else moe_layers / model.moe_layers
         hidden = model.hidden_size
         attention, outer_attention = model.moe_attention, model.dense_attention
@@ -157,29 +189,46 @@ class OperationCosts(NamedTuple):
         of_experts = model.expert_groups, min(model.groups_per_token, model.top_k)
         row_bytes = model.row_width * model.weight_bytes
         parameters = model.expert_parameters
-        state_bytes = model.expert_bytes + STATE_BYTES * parameters
+        state_bytes = moved_bytes(model, sharding, groups)
         gradient_bytes = GRADIENT_BYTES * parameters
         near, far, host = cluster.node_bytes_per_s, cluster.network_bytes_per_s, cluster.host_bytes_per_s
         ranks = cluster.ranks * groups
         dense_parameters = part * model.dense_parameters
         expert_parameters = part * model.moe_layers * model.num_experts * parameters / cluster.ranks
-        # Dense parameters are on all ranks, experts once in every group.
-        summed = dense_parameters * (ranks - 1) / ranks + expert_parameters * (groups - 1) / groups
-        slowest = (far if ranks > cluster.ranks_per_node else near) or host
+        # Dense parameters are on all ranks, those that share tensors have parts of them; experts once in every group.
+        holders = ranks / tp
+        summed = dense_parameters / tp * (holders - 1) / holders + expert_parameters * (groups - 1) / groups
+        token_bytes = hidden * model.weight_bytes
+
+        def link(ranks: int) -> float:
+            """Of so many neighbouring ranks."""
+            return (far if ranks > cluster.ranks_per_node else near) or host
+
+        # Each rank receives the tokens of the others, or sends them sums.
+        tensor_s = TENSOR_PASSES * (tp - 1) * token_bytes / link(tp)
+        key_value_bytes = model.key_value_width * model.weight_bytes
+        row_s = ROW_PASSES * (model.row_width + model.expert_width) * model.weight_bytes * memory_s
+        token_s = around_s + beside_experts_s
+        again_token_s = again_row_s = 0.0
+        if checkpointing == SELECTIVE:
+            widths = AGAIN_TOKEN_PASSES * hidden + AGAIN_ROW_PASSES * model.shared_width
+            again_token_s = widths * model.weight_bytes * memory_s
+            again_row_s = AGAIN_ROW_PASSES * model.expert_width * model.weight_bytes * memory_s
+        outer_token_s = part * (model.dense_layers * (outer_around_s + feed_forward_s) + head_s)
         return cls(
             layer_s=cluster.layer_s,
-            token_s=around_s + beside_experts_s,
-            square_s=attention.square_width / cluster.attention_flops,
+            token_s=token_s,
+            square_s=pieces * attention.square_width / cluster.attention_flops,
             outer_s=part * model.dense_layers * cluster.layer_s,
-            outer_token_s=part * (model.dense_layers * (outer_around_s + feed_forward_s) + head_s),
-            outer_square_s=part * model.dense_layers * outer_attention.square_width / cluster.attention_flops,
+            outer_token_s=outer_token_s,
+            outer_square_s=pieces * part * model.dense_layers * outer_attention.square_width / cluster.attention_flops,
             tile_rows=cluster.tile_rows,
             tile_s=cluster.tile_rows * 2 * parameters / cluster.expert_flops,
             copy_s=cluster.copy_s,
             weights_s=model.expert_bytes * memory_s,
-            row_s=ROW_PASSES * (model.row_width + model.expert_width) * model.weight_bytes * memory_s,
-            dense_backward=cluster.dense_backward,
-            expert_backward=cluster.expert_backward,
+            row_s=row_s,
+            dense_backward=cluster.dense_backward + again_token_s / token_s,
+            expert_backward=cluster.expert_backward + again_row_s / (2 * parameters / cluster.expert_flops + row_s),
             dispatch_s=cluster.dispatch_s,
             near_row_s=row_bytes / cluster.dispatch_node_bytes_per_s,
             far_row_s=row_bytes / cluster.dispatch_network_bytes_per_s,
@@ -195,7 +244,7 @@ class OperationCosts(NamedTuple):
             far_spare=_spare(cluster.dispatch_network_bytes_per_s, far),
             hop_row_s=_seconds(row_bytes, near or host),
             optimizer_s=OPTIMIZER_BYTES * (expert_parameters + dense_parameters / ranks) * memory_s,
-            reduce_s=(GRADIENT_BYTES + model.weight_bytes) * summed / slowest,
+            reduce_s=(GRADIENT_BYTES + model.weight_bytes) * summed / link(ranks),
             reach_s=attention.reach_width / cluster.attention_flops,
             outer_reach_s=part * model.dense_layers * outer_attention.reach_width / cluster.attention_flops,
             reach=model.reach,
@@ -206,11 +255,20 @@ class OperationCosts(NamedTuple):
             expert_groups=of_experts[0],
             groups_per_token=of_experts[1],
             shared_token_s=2 * model.feed_forward_matrices * hidden * model.shared_width * dense_s,
+            pieces=pieces,
+            # Attention, and shared experts; in dense layers attention and feed-forward part, then the output head.
+            exchange_token_s=tensor_s * (1 + (model.shared_width > 0)),
+            outer_exchange_token_s=part * tensor_s * (2 * model.dense_layers + bool(model.vocab_size)),
+            ring_token_s=(cp - 1) * key_value_bytes / link(pieces),
+            head_part=part * head_s / outer_token_s if outer_token_s else 0.0,
+            send_token_s=token_bytes / link(ranks * layout.pp) if layout.pp > 1 else 0.0,
         )
 
     def pairs_within_reach(self, lengths: Array) -> Array:
         """Pairs that `reach_s` prices, by sequence; zeros if no layer's attention is limited."""
-        return pairs_within_reach(lengths, self.reach, chunked=self.chunked) if self.reach else np.zeros(lengths.shape)
+        if not self.reach:
+            return np.zeros(lengths.shape)
+        return pairs_within_reach(lengths * self.pieces, self.reach, chunked=self.chunked) / self.pieces
 
     def copy_seconds(self, rows: Array) -> Array:
         """Forward seconds of copies of experts with these rows each, any shape."""
@@ -226,6 +284,19 @@ class OperationCosts(NamedTuple):
     def transfers(self, rows_XE: Array, places: int) -> Array:
         """Transfers `[..., P]` float64 to P places with contiguous homes, see `transfers_to`."""
         return transfers_to(rows_XE, places, self.top_k, self.expert_groups, self.groups_per_token)
+
+
+def moved_bytes(model: ModelSpec, sharding: str = ZERO1, groups: int = 1) -> float:
+    """Bytes that a rank sends for each home that moves: weights and optimizer state, or its shard of them.
+
+    Args:
+        groups: expert-parallel groups, which move the same homes and share out what is sharded.
+    """
+    state_bytes = STATE_BYTES * model.expert_parameters
+    if sharding == FSDP:
+        # The float32 weights are the master copy.
+        return state_bytes / groups
+    return model.expert_bytes + (state_bytes / groups if sharding == ZERO1 else state_bytes)
 
 
 def _seconds(size: float, bytes_per_s: float) -> float:

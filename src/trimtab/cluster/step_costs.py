@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trimtab.cluster.models import ModelSpec
 from trimtab.cluster.operations import OperationCosts
+from trimtab.cluster.parallel_layout import ZERO1, Checkpointing, Layout
 from trimtab.cluster.specs import RING_LAYERS, ClusterSpec
 
 # All-to-alls of an instance in a forward or a backward: dispatch and combine.
@@ -36,18 +37,23 @@ class StepCosts:
         moe_layers: int | None = None,
         groups: int = 1,
         recompute: bool = True,
-        checkpointing: bool = False,
+        checkpointing: Checkpointing = False,
         ring_layers: int = RING_LAYERS,
+        sharding: str = ZERO1,
+        layout: Layout | None = None,
     ) -> StepCosts:
         """Costs of a model on a cluster.
 
         Args:
-            moe_layers, groups: as in `OperationCosts.of`.
+            moe_layers, groups, sharding, layout: as in `OperationCosts.of`.
             recompute: whether log-probabilities are recomputed before the update.
-            checkpointing: whether activations are computed again for backward.
+            checkpointing: activations that are computed again for backward.
         """
-        operations = OperationCosts.of(cluster, model, moe_layers=moe_layers, groups=groups)
-        return cls(operations, 1 + recompute + checkpointing, ring_layers)
+        operations = OperationCosts.of(
+            cluster, model, moe_layers=moe_layers, groups=groups, sharding=sharding, checkpointing=checkpointing,
+            layout=layout,
+        )  # fmt: skip
+        return cls(operations, 1 + recompute + (checkpointing is True), ring_layers)
 
     @property
     def computed_row_s(self) -> float:

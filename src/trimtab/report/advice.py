@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from trimtab.report.number_text import NONE, bytes_text, plural, seconds
-from trimtab.report.simulation import scale_note
+from trimtab.report.simulation import layout_facts, scale_note
 from trimtab.report.table_data import Facts, Row, TableData
 from trimtab.report.tables import facts, terminal_table
 from trimtab.report.waterfall import WaterfallRow, waterfall_rows, waterfall_table
@@ -41,6 +41,8 @@ class StrategyFigures:
         peak_bytes: of the rank that needs most. fits: whether the device has them.
         gpu_hours, money: of 1,000 steps; money None without a price.
         hit_rate: of a prediction, the part of the predicted replicas that got rows; None for others.
+        largest_tokens: most tokens of a rank in a micro-step that fit, with the imbalance of the simulated micro-steps.
+        largest_rows: most rows of a rank in a layer then. 0 and 0: none fit.
     """
 
     strategy: RunStrategy
@@ -53,6 +55,8 @@ class StrategyFigures:
     gpu_hours: float
     money: float | None
     hit_rate: float | None
+    largest_tokens: int
+    largest_rows: int
 
     @property
     def gain(self) -> Estimate:
@@ -161,6 +165,7 @@ class Advice:
             "cluster": asdict(self.case.cluster),
             "model": self.model,
             "gpus": self.gpus,
+            "layout": asdict(self.case.settings.layout),
             "steps": self.case.measured,
             "earlier_steps": len(self.case.steps) - self.case.measured,
             "tokens": int(self.case.sequences.lengths.sum()),
@@ -180,6 +185,8 @@ class Advice:
                     "peak_bytes": each.peak_bytes,
                     "fits": each.fits,
                     "hit_rate": each.hit_rate,
+                    "largest_micro_batch_tokens": each.largest_tokens,
+                    "largest_micro_batch_rows": each.largest_rows,
                     "needs": each.strategy.needs,
                     "settings": list(each.strategy.settings),
                 }
@@ -282,8 +289,24 @@ def ways_text(advice: Advice) -> str:
     case = advice.case
     load = next(each for each in (advice.target, advice.static) if each.outcomes[0].name == advice.chosen.strategy.name)
     ways = ways_to_fit(load.outcomes[0].load, case.model, case.settings, case.cluster.device_bytes)
-    fits = f"fits {', or '.join(ways)}" if ways else "fits with no sharding, checkpointing or expert-parallel size"
+    fits = f"fits {', or '.join(ways)}" if ways else "fits with no sharding, checkpointing, EP or --pp"
     return f"{advice.chosen.strategy.name} {fits}."
+
+
+def micro_batch_text(advice: Advice) -> str:
+    """The largest micro-batches that fit, with the advised strategy (or the best) and without any."""
+    named = advice.best if advice.chosen.strategy is NOTHING else advice.chosen
+
+    def text(each: StrategyFigures) -> str:
+        return f"{each.largest_tokens:,} tokens a rank" if each.largest_tokens else "none"
+
+    both = f"{text(named)} with {named.strategy.name}, {text(advice.nothing)} with nothing"
+    if not named.largest_tokens:
+        return f"Largest micro-batch that fits: {both}."
+    return (
+        f"Largest micro-batch that fits: {both}. A rank then has {named.largest_rows:,} rows in a layer or less, which "
+        f"max_rows_per_rank={named.largest_rows} guarantees for a plan."
+    )
 
 
 def break_even_text(advice: Advice) -> str:
@@ -301,6 +324,11 @@ def break_even_text(advice: Advice) -> str:
     )
 
 
+def limit_texts(advice: Advice) -> list[str]:
+    """When the strategy fits and pays."""
+    return [text for text in (ways_text(advice), micro_batch_text(advice), break_even_text(advice)) if text]
+
+
 def advice_facts(advice: Advice) -> Facts:
     """What was simulated."""
     case, cluster = advice.case, advice.case.cluster
@@ -313,6 +341,7 @@ def advice_facts(advice: Advice) -> Facts:
         ("step", f"{int(case.sequences.lengths.sum()):,} tokens, {case.token_budget:,} or less a rank and micro-step"),
         ("model", f"{advice.model}; {chosen} of {advice.layers} recorded layers stand for {case.model.moe_layers}"),
         ("cluster", f"{advice.gpus} GPUs{in_groups}, {cluster.ranks_per_node} per node, {cluster.name}"),
+        *layout_facts(case.settings),
         ("replicas", f"{cluster.slots_per_rank} slots per rank"),
     )
 
@@ -338,7 +367,7 @@ def advice_notes(advice: Advice) -> list[str]:
 def advice_output(advice: Advice) -> list[RenderableType]:
     """What `trimtab advise` prints."""
     shown: list[RenderableType] = [f"[bold]{escape(advice.answer)}[/bold]"]
-    shown += [escape(text) for text in (ways_text(advice), break_even_text(advice)) if text]
+    shown += [escape(text) for text in limit_texts(advice)]
     shown += ["", terminal_table(advice_table(advice)), terminal_table(cost_table(advice))]
     shown.append(terminal_table(waterfall_table(waterfall(advice), advice.static.simulated.step_time_s)))
     if lines := settings_to_copy(advice):

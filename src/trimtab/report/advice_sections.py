@@ -9,11 +9,10 @@ from trimtab.report.advice import (
     advice_facts,
     advice_notes,
     advice_table,
-    break_even_text,
     cost_table,
+    limit_texts,
     settings_to_copy,
     waterfall,
-    ways_text,
 )
 from trimtab.report.waterfall import waterfall_table
 from trimtab.report.widgets import Section, facts, lead, notes_section, summary, table
@@ -41,7 +40,7 @@ def advice_sections(advice: Advice) -> list[Section]:
     if lines := settings_to_copy(advice):
         text = "".join(f"<pre>{escape(line)}</pre>" for line in lines)
         found.append(Section("settings", "Settings", "Settings to copy", text))
-    if text := " ".join(filter(None, (ways_text(advice), break_even_text(advice)))):
+    if text := " ".join(limit_texts(advice)):
         found.append(Section("limits", "Limits", "When it fits and pays", summary(text)))
     found.append(Section("setting", "Setting", "Setting", facts(advice_facts(advice))))
     found.append(notes_section(advice_notes(advice)))

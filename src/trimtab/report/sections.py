@@ -25,6 +25,7 @@ from trimtab.report.policies_table import (
 )
 from trimtab.report.table_data import Row, TableData
 from trimtab.report.widgets import Section, facts, heat_map, lead, notes_section, options, table
+from trimtab.simulator.pipeline import BUBBLE
 
 SHOWN_LAYERS = 10
 NEW_LINE = "\n"
@@ -100,9 +101,10 @@ def _policies(report: Report) -> str:
 
 def _times(policies: Sequence[PolicyResult]) -> str:
     rows = [(policy.name, policy.parts_s, policy.step_time_s) for policy in by_time(policies)]
+    parts = dict(PARTS) | {BUBBLE: "bubble of the pipeline"}
     return (
         '<p class="lead">Time on the critical path, all policies on one scale. <span class="screen">Point at a part, '
-        "or use <kbd>Tab</kbd> and the arrow keys.</span></p>" + _bars(rows, dict(PARTS), "time by part", seconds)
+        "or use <kbd>Tab</kbd> and the arrow keys.</span></p>" + _bars(rows, parts, "time by part", seconds)
     )
 
 

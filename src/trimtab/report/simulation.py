@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from trimtab.cluster import Layout
+from trimtab.cluster.parallel_layout import SELECTIVE
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import bytes_text, plural
 from trimtab.report.sweep import sweep_table
@@ -14,7 +16,7 @@ from trimtab.simulator.comparison import FIRST_PLACEMENT_STEPS, Outcome, fits, o
 from trimtab.simulator.comparison_case import SLACK, ComparisonCase
 from trimtab.simulator.recorded_operations import KINDS
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
-from trimtab.simulator.step import WAITING
+from trimtab.simulator.step import WAITING, StepSettings
 from trimtab.simulator.ways_to_fit import ways_to_fit
 from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import RoutingTrace
@@ -32,6 +34,8 @@ DISPATCH_TEXTS = {
     True: "sends a token to a node once, as DeepEP, HybridEP and MoRI do",
     False: "sends every row to its rank, as all-to-alls do",
 }
+# By `StepSettings.checkpointing`.
+RECOMPUTED = {False: "without", SELECTIVE: "selective", True: "with"}
 
 
 def simulation_report(source: str, trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> Report:
@@ -70,15 +74,24 @@ def setting_facts(source: str, trace: RoutingTrace, simulated: SimulatedCase) ->
         ("micro-steps", f"{micro_steps}, each of up to {case.token_budget:,} tokens per rank"),
         ("optimizer steps", f"{case.mini_batches}"),
         ("expert-parallel groups", f"{settings.groups}"),
+        *layout_facts(settings),
         ("compared with", f"presets, other balancers and planning times of yardstick {yardstick()}"),
         ("terms", "equal: same homes, schedule and slots" if case.equal_terms else "own recipe of each policy"),
         (
             "memory",
             f"{bytes_text(cluster.device_bytes)} per rank; {settings.sharding}, "
-            f"{'with' if settings.checkpointing else 'without'} activation checkpointing",
+            f"{RECOMPUTED[settings.checkpointing]} activation checkpointing",
         ),
         *([("host memory", f"{bytes_text(mirror)} per node for mirrored experts")] if mirror else []),
     )
+
+
+def layout_facts(settings: StepSettings) -> Facts:
+    """The layout, where it is not expert parallelism alone."""
+    layout = settings.layout
+    if layout == Layout():
+        return ()
+    return (("layout", f"TP {layout.tp}, {plural(layout.pp, 'pipeline stage')}, CP {layout.cp}"),)
 
 
 def table_title(simulated: SimulatedCase) -> str:
@@ -166,7 +179,7 @@ def _memory_answer(simulated: SimulatedCase) -> str:
     device = bytes_text(case.cluster.device_bytes)
     name = simulated.reported if simulated.reported in over else max(over, key=lambda each: over[each].peak_bytes)
     ways = ways_to_fit(over[name].load, case.model, case.settings, case.cluster.device_bytes)
-    remedy = f"fits {', or '.join(ways)}" if ways else "fits with no sharding, checkpointing or expert-parallel size"
+    remedy = f"fits {', or '.join(ways)}" if ways else "fits with no sharding, checkpointing, EP or --pp"
     needs = f"needs {bytes_text(over[name].peak_bytes)} a rank; the device has {device}"
     if len(over) == len(simulated.real):
         return f"Does not fit: EP {case.cluster.ranks} {needs}. It {remedy}."

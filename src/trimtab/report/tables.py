@@ -20,6 +20,7 @@ from trimtab.report.simulation import answers, notes, policy_results, setting_fa
 from trimtab.report.sweep import sweep_table
 from trimtab.report.table_data import Facts, Row, TableData
 from trimtab.simulator import Balance, summarise_balance
+from trimtab.simulator.pipeline import BUBBLE
 from trimtab.simulator.simulated_case import SimulatedCase
 from trimtab.trace import RoutingTrace, TraceReader
 from trimtab.trace.statistics import LayerSkew
@@ -161,8 +162,10 @@ def simulation_tables(source: str, trace: RoutingTrace, cases: Sequence[Simulate
 
 
 def _parts_table(policies: Sequence[PolicyResult]) -> TableData:
-    rows = tuple(Row(policy.name, tuple(f"{policy.parts_s[name] * 1e3:,.0f}" for name in PARTS)) for policy in policies)
-    return TableData("Where the milliseconds go", ("policy", *SHORT_PARTS), rows)
+    bubbles = [BUBBLE] if any(BUBBLE in policy.parts_s for policy in policies) else []
+    names = (*PARTS, *bubbles)
+    rows = tuple(Row(policy.name, tuple(f"{policy.parts_s[name] * 1e3:,.0f}" for name in names)) for policy in policies)
+    return TableData("Where the milliseconds go", ("policy", *SHORT_PARTS, *bubbles), rows)
 
 
 def _memory_table(policies: Sequence[PolicyResult]) -> TableData:

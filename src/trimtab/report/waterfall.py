@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trimtab.report.number_text import seconds
 from trimtab.report.table_data import Row, TableData
+from trimtab.simulator.pipeline import BUBBLE
 from trimtab.simulator.step import SEQUENCES, WAITING, SimulatedStep
 
 # Causes of a change, and the causes of `SimulatedStep.causes_s` that it has.
@@ -17,6 +18,7 @@ CHANGES = {
     "copies": ("transfers",),
     "planning": ("planning",),
     "rows": ("dispatch",),
+    "bubble": (BUBBLE,),
     "other": ("attention", "experts", "optimizer"),
 }
 ABOUT = {
@@ -26,6 +28,7 @@ ABOUT = {
     "copies": "weights and gradients of replicas",
     "planning": "that ranks wait for",
     "rows": "dispatch and combine",
+    "bubble": "of the pipeline",
     "other": "experts, dense parts, optimizer",
 }
 
@@ -47,10 +50,15 @@ class WaterfallRow:
 
 
 def waterfall_rows(before: SimulatedStep, after: SimulatedStep, name: str) -> list[WaterfallRow]:
-    """From a step of `static` to one of the strategy `name`. The changes add up to the difference."""
+    """From a step of `static` to one of the strategy `name`. The changes add up to the difference.
+
+    `bubble` is one only with a pipeline.
+    """
     rows = [WaterfallRow("static", before.step_time_s, before.step_time_s, is_total=True)]
     now = before.step_time_s
     for change, causes in CHANGES.items():
+        if not set(causes) <= before.causes_s.keys():
+            continue
         difference = sum(after.causes_s[cause] - before.causes_s[cause] for cause in causes)
         now += difference
         rows.append(WaterfallRow(change, difference, now))

@@ -13,7 +13,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster import StepCosts
-from trimtab.cluster.operations import STATE_BYTES, OperationCosts
+from trimtab.cluster.operations import OperationCosts, moved_bytes
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload, pack_by_length
 from trimtab.planner.plan.prediction import cross_node_rows
 from trimtab.planner.schedule.time_packing import pack_by_time
@@ -121,6 +121,8 @@ def _simulate_steps(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
         recompute=case.settings.recompute,
         checkpointing=case.settings.checkpointing,
         ring_layers=case.settings.ring_layers,
+        sharding=case.settings.sharding,
+        layout=case.settings.layout,
     )
     past = [part.counts_SLE.sum(axis=0, dtype=np.int64) for part in case.earlier]
     start = placement = Placement.contiguous(case.sequences.num_layers, case.sequences.num_experts, cluster.ranks)
@@ -202,9 +204,10 @@ def _outcome_of_step(
         tokens_MR=tokens_MR,
         rows_MLR=simulated.work.loads_MLR,
         pool_R=replica_pool_bytes(plan, model, policy.traits, settings.ring_layers),
+        pool_has_layers=policy.traits.copies != "shared slots",
     )
     instances = plan.num_micro_steps * plan.num_layers
-    moved_bytes = model.expert_bytes + STATE_BYTES * model.expert_parameters
+    home_bytes = moved_bytes(model, settings.sharding, settings.groups)
     return Outcome(
         name=name,
         policy=policy,
@@ -213,7 +216,7 @@ def _outcome_of_step(
         simulated=simulated,
         step_times_s=(simulated.step_time_s,),
         balance=summarise_balance(simulated.work.loads_MLR),
-        migration_bytes=round(int(near_L.sum() + far_L.sum()) * moved_bytes * case.scale),
+        migration_bytes=round(int(near_L.sum() + far_L.sum()) * home_bytes * case.scale),
         plan_us=seconds / instances * 1e6,
         cross_node_fraction=int(cross_node_rows(plan, workload).sum()) / max(1, workload.num_rows),
         replicas_per_instance=plan.num_replicas / instances,
@@ -223,6 +226,7 @@ def _outcome_of_step(
             groups=settings.groups,
             sharding=settings.sharding,
             checkpointing=settings.checkpointing,
+            layout=settings.layout,
         ),
         mirror_bytes=mirror_bytes(plan, model, policy.traits),
         load=load,
@@ -247,7 +251,10 @@ def _simulated(
     show: int | None = None,
 ) -> SimulatedStep:
     settings, cluster = case.settings, case.cluster
-    costs = OperationCosts.of(cluster, case.model, moe_layers=plan.num_layers, groups=settings.groups)
+    costs = OperationCosts.of(
+        cluster, case.model, moe_layers=plan.num_layers, groups=settings.groups, sharding=settings.sharding,
+        checkpointing=settings.checkpointing, layout=settings.layout,
+    )  # fmt: skip
     from_end = number - len(case.steps)
     step = simulate_step(
         plan,
@@ -259,7 +266,7 @@ def _simulated(
         before=before,
         move_life=move_life,
         settings=settings,
-        model_layers=case.model.moe_layers,
+        model=case.model,
         show=show,
         trace=case.traces[from_end] if -from_end <= len(case.traces) else None,
     )

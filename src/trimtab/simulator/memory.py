@@ -6,21 +6,20 @@ fragmentation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.cluster import ModelSpec
+from trimtab.cluster import Layout, ModelSpec
 from trimtab.cluster.operations import GRADIENT_BYTES
+from trimtab.cluster.parallel_layout import FSDP, SELECTIVE, ZERO1, Checkpointing
 from trimtab.planner import StepPlan
 from trimtab.planner.replicas.paths import HOST
 from trimtab.policies.policy import Traits
 
-DDP, ZERO1, FSDP = SHARDINGS = ("ddp", "zero1", "fsdp")
-"""Sharding of training state over data ranks: nothing; optimizer state, as Megatron's distributed optimizer does;
-parameters, gradients and optimizer state, as FSDP and ZeRO-3 do."""
 # A float32 copy of weights that are narrower, which the optimizer updates.
 MASTER_BYTES = 4
 # Values of a token that a layer keeps for backward, in token widths: inputs and outputs of two norms.
@@ -30,8 +29,12 @@ ROUTER_BYTES = 8
 # Values of a row that an expert keeps: its input and output, in token widths; gate, up and their product, in expert
 # widths.
 ROW_WIDTHS, FEED_FORWARD_WIDTHS = 2, 3
+# Of these, what selective recomputation computes again: outputs of norms, products of gate and up.
+AGAIN_TOKEN_WIDTHS, AGAIN_FEED_FORWARD_WIDTHS = 2, 1
 # Before the loss: input and output of the last norm, in token widths, and one float32 value for every logit.
 HEAD_WIDTHS, LOGIT_BYTES = 2, 4
+# A micro-batch is not searched beyond it.
+MOST_TOKENS = 1 << 24
 # FSDP gathers the weights of a layer while another one computes.
 GATHERED_LAYERS = 2
 
@@ -46,6 +49,7 @@ class RankLoad:
         tokens_MR: `[M, R]` tokens of each data rank.
         rows_MLR: `[M, L, R]` rows that each rank computes.
         pool_R: `[R]` bytes for replicas and their gradients, of the whole model.
+        pool_has_layers: whether they are in memory of their own in every layer, so that a stage has a part of them.
     """
 
     layers: int
@@ -53,6 +57,7 @@ class RankLoad:
     tokens_MR: Array
     rows_MLR: Array
     pool_R: Array
+    pool_has_layers: bool = False
 
 
 def rank_memory(
@@ -61,31 +66,121 @@ def rank_memory(
     *,
     groups: int = 1,
     sharding: str = ZERO1,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = False,
+    layout: Layout | None = None,
     times_ranks: int = 1,
 ) -> dict[str, int]:
-    """Bytes by purpose of the rank that needs most; `gathered layers` only with FSDP.
+    """Bytes by purpose of the rank that needs most, in any stage of a pipeline; `gathered layers` only with FSDP.
 
     Args:
         groups: expert-parallel groups. Experts' state is sharded over them, dense state over all their ranks.
         sharding: one of `SHARDINGS`.
         checkpointing: true: only the input of every layer is kept, and one layer's activations while it runs again.
+        layout: stages have the mean of their layers; stage s keeps activations of `pp - s` micro-steps.
         times_ranks: so many times the ranks of a group, each with fewer experts and as many tokens as before.
     """
-    part = model.moe_layers / load.layers
+    layout = layout or Layout()
+    stages = [_Stage(layout, number, *layers) for number, layers in enumerate(layout.stages(model).T.tolist())]
+    needs = [_stage_needs(load, model, stage, groups, sharding, checkpointing, times_ranks) for stage in stages]
+    return max(needs, key=lambda each: sum(each.values()))
+
+
+def largest_micro_batch(
+    load: RankLoad,
+    model: ModelSpec,
+    device_bytes: float,
+    *,
+    groups: int = 1,
+    sharding: str = ZERO1,
+    checkpointing: Checkpointing = False,
+    layout: Layout | None = None,
+) -> tuple[int, int]:
+    """Most tokens of a rank in a micro-step that fit a device, and most rows of a rank in a layer then; 0, 0 if none.
+
+    Tokens and rows are in the proportions of the load, so the micro-batch has its imbalance: larger ones usually have
+    less.
+    """
+    tokens, rows = int(load.tokens_MR.max(initial=0)), int(load.rows_MLR.max(initial=0))
+
+    def fits(most: int) -> bool:
+        scale = most / max(1, tokens)
+        scaled = replace(load, tokens_MR=load.tokens_MR * scale, rows_MLR=load.rows_MLR * scale)
+        needs = rank_memory(scaled, model, groups=groups, sharding=sharding, checkpointing=checkpointing, layout=layout)
+        return sum(needs.values()) <= device_bytes
+
+    if not tokens or not fits(1):
+        return 0, 0
+    low, high = 1, 2
+    while high <= MOST_TOKENS and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low, math.ceil(rows * low / tokens)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage of a pipeline: its number, and its layers with experts and without."""
+
+    layout: Layout
+    number: int
+    moe_layers: int
+    dense_layers: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.layout.pp - 1
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-steps whose activations it keeps at the same time, with 1F1B."""
+        return self.layout.pp - self.number
+
+    def part(self, model: ModelSpec) -> float:
+        """Of all layers with experts, those of the stage."""
+        return self.moe_layers / model.moe_layers
+
+    def dense_parameters(self, model: ModelSpec) -> int:
+        """Weights outside the routed experts that a rank has. Routers are on all ranks."""
+        if self.layout.pp == self.layout.tp == 1:
+            return model.dense_parameters
+        moe, dense = self.moe_layers, self.dense_layers
+        ends = self.is_first + self.is_last if not model.tied_embedding else self.is_first or self.is_last
+        shared: float = ends * model.vocab_size * model.hidden_size + moe * model.shared_parameters
+        shared += moe * model.moe_attention.parameters + dense * model.dense_attention.parameters
+        shared += dense * model.feed_forward_matrices * model.hidden_size * model.dense_width
+        return math.ceil(shared / self.layout.tp) + moe * model.router_parameters
+
+
+def _stage_needs(
+    load: RankLoad,
+    model: ModelSpec,
+    stage: _Stage,
+    groups: int,
+    sharding: str,
+    checkpointing: Checkpointing,
+    times_ranks: int,
+) -> dict[str, int]:
     ranks = len(load.homes_R) * times_ranks
-    experts_R = np.ceil(load.homes_R * part / times_ranks).astype(np.int64)
+    experts_R = -(-load.homes_R * stage.moe_layers // (load.layers * times_ranks))
     expert_R = experts_R * model.expert_parameters
-    dense_R = np.full(len(experts_R), model.dense_parameters)
+    dense_R = np.full(len(experts_R), stage.dense_parameters(model))
+    holders = ranks * groups // stage.layout.tp
     needs: dict[str, Array] = {}
-    for name, parameters_R, shards in (("expert", expert_R, groups), ("dense", dense_R, ranks * groups)):
+    for name, parameters_R, shards in (("expert", expert_R, groups), ("dense", dense_R, holders)):
         for purpose, (size, is_sharded) in _parameter_bytes(model.weight_bytes, sharding).items():
             needs[f"{name} {purpose}"] = -(-parameters_R * size // (shards if is_sharded else 1))
     if sharding == FSDP:
-        layer_R = expert_R // model.moe_layers + dense_R // (model.moe_layers + model.dense_layers)
+        layer_R = expert_R // max(1, stage.moe_layers) + dense_R // max(1, stage.moe_layers + stage.dense_layers)
         needs["gathered layers"] = layer_R * (GATHERED_LAYERS * model.weight_bytes + GRADIENT_BYTES)
-    needs |= _activations(load, model, part, checkpointing)
-    needs["replica pool"] = load.pool_R
+    needs |= _activations(load, model, stage, groups, checkpointing)
+    pool_part = stage.part(model) if load.pool_has_layers else 1.0
+    needs["replica pool"] = np.ceil(load.pool_R * pool_part).astype(np.int64)
     peak = int(np.argmax(sum(needs.values())))
     return {purpose: int(needs_R[peak]) for purpose, needs_R in needs.items()}
 
@@ -105,24 +200,32 @@ def _parameter_bytes(weight_bytes: int, sharding: str) -> dict[str, tuple[int, b
     }
 
 
-def _activations(load: RankLoad, model: ModelSpec, part: float, checkpointing: bool) -> dict[str, Array]:
-    """`[R]` bytes in the micro-step in which the rank needs most: activations, output head, dispatch buffers."""
+def _activations(
+    load: RankLoad, model: ModelSpec, stage: _Stage, groups: int, checkpointing: Checkpointing
+) -> dict[str, Array]:
+    """`[R]` bytes in the micro-steps in which the rank needs most: activations, output head, dispatch buffers.
+
+    The output head is part of the last stage.
+    """
     hidden, wide = model.hidden_size, model.weight_bytes
-    kept = TOKEN_WIDTHS * hidden + attention_values(model)
-    token = wide * (kept + FEED_FORWARD_WIDTHS * model.shared_width) + ROUTER_BYTES * model.num_experts
-    dense_token = wide * (kept + FEED_FORWARD_WIDTHS * model.dense_width)
-    row = wide * (ROW_WIDTHS * model.row_width + FEED_FORWARD_WIDTHS * model.expert_width)
+    again = checkpointing == SELECTIVE
+    feed_forward = FEED_FORWARD_WIDTHS - again * AGAIN_FEED_FORWARD_WIDTHS
+    kept = (TOKEN_WIDTHS - again * AGAIN_TOKEN_WIDTHS) * hidden + attention_values(model)
+    token = wide * (kept + feed_forward * model.shared_width) + ROUTER_BYTES * model.num_experts
+    dense_token = wide * (kept + feed_forward * model.dense_width)
+    row = wide * (ROW_WIDTHS * model.row_width + feed_forward * model.expert_width)
     tokens_MR, busiest_MR = load.tokens_MR, load.rows_MLR.max(axis=1)
-    if checkpointing:
-        inputs_MR = (model.moe_layers + model.dense_layers) * wide * hidden * tokens_MR
+    if checkpointing is True:
+        inputs_MR = (stage.moe_layers + stage.dense_layers) * wide * hidden * tokens_MR
         largest_MR = np.maximum(
             token * tokens_MR + row * busiest_MR, bool(model.dense_layers) * dense_token * tokens_MR
         )
-        layers_MR = inputs_MR + largest_MR
+        layers_MR = _in_flight(inputs_MR, stage.in_flight, groups) + largest_MR
     else:
-        rows_MR = np.ceil(load.rows_MLR.sum(axis=1) * part).astype(np.int64)
-        layers_MR = (model.moe_layers * token + model.dense_layers * dense_token) * tokens_MR + row * rows_MR
-    head_MR = (wide * HEAD_WIDTHS * hidden + LOGIT_BYTES * model.vocab_size) * tokens_MR
+        rows_MR = -(-load.rows_MLR.sum(axis=1) * stage.moe_layers // load.layers)
+        kept_MR = (stage.moe_layers * token + stage.dense_layers * dense_token) * tokens_MR + row * rows_MR
+        layers_MR = _in_flight(kept_MR, stage.in_flight, groups)
+    head_MR = stage.is_last * (wide * HEAD_WIDTHS * hidden + LOGIT_BYTES * model.vocab_size) * tokens_MR
     # Rows sent and rows received, of one layer; combine and backward use the same buffers.
     buffers_MR = wide * model.row_width * (model.top_k * tokens_MR + busiest_MR)
     ranks = np.arange(tokens_MR.shape[1])
@@ -132,6 +235,16 @@ def _activations(load: RankLoad, model: ModelSpec, part: float, checkpointing: b
         "output head": head_MR[most_R, ranks],
         "dispatch buffers": buffers_MR[most_R, ranks],
     }
+
+
+def _in_flight(bytes_MR: Array, number: int, groups: int) -> Array:
+    """`[M, R]` sums of a micro-step and those before it in the same group, so many in all; mini-batches may mix."""
+    sums_MR = np.empty_like(bytes_MR)
+    for group in range(groups):
+        sums_MR[group::groups] = np.cumsum(bytes_MR[group::groups], axis=0)
+    before = number * groups
+    sums_MR[before:] -= sums_MR[:-before].copy()
+    return sums_MR
 
 
 def attention_values(model: ModelSpec) -> int:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.cluster import ClusterSpec
+from trimtab.cluster import ClusterSpec, Layout, ModelSpec
 from trimtab.cluster.operations import OperationCosts
+from trimtab.cluster.parallel_layout import ZERO1, Checkpointing
 from trimtab.cluster.specs import RING_LAYERS
 from trimtab.planner import Placement, StepPlan, Workload
 from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.rank_work import RankWork, even_work, rank_work
-from trimtab.planner.plan.step_times import dense_seconds, moving_seconds, refresh_seconds
+from trimtab.planner.plan.step_times import dense_seconds, exchange_seconds, moving_seconds, refresh_seconds
 from trimtab.planner.replicas.paths import PEER, layers_of_replicas
 from trimtab.policies.policy import Traits
 from trimtab.simulator.clocks import Clocks
-from trimtab.simulator.memory import ZERO1
+from trimtab.simulator.pipeline import BUBBLE, PassTimes, Pipeline
 from trimtab.simulator.recorded_operations import Operations
 from trimtab.simulator.replica_transfers import Copies, Transfers
 from trimtab.simulator.resampling import ResampledTrace
@@ -45,6 +46,8 @@ STARTS = {"never": AT_STEP, "step": AT_STEP, "micro-step": AT_MICRO_STEP, "layer
 # Most operations of a rank in a layer, in two forwards and a backward, and outside of layers.
 OPERATIONS_PER_LAYER, OPERATIONS_OUTSIDE = 34, 6
 # Names of causes, see `SimulatedStep.causes_s`.
+# Seconds of dense parts in layers and outside of them, and of exchanges there.
+Dense = tuple[Array, Array, Array, Array]
 WAITING, SEQUENCES = "waiting", "sequences"
 
 
@@ -58,8 +61,10 @@ class StepSettings:
             mini-batch (`step`).
         ring_layers: layers with replicas in shared slots at the same time, one in use and the others prefetched.
         recompute: true: log-probabilities are recomputed before the update.
-        sharding: training state that data ranks share out, one of `memory.SHARDINGS`. It changes memory alone.
-        checkpointing: true: activations are computed again before backward, in another forward of the micro-step.
+        sharding: training state that data ranks share out, one of `SHARDINGS`. It changes memory, and what moves cost.
+        checkpointing: true: activations are computed again before backward, in another forward of the micro-step;
+            `selective`: those that are cheap to compute, in backward.
+        layout: tensor, pipeline and context parallelism.
         counted_rows: rows of a step whose transfers are counted one by one; of larger steps, some micro-steps are.
     """
 
@@ -68,8 +73,9 @@ class StepSettings:
     ring_layers: int = RING_LAYERS
     recompute: bool = True
     sharding: str = ZERO1
-    checkpointing: bool = False
+    checkpointing: Checkpointing = False
     counted_rows: int = 200_000_000
+    layout: Layout = field(default_factory=Layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +84,8 @@ class SimulatedStep:
 
     Attributes:
         step_time_s: seconds of recompute and update, including moves and the part of planning before them.
-        parts_s: seconds on the critical path, by the names of `PARTS`; they add up to `step_time_s`.
+        parts_s: seconds on the critical path, by the names of `PARTS`; they add up to `step_time_s`. With a pipeline
+            those of the mean stage, and `BUBBLE`: what it takes longer.
         causes_s: seconds by cause; they add up to `step_time_s`, too. `waiting`: what the step would be shorter if
             every expert phase took the ranks' mean time, with the same rows: the cost of imbalance. `sequences`: what
             it would then be shorter if all ranks had the mean time of dense parts: the cost of uneven sequences. The
@@ -109,7 +116,7 @@ def simulate_step(
     before: Placement | None = None,
     move_life: float = 1.0,
     settings: StepSettings | None = None,
-    model_layers: int | None = None,
+    model: ModelSpec | None = None,
     show: int | None = None,
     trace: RoutingTrace | ResampledTrace | None = None,
 ) -> SimulatedStep:
@@ -121,8 +128,8 @@ def simulate_step(
         traits: when the balancer plans and transfers.
         before: homes when the step begins; those of the plan by default.
         move_life: steps over which the moves from there are charged.
-        model_layers: MoE layers of the model, if the plan has only some of them. Planning from recorded routing is then
-            that of all layers, in proportion.
+        model: whose layers the plan has, or some of them. Planning from recorded routing is then that of all layers, in
+            proportion. Needed for a pipeline.
         show: the micro-step whose operations are recorded, if any.
         trace: the sequences with their tokens, from which transfers are counted where tokens share them; without it
             they are estimated from counts of rows.
@@ -142,7 +149,8 @@ def simulate_step(
         attention_MR -= costs.shared_token_s * tokens_MR
         work = with_shared_rows(work, plan, counts_MLRE, tokens_MR, costs, hops=traits.hops)
     paths_P = _paths(plan, cluster, traits)
-    all_layers = model_layers or plan.num_layers
+    all_layers = model.moe_layers if model else plan.num_layers
+    stages = chosen.layout.pp
     planning = traits.hidden_planning(plan, workload, lengths, cluster, all_layers)
     traced = plan.num_layers / all_layers
     refresh_s = refresh_seconds(plan.home, plan.replicas, paths_P, plan.num_ranks, plan.ranks_per_node, costs)
@@ -150,8 +158,9 @@ def simulate_step(
     if before is not None:
         all_moving_s = moving_seconds(before.home, plan.home, plan.ranks_per_node, costs)
     moving_s = all_moving_s / move_life
-    # Rounds of planning run beside the moves of homes, which precede the timeline.
-    rounds = _rounds(plan, chosen.groups, planning.round_s * traced, -moving_s)
+    # Rounds of planning run beside the moves of homes, which precede the timeline. It runs the stages of a pipeline one
+    # after another, so that a micro-step takes longer there.
+    rounds = _rounds(plan, chosen.groups, planning.round_s * traced * stages, -moving_s)
     ranks, shape_GLR = plan.num_ranks * chosen.groups, (chosen.groups, plan.num_layers, plan.num_ranks)
     copies = _copies(plan, paths_P, kept=STORES[traits.copies] == KEPT)
     recipe = Recipe(
@@ -164,12 +173,24 @@ def simulate_step(
         planning_s=traits.live_planning_seconds(cluster),
     )
 
-    def run(work: RankWork, dense: tuple[Array, Array], shown_round: int) -> tuple[float, Array, Operations]:
+    no_exchange = np.zeros((2, 0, plan.num_ranks))
+    exchange = no_exchange, no_exchange
+    if chosen.layout.pieces > 1:
+        exchange = exchange_seconds(plan.schedule, lengths, costs)
+    pipeline = None
+    if stages > 1:
+        assert model
+        send_M = _most_tokens(plan, lengths) * (costs.send_token_s * traced)
+        pipeline = Pipeline.of(chosen.layout, model, plan.num_layers, costs.head_part, send_M)
+
+    def run(work: RankWork, dense: Dense, shown_round: int) -> tuple[float, dict[str, float], Operations]:
         """Seconds of the timeline, in all and by part, and operations."""
+        times = PassTimes() if pipeline else None
         clocks = Clocks(np.zeros(ranks), np.zeros((ranks, len(PARTS))), np.zeros((0, 6)), np.zeros(1, np.int64))
         operations = run_step(
             Run(
-                *dense,
+                dense[0],
+                dense[1],
                 work,
                 costs,
                 recipe,
@@ -178,24 +199,36 @@ def simulate_step(
                 pass_start_G=np.zeros(chosen.groups),
                 num_fetched_G=np.zeros(chosen.groups, np.int64),
                 fetch_time_GL=np.zeros(shape_GLR[:2]),
+                exchange_2MR=dense[2],
+                outer_exchange_2MR=dense[3],
+                spent_GX=np.zeros((chosen.groups, plan.num_layers + 2)),
             ),
             rounds,
             refresh_s=refresh_s,
             recompute=chosen.recompute,
-            checkpointing=chosen.checkpointing,
+            checkpointing=chosen.checkpointing is True,
             shown_round=shown_round,
             memory=ranks * (plan.num_layers * OPERATIONS_PER_LAYER + OPERATIONS_OUTSIDE)
             + 4 * chosen.groups * plan.num_replicas,
+            times=times,
         )
-        return float(clocks.time_D[0]), clocks.parts_DP[0], operations
+        parts_s = dict(zip(PARTS, clocks.parts_DP[0].tolist(), strict=True))
+        if not pipeline or not times:
+            return float(clocks.time_D[0]), parts_s, operations
+        bubble_s = times.bubble(pipeline)
+        parts_s = {part: seconds / stages for part, seconds in parts_s.items()} | {BUBBLE: bubble_s}
+        return float(clocks.time_D[0]) / stages + bubble_s, parts_s, operations
 
-    dense = attention_MR, outer_MR
+    dense = (attention_MR, outer_MR, *exchange)
     show_round = -1 if show is None else int(np.argwhere(rounds.order_QG == show)[0, 0])
-    time_s, parts_P, operations = run(work, dense, show_round)
+    time_s, parts_s, operations = run(work, dense, show_round)
     even_experts = work._replace(experts_MLR=_even(work.experts_MLR), moved_MLR=_even(work.moved_MLR))
     even_experts_s, _, _ = run(even_experts, dense, -1)
-    even_s, even_P, _ = run(even_experts, (_even(attention_MR), _even(outer_MR)), -1)
-    parts_s, even_parts_s = (dict(zip(PARTS, found.tolist(), strict=True)) for found in (parts_P, even_P))
+    even_s, even_parts_s, _ = run(
+        even_experts, (_even(attention_MR), _even(outer_MR), _even(exchange[0]), _even(exchange[1])), -1
+    )
+    # Each stage moves its own homes, and writes its own mirrors.
+    refresh_s, moving_s, all_moving_s = refresh_s / stages, moving_s / stages, all_moving_s / stages
     header_s = planning.header_s * traced
     hidden_s = 0.0
     if traits.known_at == "step":
@@ -230,6 +263,13 @@ def mean_step(steps: Sequence[SimulatedStep]) -> SimulatedStep:
 def _even(seconds: Array) -> Array:
     """`[..., R]`: the mean of the ranks for each of them."""
     return np.repeat(seconds.mean(axis=-1, keepdims=True), seconds.shape[-1], axis=-1)
+
+
+def _most_tokens(plan: StepPlan, lengths: Array) -> Array:
+    """`[M]` tokens of the rank that has most."""
+    tokens_MR = np.zeros((plan.num_micro_steps, plan.num_ranks), np.int64)
+    np.add.at(tokens_MR, (plan.micro_step, plan.rank), lengths)
+    return np.asarray(tokens_MR.max(axis=1))
 
 
 def _with_counted_transfers(

@@ -62,7 +62,7 @@ def bound_step(
     experts_M = costs.copy_seconds(counts_MLRE.sum(axis=2, dtype=np.int64)).sum(axis=(1, 2)) / ranks
     links_ML = _least_link_seconds(counts_MLRE, costs, ranks_per_node, slots)
     dispatch_M = ALL_TO_ALLS * (layers * costs.dispatch_s + links_ML.sum(axis=1))
-    forwards = 1 + settings.recompute + settings.checkpointing
+    forwards = 1 + settings.recompute + (settings.checkpointing is True)
     backward_M = costs.dense_backward * attention_M + costs.expert_backward * experts_M + dispatch_M
     # The last micro-step of every mini-batch.
     batches = schedule.mini_batch_of_micro_step

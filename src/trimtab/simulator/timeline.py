@@ -38,6 +38,7 @@ from trimtab.simulator.clocks import (
     wait,
 )
 from trimtab.simulator.links import occupy
+from trimtab.simulator.pipeline import PassTimes
 from trimtab.simulator.recorded_operations import Operations
 from trimtab.simulator.replica_transfers import (
     Transfers,
@@ -102,6 +103,10 @@ class Run(NamedTuple):
         pass_start_G: `[G]` float64, when the group's pass over the layers began.
         num_fetched_G: `[G]` int64, instances with replicas in this pass so far.
         fetch_time_GL: `[G, L]` float64, when the ranks of a group synchronised in each of these instances.
+        exchange_2MR, outer_exchange_2MR: `[2, M, R]` float64 seconds, forward and backward, in which ranks that share
+            sequences exchange them in a layer, and outside of MoE layers; `[2, 0, R]` for none.
+        spent_GX: `[G, L + 2]` float64 seconds of the last pass, of the latest rank of the group: of each layer, and of
+            what is outside of MoE layers; and when that ended.
     """
 
     attention_MR: Array
@@ -114,10 +119,21 @@ class Run(NamedTuple):
     pass_start_G: Array
     num_fetched_G: Array
     fetch_time_GL: Array
+    exchange_2MR: Array
+    outer_exchange_2MR: Array
+    spent_GX: Array
 
 
 def run_step(
-    run: Run, rounds: Rounds, *, refresh_s: float, recompute: bool, checkpointing: bool, shown_round: int, memory: int
+    run: Run,
+    rounds: Rounds,
+    *,
+    refresh_s: float,
+    recompute: bool,
+    checkpointing: bool,
+    shown_round: int,
+    memory: int,
+    times: PassTimes | None = None,
 ) -> Operations:
     """Simulate a step on clocks at time 0.
 
@@ -127,6 +143,7 @@ def run_step(
         checkpointing: true: every micro-step runs forward again before its backward, with the plan that it has.
         shown_round: whose update is recorded; -1 for none.
         memory: most operations of a round.
+        times: gets the seconds of all passes; phases end when log-probabilities are recomputed, and with mini-batches.
 
     Returns:
         The operations of the shown round.
@@ -135,10 +152,23 @@ def run_step(
     time_D, parts_DP = clocks.time_D, clocks.parts_DP
     rows_N6, origin_s = np.zeros((0, 6)), 0.0
     last = len(rounds.mini_batch_Q) - 1
+
+    def one_pass(run: Run, q: int, backward: bool, *, again: bool = False) -> None:
+        """`again`: activations are computed again, which counts as backward."""
+        run_pass(run, rounds.order_QG[q], rounds.closes_QG[q], backward)
+        if times is not None:
+            for g in np.flatnonzero(rounds.order_QG[q] >= 0).tolist():
+                spent_X = run.spent_GX[g, :-1].copy()
+                times.phases[-1].append((g, int(rounds.order_QG[q, g]), backward or again, spent_X))
+
+    if times is not None:
+        times.phases.append([])
     for q in range(last + 1 if recompute else 0):
         _wait_for_plan(clocks, rounds.order_QG[q], rounds.ready_Q[q])
-        run_pass(run, rounds.order_QG[q], rounds.closes_QG[q], False)
+        one_pass(run, q, False)
     for q, mini_batch in enumerate(rounds.mini_batch_Q):
+        if times is not None and (q == 0 or mini_batch != rounds.mini_batch_Q[q - 1]):
+            times.phases.append([])
         if q > 0 and mini_batch != rounds.mini_batch_Q[q - 1]:
             transfers.kept_from_GL[:] = time_D.min()
         _wait_for_plan(clocks, rounds.order_QG[q], rounds.ready_Q[q])
@@ -146,12 +176,12 @@ def run_step(
         if q == shown_round:
             rows_N6, origin_s = np.zeros((memory, 6)), float(time_D.min())
             this = run._replace(clocks=clocks._replace(operations_N6=rows_N6))
-        run_pass(this, rounds.order_QG[q], rounds.closes_QG[q], False)
+        one_pass(this, q, False)
         if checkpointing:
             planned = this._replace(recipe=this.recipe._replace(planning_s=0.0))
-            run_pass(planned, rounds.order_QG[q], rounds.closes_QG[q], False)
+            one_pass(planned, q, False, again=True)
         backward_start = time_D.max()
-        run_pass(this, rounds.order_QG[q], rounds.closes_QG[q], True)
+        one_pass(this, q, True)
         if q < last and mini_batch == rounds.mini_batch_Q[q + 1]:
             continue
         parts_DP[:, TRANSFERS] += np.maximum(transfers.returned_D - time_D, 0.0)
@@ -188,12 +218,16 @@ def run_pass(run, order_G, closes_G, backward):  # type: ignore[no-untyped-def]
     clocks, recipe = run.clocks, run.recipe
     _, num_layers, ranks = run.work.experts_MLR.shape
     factor = run.costs.dense_backward if backward else 1.0
+    way = np.int64(1) if backward else np.int64(0)
     for g in range(len(order_G)):
         first, m = g * ranks, order_G[g]
         run.pass_start_G[g] = clocks.time_D[first : first + ranks].min()
         run.num_fetched_G[g] = 0
+        run.spent_GX[g, num_layers + 1] = clocks.time_D[first : first + ranks].max()
         if backward and m >= 0:
             compute(clocks, first, run.outer_MR[m], factor, rec.HEAD, NO_LAYER)
+            _exchange(clocks, first, run.outer_exchange_2MR[way], m, rec.HEAD, NO_LAYER)
+            _note_seconds(run, g, num_layers)
     for i in range(num_layers):
         layer = num_layers - 1 - i if backward else i
         if recipe.groups_meet:
@@ -204,15 +238,36 @@ def run_pass(run, order_G, closes_G, backward):  # type: ignore[no-untyped-def]
                 continue
             if not backward:
                 compute(clocks, first, run.attention_MR[m], factor, rec.ATTENTION, layer)
+                _exchange(clocks, first, run.exchange_2MR[way], m, rec.ATTENTION, layer)
             _moe_layer(run, g, m, layer, backward)
             if backward:
                 copy_values(clocks.time_D[first : first + ranks], run.transfers.done_by_GLR[g, layer])
                 compute(clocks, first, run.attention_MR[m], factor, rec.ATTENTION, layer)
+                _exchange(clocks, first, run.exchange_2MR[way], m, rec.ATTENTION, layer)
+            _note_seconds(run, g, layer)
     for g in range(len(order_G)):
         if not backward and order_G[g] >= 0:
             compute(clocks, g * ranks, run.outer_MR[order_G[g]], factor, rec.HEAD, NO_LAYER)
+            _exchange(clocks, g * ranks, run.outer_exchange_2MR[way], order_G[g], rec.HEAD, NO_LAYER)
+            _note_seconds(run, g, num_layers)
         if backward and closes_G[g] and recipe.store == KEPT:
             return_kept_gradients(run.transfers, clocks, g)
+
+
+@kernel
+def _exchange(clocks, first, exchange_MR, m, kind, layer):  # type: ignore[no-untyped-def]
+    """Ranks that share sequences exchange them, if any do."""
+    if len(exchange_MR) > 0:
+        compute(clocks, first, exchange_MR[m], 1.0, kind, layer)
+
+
+@kernel
+def _note_seconds(run, g, place):  # type: ignore[no-untyped-def]
+    """Since the last note, of the group's latest rank."""
+    _, num_layers, ranks = run.work.experts_MLR.shape
+    now = run.clocks.time_D[g * ranks : (g + 1) * ranks].max()
+    run.spent_GX[g, place] = now - run.spent_GX[g, num_layers + 1]
+    run.spent_GX[g, num_layers + 1] = now
 
 
 @kernel

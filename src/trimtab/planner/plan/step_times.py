@@ -33,6 +33,27 @@ def dense_seconds(schedule: Schedule, lengths: Array, costs: OperationCosts) -> 
     return inside_MR, outside_MR
 
 
+def exchange_seconds(schedule: Schedule, lengths: Array, costs: OperationCosts) -> tuple[Array, Array]:
+    """What ranks that share a sequence send each other: in a MoE layer, and outside of MoE layers, `[2, M, R]` float64.
+
+    Of forward and backward. The ring of context parallelism runs beside attention; what takes longer counts.
+
+    Args:
+        lengths: `[S]` tokens of each piece.
+    """
+    shape = schedule.num_micro_steps, schedule.num_ranks
+    tokens_MR, attention_MR = np.zeros(shape), np.zeros(shape)
+    place = schedule.micro_step, schedule.rank
+    np.add.at(tokens_MR, place, lengths)
+    pairs_S = costs.pairs_within_reach(lengths)
+    np.add.at(attention_MR, place, costs.square_s * np.square(lengths, dtype=np.float64) + costs.reach_s * pairs_S)
+    # Backward sends keys and values again, and their gradients.
+    ring_2MR = tokens_MR * costs.ring_token_s * np.array([1.0, 2.0])[:, None, None]
+    beside_2MR = attention_MR * np.array([1.0, costs.dense_backward])[:, None, None]
+    inside_2MR = tokens_MR * costs.exchange_token_s + np.maximum(0.0, ring_2MR - beside_2MR)
+    return inside_2MR, np.stack([tokens_MR * costs.outer_exchange_token_s] * 2)
+
+
 def moving_seconds(before_LE: Array, home_LE: Array, ranks_per_node: int, costs: OperationCosts) -> float:
     """Time of all moves of homes at once; the busiest link determines it.
 
