@@ -62,7 +62,7 @@ def _plugins(mode: str) -> tuple[str, ...]:
 
 NOTHING = RunStrategy("nothing", "contiguous homes, sequences packed by length", "", (), lambda: POLICIES["static"])
 ALL = RunStrategy(
-    "all", "sequences, homes and replicas, whatever pays", f"{RECORDED}; memory for replicas",
+    "all", "sequences, homes and replicas, whatever pays", f"{RECORDED} and memory for replicas",
     (OWN_LOOP, f"{VERL}moves=true"),
     lambda: POLICIES["trimtab"], has_slots=True,
 )  # fmt: skip
@@ -81,7 +81,7 @@ STRATEGIES = (
         _PlacedOnce, needs_past=True,
     ),
     RunStrategy(
-        "pack by routing", "sequences grouped by their experts' ranks", f"{RECORDED}; your own batches",
+        "pack by routing", "sequences grouped by their experts' ranks", f"{RECORDED} and your own batches",
         (OWN_LOOP,), lambda: Trimtab(may_move=False),
     ),
     RunStrategy(
@@ -97,7 +97,7 @@ STRATEGIES = (
         LivePrediction, has_slots=True, needs_past=True,
     ),
     RunStrategy(
-        "replicas", "replicas planned before each micro-step", f"{RECORDED}; memory for replicas", _plugins("plan"),
+        "replicas", "replicas planned before each micro-step", f"{RECORDED} and memory for replicas", _plugins("plan"),
         lambda: Trimtab(may_move=False), has_slots=True,
     ),
     ALL,
