@@ -20,12 +20,11 @@ from trimtab.api.arguments import (
     check_one_size,
     check_optional,
     check_ranks,
-    model_of,
+    model_or_none,
 )
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.api.steps import default_ranks, read_steps
-from trimtab.cluster import ModelSpec, load_cluster
-from trimtab.errors import InputError
+from trimtab.cluster import load_cluster
 from trimtab.report.analysis_tables import balance_table, placements_table, setting_facts
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import FORMATS, Imbalance
@@ -152,7 +151,7 @@ def analyze(
     check_ranks(reader.empty, ranks, reader.name)
     # Static placement has no replicas.
     spec = load_cluster(cluster, ranks=ranks, slots_per_rank=0, ranks_per_node=ranks_per_node)
-    fitting = _model(reader.empty, model, reader.name, overrides)
+    fitting = model_or_none(reader.name, reader.empty, model, overrides)
     ids_bytes = int(reader.facts.lengths.sum()) * reader.empty.num_layers * reader.empty.top_k
     is_small = ids_bytes * reader.empty.expert_ids.itemsize <= MOST_BYTES
     if fitting and is_small:
@@ -171,13 +170,3 @@ def analyze(
     )
     analysis = analyze_counts(counts, ranks=ranks, ranks_per_node=spec.ranks_per_node, case=case)
     return AnalysisResult(reader.name, tuple(reader.files), analysis)
-
-
-def _model(empty: RoutingTrace, model: ModelSource | None, name: str, overrides: Overrides = ()) -> ModelSpec | None:
-    """The model for the estimate in seconds, as `model_of`; None if there is no preset like the trace."""
-    if model is not None or dict(overrides):
-        return model_of(name, empty, model, overrides)
-    try:
-        return model_of(name, empty, None)
-    except InputError:
-        return None

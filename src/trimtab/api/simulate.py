@@ -249,7 +249,6 @@ def simulate(
     recorded = read_steps(reader, step=step, steps=steps, step_tokens=step_tokens, sampled=sampled)
     step_trace = recorded.last
     spec = model_of(reader.name, step_trace, model, overrides)
-    assert spec is not None
     for case_ranks, *_ in every:
         check_ranks(step_trace, case_ranks, reader.name)
     most = max(numbers(micro_steps or 1))

@@ -11,7 +11,16 @@ from rich.progress import Progress
 
 from trimtab.api.advise import MOST_STEPS, advise
 from trimtab.api.steps import DISPATCHERS
-from trimtab.cli.options import DEFAULT_RANKS, DEFAULT_SIZE, add_model, add_options, add_trace, given, positive
+from trimtab.cli.options import (
+    DEFAULT_RANKS,
+    DEFAULT_SIZE,
+    add_model,
+    add_options,
+    add_settings,
+    add_trace,
+    given,
+    positive,
+)
 from trimtab.cli.output import write_figures
 from trimtab.report.advice import advice_output
 from trimtab.simulator.memory import SHARDINGS
@@ -31,6 +40,7 @@ def add(commands: Any) -> None:
         ],
     )
     add_trace(parser)
+    add_settings(parser)
     option = partial(add_options, parser, of=advise)
     option("--cluster")
     add_model(parser, of=advise, unset="the trace's, else a preset like the trace")
@@ -50,7 +60,7 @@ def add(commands: Any) -> None:
     option("--checkpointing", action="store_true", help="checkpoint activations: less memory, more time")
     option("--step", unset="the last of the trace")
     option("--steps", unset=f"all but the trace's first, at most {MOST_STEPS}")
-    option("--gpu-hour", type=float, help="price of an hour of one GPU", unset="no money")
+    option("--gpu-hour", unset="no money")
     option("--draws", type=positive, help="drawings of steps of which a part was recorded")
     add_options(parser, "--json", "--html")
     parser.set_defaults(run=run)

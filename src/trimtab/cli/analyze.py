@@ -12,7 +12,16 @@ from rich.progress import Progress
 
 from trimtab.api.analyze import analyze
 from trimtab.api.steps import MOST_STEPS
-from trimtab.cli.options import DEFAULT_RANKS, DEFAULT_SIZE, add_model, add_options, add_trace, given, need_extra
+from trimtab.cli.options import (
+    DEFAULT_RANKS,
+    DEFAULT_SIZE,
+    add_model,
+    add_options,
+    add_settings,
+    add_trace,
+    given,
+    need_extra,
+)
 from trimtab.cli.output import write_figures
 from trimtab.report.analysis_tables import analysis_tables
 from trimtab.report.imbalance import FORMATS
@@ -31,6 +40,7 @@ def add(commands: Any) -> None:
         ],
     )
     add_trace(parser)
+    add_settings(parser)
     option = partial(add_options, parser, of=analyze)
     option("--ranks", unset=DEFAULT_RANKS)
     option("--ranks-per-node", unset="the cluster's")
@@ -39,7 +49,8 @@ def add(commands: Any) -> None:
     size("--micro-steps", unset="as the token budget gives")
     option("--step", unset="all of the trace")
     option("--steps", unset=f"all but the trace's first, at most {MOST_STEPS}; for seconds")
-    option("--step-tokens", "--sampled", unset="the trace's")
+    scale = partial(add_options, parser.add_mutually_exclusive_group(), of=analyze)
+    scale("--step-tokens", "--sampled", unset="the trace's")
     option("--cluster")
     add_model(parser, of=analyze, unset="the trace's, else a preset like the trace")
     add_options(parser, "--json", "--html")

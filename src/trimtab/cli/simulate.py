@@ -12,7 +12,16 @@ from rich.progress import Progress
 
 from trimtab.api.simulate import ALL, GROUPS_MEET, MAIN_POLICIES, simulate
 from trimtab.api.steps import DISPATCHERS, MOST_STEPS
-from trimtab.cli.options import DEFAULT_RANKS, DEFAULT_SIZE, add_model, add_options, add_trace, given, positive
+from trimtab.cli.options import (
+    DEFAULT_RANKS,
+    DEFAULT_SIZE,
+    add_model,
+    add_options,
+    add_settings,
+    add_trace,
+    given,
+    positive,
+)
 from trimtab.cli.output import write_figures
 from trimtab.kernels import compile_beside
 from trimtab.policies import POLICIES
@@ -45,6 +54,7 @@ def add(commands: Any) -> None:
         examples=["trimtab simulate out/mixed.parquet --cluster h100x8 --ranks 16 --html out/report.html"],
     )
     add_trace(parser)
+    add_settings(parser)
     option = partial(add_options, parser, of=simulate)
     option("--policy", nargs="+", dest="policies", choices=(*POLICIES, ALL), unset=" ".join(MAIN_POLICIES))
     option("--cluster")
@@ -73,7 +83,8 @@ def add(commands: Any) -> None:
     option("--checkpointing", action="store_true", help="checkpoint activations: less memory, more time")
     option("--step", unset="the last of the trace")
     option("--steps", unset=f"all but the trace's first, at most {MOST_STEPS}")
-    option("--step-tokens", "--sampled", unset="the trace's")
+    scale = partial(add_options, parser.add_mutually_exclusive_group(), of=simulate)
+    scale("--step-tokens", "--sampled", unset="the trace's")
     add_options(parser, "--json", "--html")
     add_options(parser, "--perfetto", type=Path, help="write the timeline of a micro-step to FILE (.json, .json.gz)")
     parser.set_defaults(run=run)
