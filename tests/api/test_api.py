@@ -175,11 +175,11 @@ def test_dir_and_help_list_the_functions() -> None:
     [
         ("plan", {"ranks": 0}, "ranks: 0 should be a whole number of at least 1"),
         ("plan", {"ranks": "4"}, "ranks: '4' should be a whole number of at least 1"),
-        ("plan", {"ranks": None}, "ranks: None should be a whole number of at least 1"),
         ("plan", {"slots": -1}, "slots: -1 should be a whole number of at least 0"),
         ("plan", {"token_budget": 2**31}, "token_budget: 2147483648 is too large; it should be at most 2147483647"),
-        ("plan", {"ranks": 3, "ranks_per_node": 3}, "3 ranks don't divide 16 experts; use one of 1, 2, 4, 8, 16"),
+        ("plan", {"ranks": 3, "ranks_per_node": 3}, "--ranks 3 doesn't divide the 16 experts of "),
         ("plan", {"ranks_per_node": 3}, "don't make whole nodes; ranks per node should divide the ranks"),
+        ("plan", {"token_budget": 64, "micro_steps": 2}, "micro_steps: not allowed with argument token_budget"),
         ("plan", {"token_budget": 8}, "a sequence of 32 tokens doesn't fit"),
         ("plan", {"step": 9}, "no step 9; it has steps 0 to 1"),
         ("plan", {"policy": "magic"}, "policy: invalid choice: 'magic' (choose from balanced, "),

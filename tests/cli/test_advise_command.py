@@ -54,7 +54,7 @@ def test_advise_prints_a_recommendation_in_80_columns_and_writes_files(
         (["--sampled", "0.5", "--step-tokens", "20k"], "not allowed with argument"),
         (["--step-tokens", "1k"], "--step-tokens 1000: step 0 of "),
         (["--ranks", "7"], "--ranks 7 doesn't divide the 128 experts"),
-        (["--gpu-hour", "-1"], "gpu_hour: -1.0 should be 0 or more"),
+        (["--gpu-hour", "-1"], "'-1' should be a price, 0 or more"),
     ],
 )
 def test_bad_input_is_one_line(trace: Path, words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:

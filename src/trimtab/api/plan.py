@@ -70,6 +70,7 @@ class PlanResult(Summarised):
         model: to count bytes; None if it is not known.
         counting_s: seconds taken by counting, without numba's compilation.
         planning_s: seconds taken by planning, without numba's compilation.
+        groups: expert-parallel groups that share out the micro-steps.
     """
 
     source: str
@@ -84,6 +85,7 @@ class PlanResult(Summarised):
     model: ModelSpec | None
     counting_s: float
     planning_s: float
+    groups: int = 1
 
     @cached_property
     def loads_before_MLR(self) -> Array:
@@ -179,8 +181,9 @@ class PlanResult(Summarised):
     @computed("s", key="predicted_s")
     def predicted_seconds(self) -> dict[str, float]:
         """Predicted time of a step of the whole model by strategy, the least first; empty if the balancer predicts
-        none."""
-        scale = self.model.moe_layers / self.plan.num_layers if self.model else 1.0
+        none. Several groups share out the micro-steps."""
+        layers = self.model.moe_layers / self.plan.num_layers if self.model else 1.0
+        scale = layers * -(-self.num_micro_steps // self.groups) / self.num_micro_steps
         return {name: scale * found for name, found in self._settings.get("predicted_s", {}).items()}
 
     @computed("us", key="us_per_instance")
@@ -420,6 +423,7 @@ def plan(
         model=spec,
         counting_s=counting_ended - start,
         planning_s=planning_ended - counting_ended,
+        groups=groups,
     )
 
 
