@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.analysis import Analysis, count_trace
+from trimtab.analysis import Analysis, TraceCounts, count_trace, plan_counts
 from trimtab.analysis import analyze as analyze_counts
 from trimtab.analysis.analysis import figures
+from trimtab.analysis.local_jobs import count_in_processes
 from trimtab.analysis.summary import answer, cost_summary, layers_summary
 from trimtab.api.arguments import (
     ModelSource,
@@ -20,6 +21,7 @@ from trimtab.api.arguments import (
     check_one_size,
     check_optional,
     check_ranks,
+    check_whole,
     model_or_none,
 )
 from trimtab.api.result_summary import Summarised, Summary
@@ -119,6 +121,8 @@ def analyze(
     cluster: str | os.PathLike[str] = "h100x8",
     model: ModelSource | None = None,
     overrides: Overrides = (),
+    jobs: int = 1,
+    counts: TraceCounts | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> AnalysisResult:
     """Analyze a routing trace without planning it, as `trimtab analyze` does. Files may be larger than memory.
@@ -136,7 +140,11 @@ def analyze(
         model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
             trace names, else a preset like the trace, and no figures in seconds if there is none.
         overrides: keys of the model's config with other values, such as `{"num_hidden_layers": 24}`.
-        progress: called with the number of sequences read and of all sequences.
+        jobs: local processes that count; they import the main script, which therefore needs
+            `if __name__ == "__main__"`.
+        counts: of this trace and these ranks, from `trimtab.analysis.merge`, as counted on other machines; the trace is
+            then not counted, and `step`, `jobs` and the size of micro-steps are those of the counts.
+        progress: called with the number of sequences read and of all sequences; of shards with several jobs.
 
     Raises:
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
@@ -144,9 +152,12 @@ def analyze(
     """
     check_optional(1, ranks=ranks, ranks_per_node=ranks_per_node, token_budget=token_budget, micro_steps=micro_steps)
     check_optional(0, step=step)
+    check_whole(1, jobs=jobs)
     check_optional(1, steps=steps, step_tokens=step_tokens)
     check_one_size(token_budget, micro_steps)
-    reader = open_trace(trace)
+    if counts is not None:
+        token_budget, micro_steps = counts.token_budget, None
+    reader = files = open_trace(trace)
     ranks = default_ranks(reader.empty) if ranks is None else ranks
     check_ranks(reader.empty, ranks, reader.name)
     # Static placement has no replicas.
@@ -165,8 +176,15 @@ def analyze(
         token_budget, micro_steps = case.token_budget, None
     elif fitting:
         log.info("no seconds: %s has more than %d MB of expert ids", reader.name, MOST_BYTES >> 20)
-    counts = count_trace(
-        reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress
-    )
+    if counts is None:
+        if jobs > 1 and files.files:
+            plan = plan_counts(
+                files, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, shards=jobs
+            )
+            counts = count_in_processes(plan, jobs, progress)
+        else:
+            counts = count_trace(
+                reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress
+            )
     analysis = analyze_counts(counts, ranks=ranks, ranks_per_node=spec.ranks_per_node, case=case)
     return AnalysisResult(reader.name, tuple(reader.files), analysis)

@@ -21,6 +21,7 @@ from trimtab.cli.options import (
     add_trace,
     given,
     need_extra,
+    positive,
 )
 from trimtab.cli.output import write_figures
 from trimtab.report.analysis_tables import analysis_tables
@@ -53,6 +54,7 @@ def add(commands: Any) -> None:
     scale("--step-tokens", "--sampled", unset="the trace's")
     option("--cluster")
     add_model(parser, of=analyze, unset="the trace's, else a preset like the trace")
+    option("--jobs", type=positive, help="local processes that count")
     add_options(parser, "--json", "--html")
     add_options(parser, "--figures", type=Path, metavar="FOLDER", help="write pictures for a paper into FOLDER")
     add_options(parser, "--format", choices=FORMATS, default="pdf", help="of the pictures")

@@ -48,7 +48,9 @@ def test_steps_come_from_file_names_and_records_come_first(tmp_path: Path, run: 
     expected = {12: 12, 13: 7, 3: 3, 4: 3}
     assert trace.steps.tolist() == list(expected.values())
     for index, seed in enumerate(expected):
-        assert np.array_equal(np.sort(trace.sequence(index), axis=2), np.sort(routes(6, 48, 8, 128, "uint8", seed=seed), axis=2))
+        assert np.array_equal(
+            np.sort(trace.sequence(index), axis=2), np.sort(routes(6, 48, 8, 128, "uint8", seed=seed), axis=2)
+        )
     same = import_dump(files, step_from=r"step(\d+)", limits=False)
     assert np.array_equal(same.steps, trace.steps)
     assert np.array_equal(np.sort(same.expert_ids, axis=2), np.sort(trace.expert_ids, axis=2))
