@@ -319,10 +319,12 @@ def test_a_dump_is_imported_as_by_the_command(folder: Path, tmp_path: Path) -> N
         ({"overrides": {"num_experts": 3}}, "--set num_experts: needs --model"),
         ({"model": "qwen3-30b-a3b", "top_k": 2}, "--top-k is 2; qwen3-30b-a3b has 8"),
         ({"model": ModelSpec.named("qwen3-30b-a3b"), "num_experts": 9}, "--num-experts is 9; qwen3-30b-a3b has 128"),
-        ({}, "absent.jsonl: no such file"),
+        ({"step_from": "step"}, "step_from: 'step' has 0 groups; it should have one"),
+        ({"source": "absent.jsonl"}, "absent.jsonl: no such file"),
     ],
 )
-def test_wrong_arguments_of_an_import_are_one_line(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_of_an_import_are_one_line(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
     with pytest.raises(InputError, match=re.escape(message)) as caught:
-        trimtab.import_dump("absent.jsonl", **arguments)
+        trimtab.import_dump(**{"source": tmp_path / "a.jsonl"} | arguments)
     assert "\n" not in str(caught.value)

@@ -132,3 +132,9 @@ def test_commands_use_the_file(write: Callable[[str], Path], trace_file: Path, p
 def test_an_odd_file_is_no_settings(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a regular file"):
         arguments("plan", tmp_path)
+
+
+def test_the_file_is_not_overwritten(write: Callable[[str], Path], trace_file: Path, error_of: Command) -> None:
+    path = write("ranks = 4")
+    assert f"{path}: to be read and written" in error_of("plan", trace_file, "--settings", path, "--json", path)
+    assert path.read_text() == "ranks = 4"
