@@ -181,10 +181,12 @@ class PlanResult(Summarised):
     @computed("s", key="predicted_s")
     def predicted_seconds(self) -> dict[str, float]:
         """Predicted time of a step of the whole model by strategy, the least first; empty if the balancer predicts
-        none. Several groups share out the micro-steps."""
+        none. Several groups share out the micro-steps; the sum of gradients over them is counted too little."""
         layers = self.model.moe_layers / self.plan.num_layers if self.model else 1.0
-        scale = layers * -(-self.num_micro_steps // self.groups) / self.num_micro_steps
-        return {name: scale * found for name, found in self._settings.get("predicted_s", {}).items()}
+        share = -(-self.num_micro_steps // self.groups) / self.num_micro_steps
+        once_s = self._settings["costs"]["operations"]["optimizer_s"] if share < 1 else 0.0
+        predicted = self._settings.get("predicted_s", {})
+        return {name: layers * (once_s + share * (step_s - once_s)) for name, step_s in predicted.items()}
 
     @computed("us", key="us_per_instance")
     def us_per_instance(self) -> float:
