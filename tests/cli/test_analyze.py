@@ -12,7 +12,7 @@ import pytest
 
 from helpers.traces import odd_trace
 from trimtab import InputError, RoutingTrace, write_trace
-from trimtab.api.analyze import _model
+from trimtab.api.arguments import model_or_none
 from trimtab.cli.main import main
 from trimtab.trace import synthesize
 
@@ -92,9 +92,9 @@ def test_estimate_in_seconds_for_a_preset_like_the_trace(folder: Path, tmp_path:
 
 def test_no_estimate_for_a_model_with_fewer_layers_than_the_trace(tmp_path: Path) -> None:
     many = RoutingTrace.from_sequences([], num_experts=128, shape=(61, 8))
-    assert _model(many, None, "t.parquet") is None
+    assert model_or_none("t.parquet", many, None) is None
     with pytest.raises(InputError, match=r"t\.parquet is not of model qwen3-30b-a3b: the trace has 61 MoE layers"):
-        _model(many, "qwen3-30b-a3b", "t.parquet")
+        model_or_none("t.parquet", many, "qwen3-30b-a3b")
 
 
 def test_figures_are_written_into_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,23 +2,26 @@
 
 Packing depends on lengths only, so each sequence's micro-step is known before its expert ids are read. Each micro-step
 is divided into 1, 2 or 4 *parts* of whole sequences. Counts are kept by part and summed for smaller or larger
-micro-steps.
+micro-steps. Counts of shards are added: `plan_counts`, `count_shard` in any process, `merge`.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import pack_by_length
-from trimtab.trace import TraceReader
+from trimtab.trace import RoutingTrace, TraceReader
 from trimtab.trace.counting import count_experts
+from trimtab.trace.store import ChunkPlace, Source, read_chunks
 
 DEFAULT_BUDGET = 8192
 # Parts of a micro-step, if sequences are short enough.
@@ -97,29 +100,61 @@ class TraceCounts:
         return np.append(np.flatnonzero(np.diff(self.step_M, prepend=self.step_M[0] - 1)), len(self.step_M))
 
 
-def count_trace(
-    reader: TraceReader,
+@dataclass(frozen=True, eq=False)
+class CountPlan:
+    """What each shard of a trace counts, decided from lengths, steps and domains alone. It can be pickled.
+
+    Attributes:
+        name, empty: of the trace, and the trace without its sequences.
+        shards: the chunks that each shard reads; of a trace in memory a shard without any.
+        place_S: `[S]` int64, part of a micro-step times domains + domain of each sequence; -1 if it is not counted.
+        num_parts: F of `TraceCounts`.
+        parts, step_M, domains, token_budget, lengths, skipped_steps: of `TraceCounts`.
+    """
+
+    name: str
+    empty: RoutingTrace
+    shards: tuple[tuple[ChunkPlace, ...], ...]
+    place_S: Array
+    num_parts: int
+    parts: int
+    step_M: Array
+    domains: tuple[str, ...]
+    token_budget: int
+    lengths: Array
+    skipped_steps: int
+
+
+class ShardCounts(NamedTuple):
+    """Token counts of a part of a trace: `counts_FLE` and `counts_DLE` as in `TraceCounts`."""
+
+    counts_FLE: Array
+    counts_DLE: Array
+
+
+def plan_counts(
+    trace: TraceReader | Source,
     *,
     ranks: int,
     token_budget: int | None = None,
     micro_steps: int | None = None,
     step: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> TraceCounts:
-    """Returns token counts of a trace, with every step packed as `trimtab plan` does.
-
-    Peak memory is one chunk plus the counts.
+    shards: int = 1,
+) -> CountPlan:
+    """Returns what to count, with every step packed as `trimtab plan` does. Reads everything but the ids.
 
     Args:
+        trace: a reader; or a file, a folder, a pattern, or several of these.
         ranks: of the expert-parallel group.
         token_budget: most tokens of a rank in a micro-step; by default 8192, or the longest sequence if that is more.
         micro_steps: alternative to `token_budget`: the budget with which the largest step has about this many.
         step: analyze only this one.
-        progress: called with the number of sequences read and in total.
+        shards: most parts to count one by one; fewer if the trace has fewer chunks.
 
     Raises:
-        InputError: if there is no such step, no token, no known route, or a sequence exceeds the budget.
+        InputError: if there is no such step, no token, or a sequence exceeds the budget.
     """
+    reader = trace if isinstance(trace, TraceReader) else TraceReader(trace)
     facts, shape = reader.facts, reader.empty
     steps = np.unique(facts.steps[facts.lengths > 0])
     if not len(steps):
@@ -140,42 +175,125 @@ def count_trace(
     for members, micro_step, count in packed:
         part_S[members] = (first + micro_step) * parts + _divide(micro_step, facts.lengths[members], parts)
         first += count
-    chosen = part_S >= 0
-    domains, domain_S = _domains(facts.domains, facts.lengths, chosen)
-    counts_FLE = np.zeros((first * parts, shape.num_layers, shape.num_experts), np.int32)
-    counts_DLE = np.zeros((len(domains), shape.num_layers, shape.num_experts), np.int64)
-    row = 0
-    for chunk in reader.chunks():
-        rows = slice(row, row + chunk.num_sequences)
-        wanted = np.flatnonzero(chosen[rows])
-        if len(wanted):
-            places, group = np.unique(part_S[rows][wanted] * len(domains) + domain_S[rows][wanted], return_inverse=True)
-            part = chunk if len(wanted) == chunk.num_sequences else chunk.select(wanted)
-            for place, counts_LE in zip(places.tolist(), count_experts(part, group, len(places)), strict=True):
-                counts_FLE[place // len(domains)] += counts_LE
-                counts_DLE[place % len(domains)] += counts_LE
-        row += chunk.num_sequences
-        progress(row, len(chosen))
-    lengths = facts.lengths[chosen]
-    known = int(counts_DLE.sum()) // shape.top_k
-    if not known:
-        raise InputError(f"{reader.name}: no token has a recorded route; there is nothing to analyze")
-    return TraceCounts(
-        counts_FLE=counts_FLE,
+    counted = part_S >= 0
+    domains, domain_S = _domains(facts.domains, facts.lengths, counted)
+    return CountPlan(
+        name=reader.name,
+        empty=shape,
+        shards=_shards(reader.chunk_places(), shards),
+        place_S=np.where(counted, part_S * len(domains) + domain_S, -1),
+        num_parts=first * parts,
         parts=parts,
         step_M=np.repeat(steps, [count for _, _, count in packed]),
-        counts_DLE=counts_DLE,
         domains=domains,
-        layer_indices=shape.layer_indices,
         token_budget=budget,
-        num_tokens=int(lengths.sum()),
-        num_sequences=len(lengths),
-        unknown_routes=int(lengths.sum()) * shape.num_layers - known,
-        lengths=lengths,
-        top_k=shape.top_k,
-        model=shape.model,
+        lengths=facts.lengths[counted],
         skipped_steps=skipped,
     )
+
+
+def count_shard(plan: CountPlan, shard: int) -> ShardCounts:
+    """Returns the counts of one shard, of `len(plan.shards)`, from its files. Peak memory is one chunk plus the counts.
+
+    Raises:
+        InputError: one line that names the file, if it is gone or damaged.
+    """
+    places = plan.shards[shard]
+    counts = _no_counts(plan)
+    for place, chunk in zip(places, read_chunks(places, plan.empty), strict=True):
+        _add_chunk(plan, place.first, chunk, counts)
+    return counts
+
+
+def merge(plan: CountPlan, counts: Iterable[ShardCounts]) -> TraceCounts:
+    """Returns the counts of the whole trace from those of all shards, in any order: sums of whole numbers.
+
+    Raises:
+        InputError: if there are more or fewer than the plan has shards, or no token has a known route.
+    """
+    total, merged = _no_counts(plan), 0
+    for each in counts:
+        total.counts_FLE[...] += each.counts_FLE
+        total.counts_DLE[...] += each.counts_DLE
+        merged += 1
+    if merged != len(plan.shards):
+        raise InputError(f"{plan.name}: counts of {merged} shards; the plan has {len(plan.shards)}")
+    num_tokens, top_k = int(plan.lengths.sum()), plan.empty.top_k
+    known = int(total.counts_DLE.sum()) // top_k
+    if not known:
+        raise InputError(f"{plan.name}: no token has a recorded route; there is nothing to analyze")
+    return TraceCounts(
+        counts_FLE=total.counts_FLE,
+        parts=plan.parts,
+        step_M=plan.step_M,
+        counts_DLE=total.counts_DLE,
+        domains=plan.domains,
+        layer_indices=plan.empty.layer_indices,
+        token_budget=plan.token_budget,
+        num_tokens=num_tokens,
+        num_sequences=len(plan.lengths),
+        unknown_routes=num_tokens * plan.empty.num_layers - known,
+        lengths=plan.lengths,
+        top_k=top_k,
+        model=plan.empty.model,
+        skipped_steps=plan.skipped_steps,
+    )
+
+
+def count_trace(
+    reader: TraceReader,
+    *,
+    ranks: int,
+    token_budget: int | None = None,
+    micro_steps: int | None = None,
+    step: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> TraceCounts:
+    """Returns token counts of a trace, counted in this process: `plan_counts`, and one shard.
+
+    Peak memory is one chunk plus the counts.
+
+    Args:
+        ranks, token_budget, micro_steps, step: as in `plan_counts`.
+        progress: called with the number of sequences read and in total.
+
+    Raises:
+        InputError: as `plan_counts` and `merge`.
+    """
+    plan = plan_counts(reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step)
+    counts, row = _no_counts(plan), 0
+    for chunk in reader.chunks():
+        _add_chunk(plan, row, chunk, counts)
+        row += chunk.num_sequences
+        progress(row, len(plan.place_S))
+    return merge(plan, [counts])
+
+
+def _shards(places: list[ChunkPlace], most: int) -> tuple[tuple[ChunkPlace, ...], ...]:
+    """Neighbouring chunks, in about equal numbers."""
+    count = max(1, min(most, len(places)))
+    edges = [len(places) * index // count for index in range(count + 1)]
+    return tuple(tuple(places[start:end]) for start, end in pairwise(edges))
+
+
+def _no_counts(plan: CountPlan) -> ShardCounts:
+    layers, experts = plan.empty.num_layers, plan.empty.num_experts
+    return ShardCounts(
+        np.zeros((plan.num_parts, layers, experts), np.int32), np.zeros((len(plan.domains), layers, experts), np.int64)
+    )
+
+
+def _add_chunk(plan: CountPlan, first: int, chunk: RoutingTrace, counts: ShardCounts) -> None:
+    """Add the tokens of a chunk, whose first sequence is `first` of the trace."""
+    place_S = plan.place_S[first : first + chunk.num_sequences]
+    wanted = np.flatnonzero(place_S >= 0)
+    if not len(wanted):
+        return
+    places, group = np.unique(place_S[wanted], return_inverse=True)
+    part = chunk if len(wanted) == chunk.num_sequences else chunk.select(wanted)
+    for place, counts_LE in zip(places.tolist(), count_experts(part, group, len(places)), strict=True):
+        counts.counts_FLE[place // len(plan.domains)] += counts_LE
+        counts.counts_DLE[place % len(plan.domains)] += counts_LE
 
 
 def summed(counts: Array, starts: Array, ends: Array) -> Array:

@@ -154,7 +154,6 @@ def advise(
     ranks = default_ranks(reader.empty) if ranks is None else ranks
     check_ranks(reader.empty, ranks, reader.name)
     spec = model_of(reader.name, reader.empty, model, overrides)
-    assert spec is not None
     layout = layout_of(spec, [ranks], groups=groups, tp=tp, pp=pp, cp=cp)
     nodes = load_cluster(cluster, ranks=ranks, slots_per_rank=slots, ranks_per_node=ranks_per_node)
     if dispatcher is not None:

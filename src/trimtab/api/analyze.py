@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.analysis import Analysis, count_trace
+from trimtab.analysis import Analysis, TraceCounts, count_trace, plan_counts
 from trimtab.analysis import analyze as analyze_counts
 from trimtab.analysis.analysis import figures
+from trimtab.analysis.local_jobs import count_in_processes
 from trimtab.analysis.summary import answer, cost_summary, layers_summary
 from trimtab.api.arguments import (
     ModelSource,
@@ -20,14 +21,14 @@ from trimtab.api.arguments import (
     check_one_size,
     check_optional,
     check_ranks,
+    check_whole,
     layout_of,
-    model_of,
+    model_or_none,
     recomputed,
 )
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.api.steps import default_ranks, read_steps
-from trimtab.cluster import ModelSpec, load_cluster
-from trimtab.errors import InputError
+from trimtab.cluster import load_cluster
 from trimtab.report.analysis_tables import balance_table, placements_table, setting_facts
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import FORMATS, Imbalance
@@ -126,6 +127,8 @@ def analyze(
     cluster: str | os.PathLike[str] = "h100x8",
     model: ModelSource | None = None,
     overrides: Overrides = (),
+    jobs: int = 1,
+    counts: TraceCounts | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> AnalysisResult:
     """Analyze a routing trace without planning it, as `trimtab analyze` does. Files may be larger than memory.
@@ -143,7 +146,11 @@ def analyze(
         model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
             trace names, else a preset like the trace, and no figures in seconds if there is none.
         overrides: keys of the model's config with other values, such as `{"num_hidden_layers": 24}`.
-        progress: called with the number of sequences read and of all sequences.
+        jobs: local processes that count; they import the main script, which therefore needs
+            `if __name__ == "__main__"`.
+        counts: of this trace and these ranks, from `trimtab.analysis.merge`, as counted on other machines; the trace is
+            then not counted, and `step`, `jobs` and the size of micro-steps are those of the counts.
+        progress: called with the number of sequences read and of all sequences; of shards with several jobs.
 
     Raises:
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
@@ -151,14 +158,17 @@ def analyze(
     """
     check_optional(1, ranks=ranks, ranks_per_node=ranks_per_node, token_budget=token_budget, micro_steps=micro_steps)
     check_optional(0, step=step)
+    check_whole(1, jobs=jobs)
     check_optional(1, steps=steps, step_tokens=step_tokens)
     check_one_size(token_budget, micro_steps)
-    reader = open_trace(trace)
+    if counts is not None:
+        token_budget, micro_steps = counts.token_budget, None
+    reader = files = open_trace(trace)
     ranks = default_ranks(reader.empty) if ranks is None else ranks
     check_ranks(reader.empty, ranks, reader.name)
     # Static placement has no replicas.
     spec = load_cluster(cluster, ranks=ranks, slots_per_rank=0, ranks_per_node=ranks_per_node)
-    fitting = _model(reader.empty, model, reader.name, overrides)
+    fitting = model_or_none(reader.name, reader.empty, model, overrides)
     ids_bytes = int(reader.facts.lengths.sum()) * reader.empty.num_layers * reader.empty.top_k
     is_small = ids_bytes * reader.empty.expert_ids.itemsize <= MOST_BYTES
     if fitting and is_small:
@@ -177,18 +187,15 @@ def analyze(
         token_budget, micro_steps = max(case.token_budget, longest if layout.pieces > 1 else 0), None
     elif fitting:
         log.info("no seconds: %s has more than %d MB of expert ids", reader.name, MOST_BYTES >> 20)
-    counts = count_trace(
-        reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress
-    )
+    if counts is None:
+        if jobs > 1 and files.files:
+            plan = plan_counts(
+                files, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, shards=jobs
+            )
+            counts = count_in_processes(plan, jobs, progress)
+        else:
+            counts = count_trace(
+                reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress
+            )
     analysis = analyze_counts(counts, ranks=ranks, ranks_per_node=spec.ranks_per_node, case=case)
     return AnalysisResult(reader.name, tuple(reader.files), analysis)
-
-
-def _model(empty: RoutingTrace, model: ModelSource | None, name: str, overrides: Overrides = ()) -> ModelSpec | None:
-    """The model for the estimate in seconds, as `model_of`; None if there is no preset like the trace."""
-    if model is not None or dict(overrides):
-        return model_of(name, empty, model, overrides)
-    try:
-        return model_of(name, empty, None)
-    except InputError:
-        return None

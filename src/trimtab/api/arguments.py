@@ -90,9 +90,7 @@ def split_names(value: str | Sequence[str]) -> list[str]:
     return [name for text in ([value] if isinstance(value, str) else value) for name in text.split(",")]
 
 
-def model_of(
-    name: str, trace: RoutingTrace, source: ModelSource | None, overrides: Overrides = (), *, assume: bool = True
-) -> ModelSpec | None:
+def model_of(name: str, trace: RoutingTrace, source: ModelSource | None, overrides: Overrides = ()) -> ModelSpec:
     """The model of a trace: the given one, else the one that the trace names, else a preset like it.
 
     A line is logged if a preset like the trace is assumed.
@@ -101,7 +99,6 @@ def model_of(
         name: of the trace, for messages.
         source: a `ModelSpec` is returned as given.
         overrides: keys of the given model's config with other values.
-        assume: False: None instead of a preset like the trace.
 
     Raises:
         InputError: if the trace can't be of the given model, or there is no preset like it.
@@ -111,12 +108,24 @@ def model_of(
         if changes:
             raise InputError(f"--set {next(iter(changes))}: needs --model with a name, a config.json or a checkpoint")
         if source is None:
-            return _unnamed_model(name, trace, assume=assume)
+            return _unnamed_model(name, trace)
         model = source
     else:
         model = load_model(source, changes)
     check_model(name, trace, model)
     return model
+
+
+def model_or_none(
+    name: str, trace: RoutingTrace, source: ModelSource | None, overrides: Overrides = ()
+) -> ModelSpec | None:
+    """The model as `model_of`; None if none is given or named, and there is no preset like the trace."""
+    if source is not None or dict(overrides):
+        return model_of(name, trace, source, overrides)
+    try:
+        return model_of(name, trace, None)
+    except InputError:
+        return None
 
 
 def check_model(name: str, trace: RoutingTrace, model: ModelSpec) -> None:
@@ -138,15 +147,13 @@ def _fits(trace: RoutingTrace, model: ModelSpec) -> bool:
     return same and trace.num_layers <= model.moe_layers
 
 
-def _unnamed_model(name: str, trace: RoutingTrace, *, assume: bool) -> ModelSpec | None:
+def _unnamed_model(name: str, trace: RoutingTrace) -> ModelSpec:
     """The preset that the trace names if it fits, else one like the trace."""
     preset = preset_of_label(trace.model)
     if preset is not None:
         model = ModelSpec.named(preset)
         if _fits(trace, model):
             return model
-    if not assume:
-        return None
     model = model_like(trace.num_experts, trace.top_k, trace.num_layers)
     check_model(name, trace, model)
     named = f"names {clip(trace.model)}" if trace.model else "names no model"

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from trimtab.api.arguments import ModelSource, Overrides, check_choice, check_optional, check_whole
-from trimtab.cluster import ModelSpec, load_model
+from trimtab.cluster import ModelSpec, load_model, preset_of_label
 from trimtab.errors import InputError
 from trimtab.trace import RoutingTrace
 from trimtab.trace.formats.bounded_import import bounded_import
-from trimtab.trace.formats.importing import FORMATS
+from trimtab.trace.formats.importing import FORMATS, import_own_files, model_label
 from trimtab.trace.formats.normalise import Summary
 from trimtab.trace.formats.records import ImportOptions
+from trimtab.trace.message_text import printable
 from trimtab.trace.store import Source, named_files
+
+log = logging.getLogger("trimtab")
 
 
 def import_dump(
@@ -25,7 +32,9 @@ def import_dump(
     num_layers: int | None = None,
     top_k: int | None = None,
     step: int = 0,
+    step_from: str = "",
     domain: str = "",
+    limits: bool = True,
 ) -> RoutingTrace:
     """Returns the routing that an RL or serving framework recorded, as `trimtab trace import` writes it.
 
@@ -35,11 +44,15 @@ def import_dump(
         source: a path (file, folder or pattern), or a list of paths: one dump, in this order.
         format: of the dump, see `trimtab trace import --help`; by default detected.
         model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint: experts, layers and top-k, and
-            which layers have experts. By default they are given one by one, or in the dump.
+            which layers have experts. By default they are given one by one, or in the dump, or those of the preset that
+            the dump's responses name.
         overrides: keys of the model's config with other values.
         num_experts, num_layers, top_k: without a model; `num_layers` are decoder layers, with and without experts.
         step: RL step of sequences without one.
+        step_from: a regular expression with one group, the step of a file's sequences without one, such as
+            `step(\\d+)`; searched in its path.
         domain: label of sequences without one.
+        limits: False: read the files in this process, without limits of memory and processor time.
 
     Raises:
         InputError: one line that names the file and the place in it, if the dump is of no known format, is damaged, is
@@ -49,10 +62,35 @@ def import_dump(
     check_whole(0, step=step)
     if format is not None:
         check_choice("format", format, FORMATS)
-    given = ImportOptions(num_experts=num_experts, num_layers=num_layers, top_k=top_k, step=step, domain=domain)
-    options = with_model(given, model, overrides)
-    parts = list(bounded_import(named_files(source, "*"), format, options, Summary()))
-    return RoutingTrace.concatenate(parts)
+    check_pattern(step_from)
+    given = ImportOptions(
+        num_experts=num_experts, num_layers=num_layers, top_k=top_k, step=step, step_from=step_from, domain=domain
+    )
+    files = named_files(source, "*")
+    options = with_model(given, model or named_model(files, given), overrides)
+    read = bounded_import if limits else import_own_files
+    return RoutingTrace.concatenate(list(read(files, format, options, Summary())))
+
+
+def check_pattern(text: str) -> None:
+    """Raise InputError unless the text is empty, or a regular expression with one group."""
+    try:
+        groups = re.compile(text).groups
+    except re.error as error:
+        raise InputError(f"step_from: {text!r} is no regular expression ({error})") from None
+    if text and groups != 1:
+        raise InputError(f"step_from: {text!r} has {groups} groups; it should have one, the step, as in step(\\d+)")
+
+
+def named_model(files: Sequence[Path], options: ImportOptions) -> str | None:
+    """The preset that the first file names, if the number of experts is not given; a line is logged."""
+    if options.num_experts is not None:
+        return None
+    label = model_label(files[0])
+    preset = preset_of_label(label) if label else None
+    if preset:
+        log.info("model: %s, as the dump names it (%s); --model gives another", preset, printable(label))
+    return preset
 
 
 def with_model(options: ImportOptions, source: ModelSource | None, overrides: Overrides = ()) -> ImportOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -10,10 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.api.arguments import ModelSource, Overrides, check_choice, check_optional, check_whole, model_of
+from trimtab.analysis.trace_counts import DEFAULT_BUDGET
+from trimtab.api.arguments import (
+    ModelSource,
+    Overrides,
+    check_choice,
+    check_one_size,
+    check_optional,
+    check_ranks,
+    check_whole,
+    model_or_none,
+)
 from trimtab.api.result_summary import Summarised, Summary
+from trimtab.api.steps import default_ranks
 from trimtab.array_type import Array
-from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts
+from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts, load_cluster
 from trimtab.errors import InputError
 from trimtab.figures import by_key, computed
 from trimtab.planner import Placement, PlanSettings, SequenceCounts, StepPlan, Workload, pack_by_length
@@ -29,6 +41,7 @@ from trimtab.report.number_text import bytes_text, plural, seconds
 from trimtab.report.table_data import Facts
 from trimtab.report.tables import plan_balance_table
 from trimtab.simulator import Balance, expert_time, summarise_balance
+from trimtab.simulator.comparison_case import budget_for
 from trimtab.trace import RoutingTrace, TraceReader
 from trimtab.trace.in_memory import open_trace
 from trimtab.trace.store import Source
@@ -57,6 +70,7 @@ class PlanResult(Summarised):
         model: to count bytes; None if it is not known.
         counting_s: seconds taken by counting, without numba's compilation.
         planning_s: seconds taken by planning, without numba's compilation.
+        groups: expert-parallel groups that share out the micro-steps.
     """
 
     source: str
@@ -71,6 +85,7 @@ class PlanResult(Summarised):
     model: ModelSpec | None
     counting_s: float
     planning_s: float
+    groups: int = 1
 
     @cached_property
     def loads_before_MLR(self) -> Array:
@@ -165,8 +180,13 @@ class PlanResult(Summarised):
 
     @computed("s", key="predicted_s")
     def predicted_seconds(self) -> dict[str, float]:
-        """Predicted time of a step by strategy, the least first; empty if the balancer predicts none."""
-        return dict(self._settings.get("predicted_s", {}))
+        """Predicted time of a step of the whole model by strategy, the least first; empty if the balancer predicts
+        none. Several groups share out the micro-steps; the sum of gradients over them is counted too little."""
+        layers = self.model.moe_layers / self.plan.num_layers if self.model else 1.0
+        share = -(-self.num_micro_steps // self.groups) / self.num_micro_steps
+        once_s = self._settings["costs"]["operations"]["optimizer_s"] if share < 1 else 0.0
+        predicted = self._settings.get("predicted_s", {})
+        return {name: layers * (once_s + share * (step_s - once_s)) for name, step_s in predicted.items()}
 
     @computed("us", key="us_per_instance")
     def us_per_instance(self) -> float:
@@ -317,41 +337,45 @@ class PlanResult(Summarised):
 def plan(
     trace: RoutingTrace | Source,
     *,
-    ranks: int,
+    ranks: int | None = None,
     ranks_per_node: int | None = None,
+    groups: int = 1,
     slots: int = 2,
-    token_budget: int = 8192,
+    token_budget: int | None = None,
+    micro_steps: int | None = None,
     step: int | None = None,
     policy: str = "trimtab",
     max_rows_per_rank: int | None = None,
     exact: bool = False,
+    cluster: str | os.PathLike[str] = "h100x8",
     model: ModelSource | None = None,
     overrides: Overrides = (),
+    recompute: bool = True,
+    checkpointing: bool = False,
 ) -> PlanResult:
     """Returns a plan of one step of a routing trace for a cluster, as `trimtab plan` does.
 
     Args:
         trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
-        ranks: ranks of the expert-parallel group.
-        ranks_per_node: ranks that share a node; by default all.
-        slots: replica slots per rank in every layer.
-        token_budget: most tokens of a rank in a micro-step.
-        step: RL step to plan; by default the first in the trace.
+        ranks, ranks_per_node, groups, slots, token_budget, micro_steps, cluster, recompute, checkpointing: as in
+            `simulate`, one value each. The step is planned as recorded, with contiguous homes before it.
+        step: RL step to plan; by default the last in the trace.
         policy: the balancer, a name of `trimtab.policies.POLICIES`.
         max_rows_per_rank: rows that no rank may exceed in any layer of a micro-step; with `trimtab` only.
         exact: true: no rank gets more rows of a layer than the mean, rounded up; with `trimtab` only.
-        model: to count bytes moved: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default
-            the model that the trace names, if there is such a preset.
+        model: for bytes and seconds: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by
+            default the model that the trace names, else a preset like the trace, if there is one.
         overrides: keys of the model's config with other values, such as `{"num_hidden_layers": 24}`.
 
     Raises:
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
             not of the model, or does not fit the ranks or the token budget.
     """
-    check_whole(1, ranks=ranks, token_budget=token_budget)
+    check_whole(1, groups=groups)
     check_whole(0, slots=slots)
-    check_optional(1, ranks_per_node=ranks_per_node)
+    check_optional(1, ranks=ranks, ranks_per_node=ranks_per_node, token_budget=token_budget, micro_steps=micro_steps)
     check_optional(0, step=step)
+    check_one_size(token_budget, micro_steps)
     check_choice("policy", policy, sorted(POLICIES))
     check_optional(1, max_rows_per_rank=max_rows_per_rank)
     balancer = POLICIES[policy]
@@ -359,19 +383,32 @@ def plan(
         if policy != "trimtab":
             raise InputError(f"max_rows_per_rank and exact are for policy trimtab; the policy is {policy}")
         balancer = Trimtab(PlanSettings(max_rows_per_rank=max_rows_per_rank, exact=exact))
-    cluster = ClusterSpec(ranks, ranks_per_node or ranks, slots)
     reader = open_trace(trace)
+    ranks = default_ranks(reader.empty) if ranks is None else ranks
+    check_ranks(reader.empty, ranks, reader.name)
+    nodes = load_cluster(cluster, ranks=ranks, slots_per_rank=slots, ranks_per_node=ranks_per_node)
     step_trace = _one_step(reader, step)
-    spec = model_of(reader.name, step_trace, model, overrides, assume=False)
-    homes = Placement.contiguous(step_trace.num_layers, step_trace.num_experts, cluster.ranks)
+    spec = model_or_none(reader.name, step_trace, model, overrides)
+    costs = None
+    if spec:
+        costs = StepCosts.of(
+            nodes, spec, moe_layers=step_trace.num_layers, groups=groups, recompute=recompute,
+            checkpointing=checkpointing,
+        )  # fmt: skip
+    homes = Placement.contiguous(step_trace.num_layers, step_trace.num_experts, nodes.ranks)
     # Untimed, so that compiling is not timed: a few sequences, in several micro-steps.
-    few = step_trace.part(0, min(step_trace.num_sequences, 4 * cluster.ranks))
-    budget = min(token_budget, int(few.sequence_lengths.max()))
-    _plan(POLICIES[policy], SequenceCounts.from_trace(few), homes, cluster, budget, spec)
+    few = step_trace.part(0, min(step_trace.num_sequences, 4 * nodes.ranks))
+    longest = int(few.sequence_lengths.max())
+    budget = longest if token_budget is None else min(token_budget, longest)
+    _plan(POLICIES[policy], SequenceCounts.from_trace(few), homes, nodes, budget, costs)
     start = time.perf_counter()
     sequences = SequenceCounts.from_trace(step_trace)
     counting_ended = time.perf_counter()
-    view, planned = _plan(balancer, sequences, homes, cluster, token_budget, spec)
+    if micro_steps is not None:
+        token_budget = budget_for([sequences], nodes.ranks * groups, micro_steps)
+    elif token_budget is None:
+        token_budget = max(DEFAULT_BUDGET, int(sequences.lengths.max()))
+    view, planned = _plan(balancer, sequences, homes, nodes, token_budget, costs)
     planning_ended = time.perf_counter()
     workload = Workload.from_sequences(sequences, planned.schedule)
     planned.check(workload)
@@ -379,7 +416,7 @@ def plan(
         source=reader.name,
         trace=step_trace,
         policy=policy,
-        cluster=cluster,
+        cluster=nodes,
         token_budget=token_budget,
         plan=planned,
         static_plan=POLICIES["static"].plan(view),
@@ -388,6 +425,7 @@ def plan(
         model=spec,
         counting_s=counting_ended - start,
         planning_s=planning_ended - counting_ended,
+        groups=groups,
     )
 
 
@@ -397,9 +435,8 @@ def _plan(
     homes: Placement,
     cluster: ClusterSpec,
     token_budget: int,
-    model: ModelSpec | None,
+    costs: StepCosts | None,
 ) -> tuple[View, StepPlan]:
-    costs = StepCosts.of(cluster, model, moe_layers=sequences.num_layers) if model else None
     schedule = pack_by_length(sequences.lengths, num_ranks=cluster.ranks, token_budget=token_budget)
     view = make_view(policy, sequences, schedule, homes, cluster, token_budget=token_budget, costs=costs)
     return view, policy.plan(view)
@@ -408,4 +445,4 @@ def _plan(
 def _one_step(reader: TraceReader, step: int | None) -> RoutingTrace:
     if not reader.facts.lengths.any():
         raise InputError(f"{reader.name}: the trace is empty; there is nothing to plan")
-    return reader.read(int(reader.facts.steps.min()) if step is None else step)
+    return reader.read(int(reader.facts.steps[reader.facts.lengths > 0].max()) if step is None else step)

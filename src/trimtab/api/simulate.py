@@ -256,7 +256,6 @@ def simulate(
     recorded = read_steps(reader, step=step, steps=steps, step_tokens=step_tokens, sampled=sampled)
     step_trace = recorded.last
     spec = model_of(reader.name, step_trace, model, overrides)
-    assert spec is not None
     for case_ranks, *_ in every:
         check_ranks(step_trace, case_ranks, reader.name)
     layout = layout_of(spec, [case_ranks for case_ranks, *_ in every], groups=groups, tp=tp, pp=pp, cp=cp)

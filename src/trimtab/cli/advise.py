@@ -17,6 +17,7 @@ from trimtab.cli.options import (
     add_layout,
     add_model,
     add_options,
+    add_settings,
     add_trace,
     given,
     positive,
@@ -40,6 +41,7 @@ def add(commands: Any) -> None:
         ],
     )
     add_trace(parser)
+    add_settings(parser)
     option = partial(add_options, parser, of=advise)
     option("--cluster")
     add_model(parser, of=advise, unset="the trace's, else a preset like the trace")
@@ -59,7 +61,7 @@ def add(commands: Any) -> None:
     add_layout(parser, of=advise)
     option("--step", unset="the last of the trace")
     option("--steps", unset=f"all but the trace's first, at most {MOST_STEPS}")
-    option("--gpu-hour", type=float, help="price of an hour of one GPU", unset="no money")
+    option("--gpu-hour", unset="no money")
     option("--draws", type=positive, help="drawings of steps of which a part was recorded")
     add_options(parser, "--json", "--html")
     parser.set_defaults(run=run)

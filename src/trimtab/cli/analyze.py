@@ -18,6 +18,7 @@ from trimtab.cli.options import (
     add_layout,
     add_model,
     add_options,
+    add_settings,
     add_trace,
     given,
     need_extra,
@@ -41,6 +42,7 @@ def add(commands: Any) -> None:
         ],
     )
     add_trace(parser)
+    add_settings(parser)
     option = partial(add_options, parser, of=analyze)
     option("--ranks", unset=DEFAULT_RANKS)
     option("--ranks-per-node", unset="the cluster's")
@@ -49,11 +51,13 @@ def add(commands: Any) -> None:
     size("--micro-steps", unset="as the token budget gives")
     option("--step", unset="all of the trace")
     option("--steps", unset=f"all but the trace's first, at most {MOST_STEPS}; for seconds")
-    option("--step-tokens", "--sampled", unset="the trace's")
+    scale = partial(add_options, parser.add_mutually_exclusive_group(), of=analyze)
+    scale("--step-tokens", "--sampled", unset="the trace's")
     option("--groups", type=positive, help="expert-parallel groups, for seconds")
     add_layout(parser, of=analyze)
     option("--cluster")
     add_model(parser, of=analyze, unset="the trace's, else a preset like the trace")
+    option("--jobs", type=positive, help="local processes that count")
     add_options(parser, "--json", "--html")
     add_options(parser, "--figures", type=Path, metavar="FOLDER", help="write pictures for a paper into FOLDER")
     add_options(parser, "--format", choices=FORMATS, default="pdf", help="of the pictures")

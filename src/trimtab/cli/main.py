@@ -24,6 +24,7 @@ log = logging.getLogger("trimtab")
 COMMANDS = {
     "train": "post-train a MoE with RL on local ranks, balanced by Trimtab",
     "trace": "inspect, convert or make routing traces",
+    "init": "write a settings file for advise, analyze, plan and simulate",
     "advise": "what to do about imbalance on a cluster, and what it gains",
     "analyze": "cost of imbalance in a trace, its layers, and gains of known routing",
     "plan": "plan a step of a trace for a cluster",
@@ -116,6 +117,10 @@ def _failed(name: str, reason: object, status: int) -> int:
 
 def _parse(arguments: list[str], asked: str) -> argparse.Namespace:
     options = make_parser([asked]).parse_args(arguments)
+    if getattr(options, "settings", None):
+        from trimtab.cli.settings import apply_settings
+
+        apply_settings(options)
     options.arguments = arguments
     return options
 

@@ -54,6 +54,16 @@ def _part(text: str) -> float:
     return value
 
 
+def _price(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} should be a price, 0 or more")
+    return value
+
+
 positive, whole = partial(_integer, 1), partial(_integer, 0)
 """Types of options: integers of at least 1, and of at least 0."""
 
@@ -113,6 +123,7 @@ SHARED: dict[str, tuple[Callable[[str], object], str]] = {
     "--top-k": (positive, "experts of a token"),
     "--step-tokens": (_amount, "tokens of a whole step, such as 20M, if the trace has a part of it"),
     "--sampled": (_part, "the part of each step's sequences that was recorded"),
+    "--gpu-hour": (_price, "price of an hour of one GPU"),
     "--policy": (str, "balancer"),
     "--preset": (str, "skew of the synthetic routing"),
     "--cluster": (_cluster, "kind of nodes: a preset or a TOML file"),
@@ -121,13 +132,23 @@ SHARED: dict[str, tuple[Callable[[str], object], str]] = {
     "--tp": (positive, "tensor parallelism of the dense parts"),
     "--pp": (positive, "pipeline stages (1F1B), each of all groups"),
     "--cp": (positive, "context parallelism"),
+    "--settings": (Path, "FILE of `trimtab init` with values of options that are not given"),
     "--seed": (whole, "random seed"),
     "--rounds": (positive, "timed repetitions"),
     "--json": (Path, "write the figures to FILE; - is standard output, without tables"),
     "--html": (Path, "write a page of the results to FILE"),
 }
 SHORT = {"--output": ["-o"]}
-METAVARS = {positive: "N", whole: "N", _amount: "N", _part: "X", float: "X", Path: "FILE"}
+METAVARS = {positive: "N", whole: "N", _amount: "N", _part: "X", _price: "X", float: "X", Path: "FILE"}
+# Values of an option in a settings file, and their name, by the option's type; else text.
+KINDS: dict[object, tuple[tuple[type, ...], str]] = {
+    positive: ((int,), "a whole number"),
+    whole: ((int,), "a whole number"),
+    _amount: ((int, str), 'a number of tokens, such as 20_000_000 or "20M"'),
+    _part: ((int, float), "a number"),
+    _price: ((int, float), "a number"),
+}
+TEXT: tuple[tuple[type, ...], str] = ((str,), "a text in quotes")
 
 
 def add_options(
@@ -194,6 +215,12 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
         metavar="TRACE",
         help="routing trace (.parquet); several files, folders or patterns are one trace",
     )
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add `--settings`: a file with values of the other options, see `trimtab.cli.settings`."""
+    add_options(parser, "--settings", unset="none")
+    parser.set_defaults(parser=parser)
 
 
 def given(options: argparse.Namespace, function: Callable[..., object]) -> dict[str, Any]:

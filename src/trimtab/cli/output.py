@@ -17,7 +17,7 @@ FILES = ("output", "json", "html", "perfetto", "frontier", "picture", "page", "f
 # Those that are folders.
 FOLDERS = ("figures",)
 # Options that name files to read, with the pattern of files in a folder.
-SOURCES = {"trace": "*.parquet", "source": "*"}
+SOURCES = {"trace": "*.parquet", "source": "*", "settings": "*"}
 
 
 def check_outputs(options: argparse.Namespace) -> None:
@@ -27,11 +27,12 @@ def check_outputs(options: argparse.Namespace) -> None:
     for name in FOLDERS:
         if (folder := given[name]) and folder.exists() and not folder.is_dir():
             raise InputError(f"{folder}: not a folder")
-    sources = []
-    for name in SOURCES.keys() & vars(options).keys() if paths else ():
+    sources: list[Path] = []
+    for name in SOURCES if paths else ():
         from trimtab.trace.store import named_files
 
-        sources = named_files(getattr(options, name), SOURCES[name])
+        if source := getattr(options, name, None):
+            sources += named_files(source, SOURCES[name])
     for place, path in enumerate(paths):
         if path == STDOUT:
             raise InputError(f"{path}: not a file; only --json - writes to standard output")

@@ -7,7 +7,17 @@ from functools import partial
 from typing import Any
 
 from trimtab.api.plan import plan
-from trimtab.cli.options import add_model, add_options, add_output, add_trace, given, positive
+from trimtab.cli.options import (
+    DEFAULT_RANKS,
+    DEFAULT_SIZE,
+    add_model,
+    add_options,
+    add_output,
+    add_settings,
+    add_trace,
+    given,
+    positive,
+)
 from trimtab.cli.output import write_figures
 from trimtab.policies import POLICIES
 from trimtab.report.tables import balance_tables, facts
@@ -23,15 +33,23 @@ def add(commands: Any) -> None:
         ],
     )
     add_trace(parser)
+    add_settings(parser)
     option = partial(add_options, parser, of=plan)
-    add_options(parser, "--ranks", required=True)
-    option("--ranks-per-node", unset="all")
-    option("--slots", "--token-budget")
-    option("--step", unset="the first of the trace")
+    option("--ranks", unset=DEFAULT_RANKS)
+    option("--ranks-per-node", unset="the cluster's")
+    option("--groups", type=positive, help="expert-parallel groups, for seconds")
+    option("--slots")
+    size = partial(add_options, parser.add_mutually_exclusive_group(), of=plan)
+    size("--token-budget", unset=DEFAULT_SIZE)
+    size("--micro-steps", unset="as the token budget gives")
+    option("--step", unset="the last of the trace")
+    option("--cluster")
     option("--policy", choices=tuple(POLICIES))
     option("--max-rows-per-rank", type=positive, unset="none", help="most rows of a rank in a layer of a micro-step")
     option("--exact", action="store_true", help="spread rows of every layer evenly over ranks, to the row")
-    add_model(parser, of=plan, unset="the trace's if it is known, else transferred bytes are not counted")
+    add_model(parser, of=plan, unset="the trace's, else a preset like the trace")
+    option("--no-recompute", action="store_false", dest="recompute", help="update alone, for seconds")
+    option("--checkpointing", action="store_true", help="checkpoint activations, for seconds")
     add_output(parser, "the plan (.npz)", required=False)
     add_options(parser, "--json")
     parser.set_defaults(run=run)

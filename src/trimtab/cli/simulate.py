@@ -18,6 +18,7 @@ from trimtab.cli.options import (
     add_layout,
     add_model,
     add_options,
+    add_settings,
     add_trace,
     given,
     positive,
@@ -54,6 +55,7 @@ def add(commands: Any) -> None:
         examples=["trimtab simulate out/mixed.parquet --cluster h100x8 --ranks 16 --html out/report.html"],
     )
     add_trace(parser)
+    add_settings(parser)
     option = partial(add_options, parser, of=simulate)
     option("--policy", nargs="+", dest="policies", choices=(*POLICIES, ALL), unset=" ".join(MAIN_POLICIES))
     option("--cluster")
@@ -82,7 +84,8 @@ def add(commands: Any) -> None:
     add_layout(parser, of=simulate)
     option("--step", unset="the last of the trace")
     option("--steps", unset=f"all but the trace's first, at most {MOST_STEPS}")
-    option("--step-tokens", "--sampled", unset="the trace's")
+    scale = partial(add_options, parser.add_mutually_exclusive_group(), of=simulate)
+    scale("--step-tokens", "--sampled", unset="the trace's")
     add_options(parser, "--json", "--html")
     add_options(parser, "--perfetto", type=Path, help="write the timeline of a micro-step to FILE (.json, .json.gz)")
     parser.set_defaults(run=run)

@@ -10,7 +10,7 @@ import numpy as np
 
 from trimtab.errors import InputError
 from trimtab.trace.routing import RoutingTrace
-from trimtab.trace.store import Source, TraceReader
+from trimtab.trace.store import ChunkPlace, Source, TraceReader
 
 
 class MemoryReader(TraceReader):
@@ -40,6 +40,10 @@ class MemoryReader(TraceReader):
     def chunks(self) -> Iterator[RoutingTrace]:
         """The whole trace."""
         yield self._trace
+
+    def chunk_places(self) -> list[ChunkPlace]:
+        """None: it is in no file."""
+        return []
 
     def read(self, step: int | None = None) -> RoutingTrace:
         """The whole trace, without a copy, or one step of it."""

@@ -13,9 +13,9 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,12 +99,20 @@ class TraceReader:
 
     def chunks(self) -> Iterator[RoutingTrace]:
         """Yields the trace in parts of about 16 MB of ids; every id is checked."""
-        from trimtab.trace.row_groups import open_parquet, read_group
+        return read_chunks(self.chunk_places(), self.empty)
 
+    def chunk_places(self) -> list[ChunkPlace]:
+        """Where each chunk is, in the order of `chunks`."""
+        from trimtab.trace.row_groups import open_parquet
+
+        places: list[ChunkPlace] = []
+        row = 0
         for file in self.files:
             with _naming(file), open_parquet(file) as parquet:
                 for group in range(parquet.num_row_groups):
-                    yield read_group(parquet, group, self.empty)
+                    places.append(ChunkPlace(file, group, row))
+                    row += parquet.metadata.row_group(group).num_rows
+        return places
 
     def read(self, step: int | None = None) -> RoutingTrace:
         """The whole trace, or one step of it. Beside it, memory holds one chunk."""
@@ -124,6 +132,31 @@ class TraceReader:
             row += chunk.num_sequences
             token += wanted.num_tokens
         return self.empty.with_sequences(facts, ids_TLK)
+
+
+class ChunkPlace(NamedTuple):
+    """A chunk of a trace: a row group of one of its files. `first` is the index in the trace of its first sequence."""
+
+    file: Path
+    group: int
+    first: int
+
+
+def read_chunks(places: Iterable[ChunkPlace], empty: RoutingTrace) -> Iterator[RoutingTrace]:
+    """Yields chunks of a trace's files, which a `TraceReader` has checked.
+
+    Args:
+        empty: the trace without its sequences.
+
+    Raises:
+        InputError: one line that names the file, if it is gone or damaged.
+    """
+    from trimtab.trace.row_groups import open_parquet, read_group
+
+    for file, chunks in groupby(places, key=lambda place: place.file):
+        with _naming(file), open_parquet(file) as parquet:
+            for place in chunks:
+                yield read_group(parquet, place.group, empty)
 
 
 def named_files(source: Source, pattern: str) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import mmap
 import multiprocessing
 import os
@@ -14,6 +15,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,6 +143,31 @@ def test_elapsed_time_is_not_limited(tmp_path: Path) -> None:
         time.sleep(2.5)
 
     assert forked(limited, tmp_path) == 0
+
+
+def test_a_valid_dump_is_imported_however_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few MB, by a reader of the lowest priority that is stopped for longer than its processor time may be."""
+    ids = np.argsort(np.random.default_rng(0).random((256, 48, 64)), axis=2)[:, :, :8]
+    line = json.dumps({"model": "m", "choices": [{"routed_experts": ids.tolist()}]})
+    (tmp_path / "dump.jsonl").write_text(f"{line}\n" * 10)
+    assert (tmp_path / "dump.jsonl").stat().st_size > 3 << 20
+    stopped: list[int] = []
+
+    class Slow(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
+            os.setpriority(os.PRIO_PROCESS, self.pid, 19)
+            os.kill(self.pid, signal.SIGSTOP)
+            stopped.append(self.pid)
+            Timer(6.0, os.kill, (self.pid, signal.SIGCONT)).start()
+
+    monkeypatch.setattr(bounded_import.__globals__["subprocess"], "Popen", Slow)
+    options, summary = ImportOptions(num_experts=64), Summary()
+    begin = time.monotonic()
+    parts = list(bounded_import([tmp_path / "dump.jsonl"], None, options, summary, Limits(seconds=5)))
+    assert time.monotonic() - begin > 6
+    assert len(stopped) == 1
+    assert sum(part.num_sequences for part in parts) == summary.sequences == 10
 
 
 def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import random
 import re
 import types
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from trimtab.cli.main import main
 from trimtab.cli.trace_import import _import_options
 from trimtab.cluster import load_model
 from trimtab.trace import ImportOptions
-from trimtab.trace.formats.importing import FORMATS, common_format, format_of, import_files
+from trimtab.trace.formats.importing import FORMATS, format_of, import_files, import_own_files
 from trimtab.trace.formats.normalise import Summary
 
 DUMPS = all_dumps()
@@ -94,7 +93,7 @@ def test_options_override_the_metadata_of_arrays(tmp_path: Path) -> None:
 
 def test_a_model_supplies_facts_that_options_lack(tmp_path: Path) -> None:
     def known(**options: Any) -> ImportOptions:
-        return _import_options(argparse.Namespace(step=2, domain="maths", **options))
+        return _import_options(argparse.Namespace(step=2, domain="maths", **options), [tmp_path / "absent.jsonl"])
 
     config = {"model_type": "deepseek_v3", "n_routed_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 4}
     config |= {"first_k_dense_replace": 1, "hidden_size": 8, "moe_intermediate_size": 8, "intermediate_size": 8}
@@ -108,14 +107,6 @@ def test_a_model_supplies_facts_that_options_lack(tmp_path: Path) -> None:
     found = known(model=str(tmp_path / "config.json"))
     assert (found.num_experts, found.num_layers, found.moe_layers) == (16, None, None)
     assert known(top_k=3) == ImportOptions(top_k=3, step=2, domain="maths")
-
-
-def import_in_this_process(
-    files: Sequence[Path], form: str | None, options: ImportOptions, summary: Summary
-) -> Iterator[RoutingTrace]:
-    """As `bounded_import`, whose own tests start processes."""
-    summary.format = form or common_format(files, lambda file: None)
-    yield from import_files(files, summary.format, options, summary)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +136,7 @@ def test_invalid_arguments_give_one_line_errors(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trimtab.cli.trace_import.bounded_import", import_in_this_process)
+    monkeypatch.setattr("trimtab.cli.trace_import.bounded_import", import_own_files)
     contents = {
         "nothing.bin": b"\x00\x01\x02 nothing", "both.json": b'{"meta_info": 1, "layer": 2, "top_indices": []}',
         "empty.jsonl": b"", "a.parquet": b"PAR1 and so on", "vllm.jsonl": DUMPS["vllm:jsonl"].content,

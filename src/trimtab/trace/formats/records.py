@@ -25,6 +25,8 @@ class ImportOptions:
         model: the model's name, for people.
         step: of records without one, or 0.
         domain: of records without one.
+        step_from: a regular expression with one group, the step of records without one, searched in their file's path;
+            "" for none.
         sampled: the part of each step's sequences that the dump holds, above 0 to 1.
     """
 
@@ -35,6 +37,7 @@ class ImportOptions:
     model: str = ""
     step: int = 0
     domain: str = ""
+    step_from: str = ""
     sampled: float = 1.0
 
     def with_default(self, other: ImportOptions) -> ImportOptions:
