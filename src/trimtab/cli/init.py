@@ -24,7 +24,10 @@ HEADER = """\
 # By section, examples of keys, as TOML. Those that are the default are set.
 SECTIONS: dict[str, dict[str, str]] = {
     "Cluster and model": {"cluster": '"h100x8"', "model": '"qwen3-30b-a3b"'},
-    "Layout": {"ranks": "16", "ranks_per_node": "8", "groups": "1", "slots": "2", "dispatcher": '"tokens"'},
+    "Layout": {
+        "ranks": "16", "ranks_per_node": "8", "groups": "1", "tp": "1", "pp": "1", "cp": "1", "slots": "2",
+        "dispatcher": '"tokens"',
+    },
     "Step": {
         "token_budget": "8192", "micro_steps": "32", "mini_batches": "1", "step_tokens": '"20M"', "sampled": "0.05",
         "recompute": "false", "checkpointing": "true", "sharding": '"zero1"',
