@@ -11,7 +11,7 @@ from typing import Any
 from rich.progress import Progress
 
 from trimtab.api.analyze import analyze
-from trimtab.api.steps import MOST_STEPS
+from trimtab.api.steps import DISPATCHERS, MOST_STEPS
 from trimtab.cli.options import (
     DEFAULT_RANKS,
     DEFAULT_SIZE,
@@ -53,6 +53,8 @@ def add(commands: Any) -> None:
     scale = partial(add_options, parser.add_mutually_exclusive_group(), of=analyze)
     scale("--step-tokens", "--sampled", unset="the trace's")
     option("--cluster")
+    option("--dispatcher", choices=tuple(DISPATCHERS), unset="the cluster's", help="what is sent to a node")
+    option("--no-recompute", action="store_false", dest="recompute", help="update alone, for seconds")
     add_model(parser, of=analyze, unset="the trace's, else a preset like the trace")
     option("--jobs", type=positive, help="local processes that count")
     add_options(parser, "--json", "--html")
