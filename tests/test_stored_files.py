@@ -24,9 +24,9 @@ SIZES = ["--ranks", "4", "--ranks-per-node", "2"]
 NODES = ["--cluster", str(FOLDER / "cluster.toml"), "--model", str(CHECKPOINT)]
 # Of commands that wrote `NAME.json`.
 COMMANDS = {
-    "plan": [*SIZES, "--token-budget", "256"],
+    "plan": [*SIZES, "--token-budget", "256", "--step", "0"],
     "analyze": [*SIZES, *NODES],
-    "simulate": [*SIZES, *NODES, "--micro-steps", "2"],
+    "simulate": [*SIZES, *NODES, "--micro-steps", "2", "--policy", "all"],
 }
 # Of these files, what does not depend on how steps are planned and simulated.
 MEASURED = {

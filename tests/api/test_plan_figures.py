@@ -101,7 +101,7 @@ def test_savings_moves_and_bytes_of_a_plan() -> None:
         {"ranks": 8},
         {"ranks": 16, "micro_steps": 3, "recompute": False},
         {"ranks": 16, "groups": 2, "checkpointing": True, "slots": 1},
-        {"ranks": 32, "cluster": "a100x8", "token_budget": 4096},
+        {"ranks": 32, "cluster": "a100x8", "token_budget": 4096, "dispatcher": "tokens"},
     ],
 )
 def test_predicted_seconds_are_those_of_the_simulator(settings: dict[str, Any]) -> None:

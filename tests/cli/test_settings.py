@@ -63,10 +63,10 @@ def test_keys_are_the_options_of_the_commands(write: Callable[[str], Path]) -> N
         'model = "qwen3-30b-a3b"\nranks = 8\nslots = 1\nmicro_steps = 4\nstep_tokens = "2M"\ndispatcher = "tokens"\n'
         'recompute = false\ngpu_hour = 2\nset = ["vocab_size=5"]\n'
     )
-    common = {"model": "qwen3-30b-a3b", "micro_steps": 4, "overrides": (("vocab_size", 5),)}
-    assert arguments("analyze", path) == common | {"ranks": 8, "step_tokens": 2_000_000}
-    assert arguments("plan", path) == common | {"ranks": 8, "slots": 1, "recompute": False}
-    both = {"step_tokens": 2_000_000, "recompute": False}
+    common = {"model": "qwen3-30b-a3b", "micro_steps": 4, "overrides": (("vocab_size", 5),), "recompute": False}
+    assert arguments("analyze", path) == common | {"ranks": 8, "step_tokens": 2_000_000, "dispatcher": "tokens"}
+    assert arguments("plan", path) == common | {"ranks": 8, "slots": 1, "dispatcher": "tokens"}
+    both = {"step_tokens": 2_000_000}
     assert arguments("advise", path) == common | both | {
         "ranks": 8, "slots": 1, "dispatcher": "tokens", "gpu_hour": 2.0,
     }  # fmt: skip

@@ -27,7 +27,7 @@ from trimtab.api.arguments import (
     recomputed,
 )
 from trimtab.api.result_summary import Summarised, Summary
-from trimtab.api.steps import default_ranks, read_steps
+from trimtab.api.steps import default_ranks, read_steps, with_dispatcher
 from trimtab.cluster import load_cluster
 from trimtab.report.analysis_tables import balance_table, placements_table, setting_facts
 from trimtab.report.html import write_html
@@ -125,6 +125,7 @@ def analyze(
     pp: int = 1,
     cp: int = 1,
     cluster: str | os.PathLike[str] = "h100x8",
+    dispatcher: str | None = None,
     model: ModelSource | None = None,
     overrides: Overrides = (),
     jobs: int = 1,
@@ -143,6 +144,7 @@ def analyze(
         steps, step_tokens, sampled, recompute, checkpointing, groups, tp, pp, cp: of the steps whose seconds are
             simulated, as in `simulate`.
         cluster: kind of nodes, for seconds: a preset's name or a TOML file.
+        dispatcher: what is sent to a node, for seconds, as in `simulate`; by default the cluster's.
         model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
             trace names, else a preset like the trace, and no figures in seconds if there is none.
         overrides: keys of the model's config with other values, such as `{"num_hidden_layers": 24}`.
@@ -168,6 +170,7 @@ def analyze(
     check_ranks(reader.empty, ranks, reader.name)
     # Static placement has no replicas.
     spec = load_cluster(cluster, ranks=ranks, slots_per_rank=0, ranks_per_node=ranks_per_node)
+    spec = with_dispatcher(spec, dispatcher)
     fitting = model_or_none(reader.name, reader.empty, model, overrides)
     ids_bytes = int(reader.facts.lengths.sum()) * reader.empty.num_layers * reader.empty.top_k
     is_small = ids_bytes * reader.empty.expert_ids.itemsize <= MOST_BYTES

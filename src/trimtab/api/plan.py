@@ -23,7 +23,7 @@ from trimtab.api.arguments import (
     model_or_none,
 )
 from trimtab.api.result_summary import Summarised, Summary
-from trimtab.api.steps import default_ranks
+from trimtab.api.steps import default_ranks, with_dispatcher
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts, load_cluster
 from trimtab.errors import InputError
@@ -348,6 +348,7 @@ def plan(
     max_rows_per_rank: int | None = None,
     exact: bool = False,
     cluster: str | os.PathLike[str] = "h100x8",
+    dispatcher: str | None = None,
     model: ModelSource | None = None,
     overrides: Overrides = (),
     recompute: bool = True,
@@ -357,8 +358,8 @@ def plan(
 
     Args:
         trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
-        ranks, ranks_per_node, groups, slots, token_budget, micro_steps, cluster, recompute, checkpointing: as in
-            `simulate`, one value each. The step is planned as recorded, with contiguous homes before it.
+        ranks, ranks_per_node, groups, slots, token_budget, micro_steps, cluster, dispatcher, recompute, checkpointing:
+            as in `simulate`, one value each. The step is planned as recorded, with contiguous homes before it.
         step: RL step to plan; by default the last in the trace.
         policy: the balancer, a name of `trimtab.policies.POLICIES`.
         max_rows_per_rank: rows that no rank may exceed in any layer of a micro-step; with `trimtab` only.
@@ -387,6 +388,7 @@ def plan(
     ranks = default_ranks(reader.empty) if ranks is None else ranks
     check_ranks(reader.empty, ranks, reader.name)
     nodes = load_cluster(cluster, ranks=ranks, slots_per_rank=slots, ranks_per_node=ranks_per_node)
+    nodes = with_dispatcher(nodes, dispatcher)
     step_trace = _one_step(reader, step)
     spec = model_or_none(reader.name, step_trace, model, overrides)
     costs = None

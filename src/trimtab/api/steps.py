@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.analysis.trace_counts import DEFAULT_BUDGET
+from trimtab.api.arguments import check_choice
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.errors import InputError
@@ -116,6 +117,14 @@ class TraceSteps:
             return made(steps)
         halves = tuple(made(cut(whole_steps(self.recorded, seed, half=half))) for half in (0, 1))
         return replace(made(steps), halves=halves)
+
+
+def with_dispatcher(cluster: ClusterSpec, dispatcher: str | None) -> ClusterSpec:
+    """The cluster with another dispatcher, a key of `DISPATCHERS`, if one is given."""
+    if dispatcher is None:
+        return cluster
+    check_choice("dispatcher", dispatcher, DISPATCHERS)
+    return replace(cluster, dispatch_forwards=DISPATCHERS[dispatcher])
 
 
 def default_ranks(trace: RoutingTrace) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.progress import Progress
 
 from trimtab.api.analyze import analyze
-from trimtab.api.steps import MOST_STEPS
+from trimtab.api.steps import DISPATCHERS, MOST_STEPS
 from trimtab.cli.options import (
     DEFAULT_RANKS,
     DEFAULT_SIZE,
@@ -56,6 +56,8 @@ def add(commands: Any) -> None:
     option("--groups", type=positive, help="expert-parallel groups, for seconds")
     add_layout(parser, of=analyze)
     option("--cluster")
+    option("--dispatcher", choices=tuple(DISPATCHERS), unset="the cluster's", help="what is sent to a node")
+    option("--no-recompute", action="store_false", dest="recompute", help="update alone, for seconds")
     add_model(parser, of=analyze, unset="the trace's, else a preset like the trace")
     option("--jobs", type=positive, help="local processes that count")
     add_options(parser, "--json", "--html")

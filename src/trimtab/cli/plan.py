@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from trimtab.api.plan import plan
+from trimtab.api.steps import DISPATCHERS
 from trimtab.cli.options import (
     DEFAULT_RANKS,
     DEFAULT_SIZE,
@@ -44,6 +45,7 @@ def add(commands: Any) -> None:
     size("--micro-steps", unset="as the token budget gives")
     option("--step", unset="the last of the trace")
     option("--cluster")
+    option("--dispatcher", choices=tuple(DISPATCHERS), unset="the cluster's", help="what is sent to a node")
     option("--policy", choices=tuple(POLICIES))
     option("--max-rows-per-rank", type=positive, unset="none", help="most rows of a rank in a layer of a micro-step")
     option("--exact", action="store_true", help="spread rows of every layer evenly over ranks, to the row")

@@ -8,6 +8,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Timer
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,7 @@ def test_elapsed_time_is_not_limited(tmp_path: Path) -> None:
     assert forked(limited, tmp_path) == 0
 
 
+@pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="limits are read in /proc")
 def test_a_valid_dump_is_imported_however_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few MB, by a reader of the lowest priority that is stopped for longer than its processor time may be."""
     ids = np.argsort(np.random.default_rng(0).random((256, 48, 64)), axis=2)[:, :, :8]
@@ -153,13 +155,19 @@ def test_a_valid_dump_is_imported_however_slowly(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "dump.jsonl").stat().st_size > 3 << 20
     stopped: list[int] = []
 
+    def stop_when_limited(pid: int) -> None:
+        while "unlimited" in re.findall("Max cpu time(.*)", Path(f"/proc/{pid}/limits").read_text())[0].split()[0]:
+            time.sleep(0.001)
+        os.kill(pid, signal.SIGSTOP)
+        stopped.append(pid)
+        time.sleep(6)
+        os.kill(pid, signal.SIGCONT)
+
     class Slow(subprocess.Popen[bytes]):
         def __init__(self, *args: Any, **named: Any) -> None:
             super().__init__(*args, **named)
             os.setpriority(os.PRIO_PROCESS, self.pid, 19)
-            os.kill(self.pid, signal.SIGSTOP)
-            stopped.append(self.pid)
-            Timer(6.0, os.kill, (self.pid, signal.SIGCONT)).start()
+            Thread(target=stop_when_limited, args=(self.pid,)).start()
 
     monkeypatch.setattr(bounded_import.__globals__["subprocess"], "Popen", Slow)
     options, summary = ImportOptions(num_experts=64), Summary()

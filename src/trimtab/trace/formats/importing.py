@@ -28,8 +28,8 @@ from trimtab.trace.message_text import printable, reason
 from trimtab.trace.routing import RoutingTrace
 
 LONGEST_REASON = 500  # characters
-# The name of the model in the first response of a JSON file; quotes inside of a text have a backslash.
-_MODEL = re.compile(rb'(?<!\\)"model"\s*:\s*"([^"\\]{1,200})"')
+# The model's name in the first response of a JSON file. Quotes inside of a text have a backslash, so they don't match.
+_MODEL = re.compile(rb'"model"\s*:\s*"([^"\\]{1,200})"')
 
 
 class Format(Protocol):
