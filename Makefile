@@ -8,7 +8,7 @@ OUT ?= out/demo
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Trimtab (about 5 minutes)
+demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Trimtab (about 2 minutes)
 	$(BIN)/trimtab train -o $(OUT)
 
 # These start ranks.

@@ -1,4 +1,7 @@
-"""`python -m experiments.demo_tables out/demo/summary.json`: store a run of `make demo`, and write its tables."""
+"""`python -m experiments.demo_tables out/demo/summary.json [MORE]`: store a run of `make demo`, and write its tables.
+
+MORE are summaries of runs with other seeds.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,33 @@ def blocks(figures: dict[str, Any]) -> dict[str, str]:
         f"Losses of the two trainers differ by {comparison['loss_difference']:.0e} at most, gradient norms by "
         f"{comparison['norm_difference']:.0e} of the norm."
     )
-    about = f"One run on a 2-core CPU machine. {_sure(comparison)} Experts are a small part of this model's step."
-    return {"demo-costs": "\n\n".join([models, full, about, equal])}
+    about = (
+        f"One run on a 2-core CPU machine. {_sure(comparison)} Experts of the busiest rank are "
+        f"{comparison['busiest_part']:.0%} of a static step, so that even loads alone could make it "
+        f"{comparison['possible_speedup']:.2f}x as fast."
+    )
+    seeds = [_seed_row(number, run) for number, run in enumerate(figures["seeds"])]
+    other = markdown_table(
+        ["seed", "speed-up (95% interval)", "max_vio of static", "busiest rank's experts", "possible", "accuracy"],
+        seeds,
+    )
+    return {"demo-costs": "\n\n".join([models, full, about, "The same with other seeds:", other, equal])}
+
+
+def _seed_row(seed: int, run: dict[str, Any]) -> list[str]:
+    before, after = run["held_out_accuracy"].values()
+    low, high = run["speedup_interval"]
+    return [
+        str(seed), f"{run['speedup']:.2f}x ({low:.2f} to {high:.2f})", f"{run['max_vio']:.2f}",
+        f"{run['busiest_part']:.0%}", f"{run['possible_speedup']:.2f}x", f"{before:.1%} to {after:.1%}",
+    ]  # fmt: skip
+
+
+def of_seed(summary: dict[str, Any]) -> dict[str, Any]:
+    """The figures of one seed's run that are stored."""
+    comparison = summary["comparison"]
+    kept = {name: comparison[name] for name in ("speedup", "speedup_interval", "busiest_part", "possible_speedup")}
+    return kept | {"max_vio": comparison["static"]["max_vio"], "held_out_accuracy": summary["held_out_accuracy"]}
 
 
 def _row(name: str, comparison: dict[str, Any]) -> list[str]:
@@ -57,12 +85,13 @@ def _sure(comparison: dict[str, Any]) -> str:
     return "The interval includes 1: the run shows no sure gain."
 
 
-def main(summary: Path) -> None:
-    """Store the figures of `summary.json`, and write them into the page."""
-    figures = json.loads(summary.read_text(encoding="utf-8"))
+def main(*summaries: Path) -> None:
+    """Store the figures of each `summary.json`, the first in full, and write them into the page."""
+    runs = [json.loads(summary.read_text(encoding="utf-8")) for summary in summaries]
+    figures = runs[0] | {"seeds": [of_seed(run) for run in runs]}
     write_atomically(FIGURES, json.dumps(figures, indent=1) + "\n")
     replace_tables(blocks(figures), RESULTS)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

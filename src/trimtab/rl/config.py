@@ -67,11 +67,11 @@ class TrainConfig:
     model: Path | None = None
     task: Literal["sums", "counting"] = "sums"
     algorithm: str = "grpo"
-    expert_width: int = 1536
+    expert_width: int = 1024
     mode: Mode = "plan"
     policy: LivePolicy = "auto"
     slots: int = 2
-    steps: int = 30
+    steps: int = 20
     problems: int = 64
     samples: int = 8
     mini_batches: int = 2
@@ -88,7 +88,7 @@ class TrainConfig:
     gradient_checkpointing: bool = False
     held_out: int = 512
     save_every: int = 10
-    compare_pairs: int = 15
+    compare_pairs: int = 20
     seed: int = 0
 
     def to_json(self, ranks: int) -> str:
