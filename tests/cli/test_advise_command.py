@@ -41,6 +41,12 @@ def test_advise_prints_a_recommendation_in_80_columns_and_writes_files(
     assert f"page: {out / 'a.html'}\n" in notes
     page = (out / "a.html").read_text()
     assert content["recommendation"].split(" (")[0] in page
+    tiles = page.partition('<dl class="tiles">')[2].partition("</dl>")[0]
+    assert tiles.count("<dt>") == 4
+    shown = content["strategies"][content["verdict"]]
+    gain = 1 - 1 / shown["speedup"]["value"]
+    for figure in (f"<b>{gain:.0%}</b>", f"{shown['over_eplb']['value']:.2f}x as fast as eplb", "<b>48 sequences</b>"):
+        assert figure in tiles
     assert {path.name for path in out.iterdir()} == {"a.json", "a.html"}
 
 

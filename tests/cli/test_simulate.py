@@ -15,7 +15,7 @@ import pytest
 from trimtab import ClusterSpec, read_trace, write_trace
 from trimtab.cluster.presets import read_preset
 from trimtab.policies import POLICIES
-from trimtab.report.number_text import bytes_text
+from trimtab.report.number_text import bytes_text, plural
 from trimtab.report.tables import SHORT_PARTS
 from trimtab.trace import synthesize
 
@@ -203,6 +203,21 @@ def without_times(path: Path) -> dict[str, Any]:
     return found
 
 
+def test_the_first_case_that_fits_is_the_answer(simulate: Printed, places: Places) -> None:
+    """One micro-step needs more memory than three."""
+    sweep = ("--micro-steps", "1", "3", "--json", "{folder}/s.json", "--cluster", "{cluster}")
+    assert "4 ranks, 2 slots, 1 micro-step: Imbalance costs" in simulate(*sweep)
+    peaks = [
+        [sum(each["memory_bytes"].values()) for each in case["policies"].values()] for case in figures(places)["sweep"]
+    ]
+    assert max(peaks[1]) < min(peaks[0])
+    text = places["cluster"].read_text()
+    assert "[device_bytes]\nvalue = 80e9\n" in text
+    between = (max(peaks[1]) + min(peaks[0])) // 2
+    places["cluster"].write_text(text.replace("[device_bytes]\nvalue = 80e9\n", f"[device_bytes]\nvalue = {between}\n"))
+    assert "4 ranks, 2 slots, 3 micro-steps: Imbalance costs" in simulate(*sweep)
+
+
 def test_sweep_runs_every_combination(simulate: Printed, places: Places) -> None:
     sweep = ("--slots", "0", "2", "--micro-steps", "1", "3", "--json", "{folder}/s.json")
     printed = simulate(*sweep, policies=("foremoe",))
@@ -213,7 +228,7 @@ def test_sweep_runs_every_combination(simulate: Printed, places: Places) -> None
     assert found["policies"] == found["sweep"][0]["policies"]
     assert all(case["policies"]["foremoe"]["replicas_per_instance"] == 0 for case in found["sweep"][:2])
     for ranks, slots, size in cases:
-        assert f"{ranks} ranks, {slots} slots, {size} micro-steps: Recompute and update" in printed
+        assert f"{ranks} ranks, {slots} slots, {plural(size, 'micro-step')}: Recompute and update" in printed
     assert found["sweep"][0]["policies"]["static"]["micro_steps"] == 1
     assert found["settings"]["micro_steps"] == 1
     page = ("--slots", "0", "1", "2", "--micro-steps", "1", "2", "--html", "{folder}/page.html")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import trimtab
 from helpers.browser import open_page
 from helpers.examples import examples
 from helpers.reports import some_analysis, some_report
+from trimtab.cluster import ModelSpec
+from trimtab.report.advice import Advice
 from trimtab.report.model import AnalysisReport, Report
 from trimtab.report.notebook import facts_table, notebook_html
 from trimtab.report.policies_table import policies_table
+from trimtab.trace import synthesize
 
 # Also the rules of level AAA and the experimental ones, which do not run by default.
 ALL_RULES = "axe.run(document, {rules: Object.fromEntries(axe.getRules().map(rule => [rule.ruleId, {enabled: true}]))})"
@@ -28,10 +33,17 @@ def measured_report() -> Report:
     return replace(report, policies=policies)
 
 
-PAGES: dict[str, Report | AnalysisReport] = {
-    "simulation": some_report(),
-    "training": measured_report(),
-    "analysis": some_analysis(),
+def some_advice() -> Advice:
+    model = ModelSpec("m", num_experts=8, top_k=2, hidden_size=64, expert_width=32, moe_layers=2, vocab_size=100)
+    trace = synthesize(num_sequences=16, sequence_length=64, num_layers=2, num_experts=8, top_k=2, zipf=1.5)
+    return trimtab.advise(trace, model=model, ranks=4, micro_steps=2, gpu_hour=2.0).advice
+
+
+PAGES: dict[str, Callable[[], Report | AnalysisReport | Advice]] = {
+    "simulation": some_report,
+    "training": measured_report,
+    "analysis": some_analysis,
+    "advice": some_advice,
 }
 
 
@@ -58,12 +70,13 @@ def violations(page: Any, axe_script: str) -> list[tuple[str, str]]:
             ("simulation", "dark", 390),
             ("training", "dark", 1280),
             ("analysis", "light", 390),
+            ("advice", "dark", 390),
         ],
         long=list(itertools.product(PAGES, ["light", "dark"], [1280, 390])),
     ),
 )
 def test_no_violations(show: Any, axe_script: str, name: str, scheme: str, width: int) -> None:
-    with show(PAGES[name], width=width, scheme=scheme) as opened:
+    with show(PAGES[name](), width=width, scheme=scheme) as opened:
         opened.page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
         assert violations(opened.page, axe_script) == []
 

@@ -238,7 +238,10 @@ class PlanResult(Summarised):
                 "cluster",
                 f"{cluster.ranks} ranks, {cluster.ranks_per_node} per node, {cluster.slots_per_rank} slots per rank",
             ),
-            ("schedule", f"{plan.num_micro_steps} micro-steps, each of up to {self.token_budget:,} tokens per rank"),
+            (
+                "schedule",
+                f"{plural(plan.num_micro_steps, 'micro-step')}, each of up to {self.token_budget:,} tokens per rank",
+            ),
             ("expert time saved", f"{self.expert_time_saved:.1%} (tokens of the busiest rank, summed over instances)"),
             ("gap to the bound", self._gap_text()),
             (

@@ -329,6 +329,22 @@ def limit_texts(advice: Advice) -> list[str]:
     return [text for text in (ways_text(advice), micro_batch_text(advice), break_even_text(advice)) if text]
 
 
+def advice_tiles(advice: Advice) -> list[tuple[str, str, str]]:
+    """The four main figures: what imbalance costs, what the advised strategy gains, whether it fits, and how much was
+    recorded."""
+    static, target = advice.static.simulated, advice.target.outcomes[0].name
+    named = next(each for each in advice.strategies if each.strategy.name == target)
+    over = "" if named.over_eplb is None else f"; {named.over_eplb.value:.2f}x as fast as eplb"
+    recorded = f"of each step recorded, {advice.case.sequences.num_layers} layers simulated"
+    return [
+        ("Cost of imbalance", f"{static.causes_s[WAITING] / static.step_time_s:.0%}", "of a step without balancing"),
+        (f"Gain of {target}", f"{named.gain.value:.0%}", f"less time ({_range(named.gain)}){over}"),
+        ("Memory", bytes_text(named.peak_bytes),
+         f"of {bytes_text(advice.case.cluster.device_bytes)}: it {'fits' if named.fits else 'does not fit'}"),
+        ("Basis", plural(advice.sequences, "sequence"), recorded + ("; too few" if advice.case.is_too_small else "")),
+    ]  # fmt: skip
+
+
 def advice_facts(advice: Advice) -> Facts:
     """What was simulated."""
     case, cluster = advice.case, advice.case.cluster

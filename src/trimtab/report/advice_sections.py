@@ -9,13 +9,14 @@ from trimtab.report.advice import (
     advice_facts,
     advice_notes,
     advice_table,
+    advice_tiles,
     cost_table,
     limit_texts,
     settings_to_copy,
     waterfall,
 )
 from trimtab.report.waterfall import waterfall_table
-from trimtab.report.widgets import Section, facts, lead, notes_section, summary, table
+from trimtab.report.widgets import Section, facts, lead, notes_section, summary, table, tiles
 
 
 def advice_sections(advice: Advice) -> list[Section]:
@@ -31,6 +32,7 @@ def advice_sections(advice: Advice) -> list[Section]:
     )
     rows = waterfall(advice)
     found = [
+        Section("figures", "Figures", "At a glance", tiles(advice_tiles(advice))),
         Section("strategies", "Strategies", "What a run can do", lead(even) + table(advice_table(advice))),
         Section("cost", "Cost", "What it saves, and what it needs", table(cost_table(advice))),
         Section("waterfall", "Waterfall", f"From static to {escape(rows[-1].name)}", lead(causes) + table(

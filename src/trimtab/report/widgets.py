@@ -122,6 +122,15 @@ def facts(facts: Facts) -> str:
     return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts) + "</dl>"
 
 
+def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
+    """The main figures, side by side: what each is, its value, and a remark."""
+    parts = (
+        f"<div><dt>{escape(name)}</dt><dd><b>{escape(value)}</b> {escape(remark)}</dd></div>"
+        for name, value, remark in facts
+    )
+    return f'<dl class="tiles">{"".join(parts)}</dl>'
+
+
 def notes_section(notes: Sequence[str]) -> Section:
     """The notes on assumptions and limits."""
     items = "".join(f"<li>{escape(note)}</li>" for note in notes)

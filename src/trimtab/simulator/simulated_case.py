@@ -41,7 +41,7 @@ class SimulatedCase:
     @property
     def text(self) -> str:
         """Ranks, slots, micro-steps and dispatcher of the case."""
-        size = f", {self.micro_steps} micro-steps" if self.micro_steps else ""
+        size = f", {self.micro_steps} micro-step{'s' * (self.micro_steps > 1)}" if self.micro_steps else ""
         slots = "1 slot" if self.slots == 1 else f"{self.slots} slots"
         sent = f", {self.dispatcher} sent" if self.dispatcher else ""
         return f"{self.ranks} ranks, {slots}{size}{sent}"
@@ -56,6 +56,11 @@ class SimulatedCase:
         """The fastest balancer of those that fit the device, or of all if none does."""
         fitting = {name: outcome for name, outcome in self.real.items() if fits(self.case, outcome)} or self.real
         return min(fitting, key=lambda name: fitting[name].simulated.step_time_s)
+
+    @property
+    def fits(self) -> bool:
+        """Whether some balancer that ran fits the device."""
+        return fits(self.case, self.outcomes[self.fastest])
 
     @property
     def reported(self) -> str:

@@ -75,7 +75,8 @@ class StepPlan:
     settings: str = ""
 
     def __repr__(self) -> str:
-        size = f"{self.num_micro_steps} micro-steps of {self.num_layers} layers on {self.num_ranks} ranks"
+        micro_steps = f"{self.num_micro_steps} micro-step{'' if self.num_micro_steps == 1 else 's'}"
+        size = f"{micro_steps} of {self.num_layers} layers on {self.num_ranks} ranks"
         return f"StepPlan({size}, {len(self.micro_step):,} sequences, {self.num_replicas:,} replicas)"
 
     @classmethod
