@@ -31,6 +31,7 @@ sizes = {"model": model, "ranks": 4, "ranks_per_node": 2, "micro_steps": 2, "gro
 for equal_terms, slots in ((False, 2), (True, 1)):
     names = tuple(trimtab.policies.POLICIES)
     simulate(trace, policies=names, equal_terms=equal_terms, recompute=not equal_terms, slots=slots, **sizes)
+simulate(trace, policies=("static",), pp=2, **sizes)
 found = {}
 for package in (trimtab.policies, trimtab.simulator):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
