@@ -24,7 +24,7 @@ from trimtab.analysis.fixed_placements import PlacementComparison, PlacementStra
 from trimtab.analysis.hot_experts import HotExpert, HotExperts, RunCount
 from trimtab.analysis.permuted_ids import PermutedIds
 from trimtab.analysis.trace_counts import TraceCounts
-from trimtab.api.plan import PlanResult
+from trimtab.api.plan_result import PlanResult
 from trimtab.api.simulate import SimulationResult
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.figures import described_figures

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from experiments.site.reference_pages import reference_pages
-from trimtab.api.plan import PlanResult
+from trimtab.api.plan_result import PlanResult
 from trimtab.figures import Figure, by_key, computed, described_figures, figures_of, measured, with_documented_figures
 from trimtab.runtime import PlanReport
 

@@ -54,7 +54,7 @@ def test_after(): pass
 def outcomes(folder: Path, *options: str) -> tuple[dict[str, str], str]:
     """What a run of the folder's tests reports of each, and its output."""
     (folder / "conftest.py").write_text(CONFTEST)
-    (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\n")
+    (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = '{ROOT / 'tests'}'\n")
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", *options]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     output = ended.stdout + ended.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 import trimtab
 from experiments import json_schemas
 from experiments.page_tables import markdown_table
-from trimtab.api.plan import PlanResult
+from trimtab.api.plan_result import PlanResult
 from trimtab.cli.main import COMMANDS
 from trimtab.cli.parser import Parser
 from trimtab.cluster import ClusterSpec, ModelSpec

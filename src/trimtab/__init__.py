@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from trimtab.api.advise import AdviceResult, advise
     from trimtab.api.analyze import AnalysisResult, analyze
     from trimtab.api.import_dump import import_dump
-    from trimtab.api.plan import PlanResult, plan
+    from trimtab.api.plan import plan
+    from trimtab.api.plan_result import PlanResult
     from trimtab.api.simulate import SimulationResult, simulate
     from trimtab.cluster import ClusterSpec, ModelSpec
     from trimtab.errors import InputError
@@ -51,7 +52,8 @@ _MODULES = {
     "api.advise": ("AdviceResult", "advise"),
     "api.analyze": ("AnalysisResult", "analyze"),
     "api.import_dump": ("import_dump",),
-    "api.plan": ("PlanResult", "plan"),
+    "api.plan": ("plan",),
+    "api.plan_result": ("PlanResult",),
     "api.simulate": ("SimulationResult", "simulate"),
     "cluster": ("ClusterSpec", "ModelSpec"),
     "errors": ("InputError",),

@@ -10,7 +10,7 @@ import pytest
 
 import trimtab
 from trimtab import ModelSpec, RoutingTrace
-from trimtab.api.plan import PlanResult
+from trimtab.api.plan_result import PlanResult
 from trimtab.planner.replicas.paths import HOST
 from trimtab.trace import PRESETS, synthesize, synthesize_preset
 

@@ -6,9 +6,8 @@ reaches the libraries themselves, which need a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,17 +18,13 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from helpers.fake_deep_ep import use_deep_ep
-from helpers.fake_te import GroupedLinear, use_extensions
-from helpers.megatron_runs import Layout, MegatronCase, Model, compare_runs, use_layout
-from helpers.rank_pool import RankPool, shared_pool
+from helpers.fake_te import GroupedLinear
+from helpers.megatron_fakes import FAKES_LAYOUT, State, pool_with_fakes  # noqa: F401
+from helpers.megatron_runs import MegatronCase, Model, compare_runs
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
-from trimtab.integrations.megatron.on_cpu import use_cpu
 from trimtab.runtime.live.policies import LivePolicy
 
-State = dict[str, Any]
-LAYOUT = Layout(ranks=2, expert=2)
 CASES = {
     "grouped": MegatronCase(grouped=True, double=True, bias=True, recompute="moe_act"),
     "grouped fused": MegatronCase(grouped=True, fused=True, double=True, pipelined_layers=True),
@@ -43,39 +38,18 @@ CASES = {
 OPTIONS = {field.name for field in fields(TransformerConfig)}
 
 
-@pytest.fixture
-def pool() -> Iterator[RankPool]:
-    """Two ranks with the replacements. The pool starts new ones after a failure."""
-    pool = shared_pool(2, "megatron with fakes")
-    pool.call(use_fakes)
-    yield pool
-    pool.forget()
-
-
-def use_fakes(_state: State) -> None:
-    replace_libraries()
-    use_layout(LAYOUT)
-
-
-@cache
-def replace_libraries() -> None:
-    use_cpu()
-    use_deep_ep()
-    use_extensions()
-
-
 @pytest.mark.longer
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.options.keys() <= OPTIONS])
 @runs_on_ranks()
 def test_balanced_run_equals_megatrons_own(state: State, name: str) -> None:
     # Adam multiplies rounding errors of float32, which are 1e-6 in the first step.
-    assert max(compare_runs(LAYOUT, [CASES[name]])) < (1e-12 if CASES[name].double else 1e-4)
+    assert max(compare_runs(FAKES_LAYOUT, [CASES[name]])) < (1e-12 if CASES[name].double else 1e-4)
 
 
 @runs_on_ranks()
 def test_gradients_of_replicas_in_bfloat16_models_are_as_exact_as_those_of_homes(state: State) -> None:
     # Those of weights are summed in float32. A rounding to bfloat16 is 4e-3.
-    assert max(compare_runs(LAYOUT, [MegatronCase(grouped=True, fused=True, bf16=True, steps=1)])) < 1e-5
+    assert max(compare_runs(FAKES_LAYOUT, [MegatronCase(grouped=True, fused=True, bf16=True, steps=1)])) < 1e-5
 
 
 @pytest.mark.parametrize(("fused", "live"), [(True, None), (False, None), (True, "quota")])
@@ -95,7 +69,7 @@ def test_products_of_planned_layers_have_home_experts_and_replicas(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GroupedLinear, "forward", counted)
         case = MegatronCase(grouped=True, fused=fused, steps=1, live=live, double=True)
-        assert max(compare_runs(LAYOUT, [case])) < 1e-12
+        assert max(compare_runs(FAKES_LAYOUT, [case])) < 1e-12
     if live:
         assert min(sizes) < homes
         assert max(sizes) == homes
@@ -107,7 +81,7 @@ def test_products_of_planned_layers_have_home_experts_and_replicas(
 @runs_on_ranks()
 def test_one_hybridep_buffer_serves_home_and_physical_experts(state: State) -> None:
     case = MegatronCase(flex="hybridep", grouped=True, fused=True, double=True, recompute="moe")
-    assert max(compare_runs(LAYOUT, [case])) < 1e-12
+    assert max(compare_runs(FAKES_LAYOUT, [case])) < 1e-12
     from megatron.core.transformer.moe import fused_a2a
 
     buffer: Any = fused_a2a._hybrid_ep_buffer
@@ -123,7 +97,7 @@ def test_deepep_gets_planned_experts_with_weight_0(state: State) -> None:
 
     from trimtab.integrations.megatron.physical_dispatch import MegatronRows, physical_dispatcher
 
-    layer = next(Model(LAYOUT, MegatronCase(flex="deepep")).moe_layers())
+    layer = next(Model(FAKES_LAYOUT, MegatronCase(flex="deepep")).moe_layers())
     physical = physical_dispatcher(layer, 2, get_default_pg_collection())
     ids = torch.tensor([[11, 4], [5, 8], [10, 9]], dtype=torch.uint16)
     weights = torch.tensor([[0.0, 1.0], [0.3, 0.7], [0.0, 0.0]])
@@ -139,7 +113,7 @@ def test_deepep_gets_planned_experts_with_weight_0(state: State) -> None:
 def test_plans_price_what_the_dispatcher_sends(state: State, name: str) -> None:
     from trimtab.integrations.megatron import balance
 
-    model = Model(LAYOUT, CASES[name])
+    model = Model(FAKES_LAYOUT, CASES[name])
     session = balance(model.chunks).session
     assert session is not None
     assert {homes.dispatch_forwards for homes in session.homes} == {name == "deepep"}
@@ -152,7 +126,7 @@ def test_refuses_by_name(state: State) -> None:
     from trimtab.integrations.megatron import balance
 
     def refused(message: str, case: MegatronCase, change: Callable[[Any], None], slots: int = 2) -> None:
-        model = Model(LAYOUT, case)
+        model = Model(FAKES_LAYOUT, case)
         change(next(model.moe_layers()))
         with pytest.raises(InputError, match=message):
             balance(model.chunks, slots_per_rank=slots)

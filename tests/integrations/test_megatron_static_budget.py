@@ -1,6 +1,6 @@
 """Plans fit HybridEP's static dispatch buffers: in no micro-step a rank has more rows, so that no row is dropped.
 
-Transformer Engine and HybridEP are replacements, see `test_megatron_fakes`. Megatron before 0.20 has no such option;
+Transformer Engine and HybridEP are replacements, see `helpers.megatron_fakes`. Megatron before 0.20 has no such option;
 there it is set as an attribute, and the replacements do what Megatron would do with it.
 """
 
@@ -23,15 +23,12 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from helpers.fake_te import GroupedLinear
-from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model, use_layout
-from helpers.rank_pool import RankPool, shared_pool
+from helpers.megatron_fakes import FAKES_LAYOUT, State, pool_with_fakes  # noqa: F401
+from helpers.megatron_runs import LENGTH, VOCABULARY, MegatronCase, Model
 from helpers.rank_tests import runs_on_ranks
-from integrations.test_megatron_fakes import replace_libraries
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.option_tables import RANK_CAPACITY
 
-State = dict[str, Any]
-LAYOUT = Layout(ranks=2, expert=2)
 OPTIONS = {field.name for field in fields(TransformerConfig)}
 HAS_OPTION = {RANK_CAPACITY, "moe_use_grouped_tensor"} <= OPTIONS
 pytestmark = pytest.mark.skipif(
@@ -46,23 +43,10 @@ if not HAS_OPTION:
 STEPS = 20
 
 
-@pytest.fixture
-def pool() -> Iterator[RankPool]:
-    pool = shared_pool(2, "megatron with fakes")
-    pool.call(use_fakes)
-    yield pool
-    pool.forget()
-
-
-def use_fakes(_state: State) -> None:
-    replace_libraries()
-    use_layout(LAYOUT)
-
-
 def model_with(factor: float | None, like: Model | None = None) -> Model:
     """A model with static buffers, and routers that prefer two experts."""
     options = dict(CASE.options) | ({RANK_CAPACITY: factor} if HAS_OPTION else {})
-    model = Model(LAYOUT, replace(CASE, options=options))
+    model = Model(FAKES_LAYOUT, replace(CASE, options=options))
     vars(model.config)[RANK_CAPACITY] = factor
     for layer in model.moe_layers():
         layer.router.weight.data[:2] *= 3

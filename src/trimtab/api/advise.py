@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
-
-import numpy as np
 
 from trimtab.api.arguments import (
     ModelSource,
@@ -23,19 +20,18 @@ from trimtab.api.arguments import (
     recomputed,
 )
 from trimtab.api.result_summary import Summarised, Summary
-from trimtab.api.steps import DISPATCHERS, TraceSteps, default_ranks, read_steps, spread_layers
+from trimtab.api.steps import default_ranks, read_steps, spread_layers, with_dispatcher
 from trimtab.cluster import load_cluster
 from trimtab.cluster.parallel_layout import SHARDINGS, ZERO1
 from trimtab.errors import InputError
-from trimtab.planner import SequenceCounts
-from trimtab.policies import POLICIES
 from trimtab.report.advice import Advice, StrategyFigures, advice_table, first_answer
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance
 from trimtab.report.number_text import plural
+from trimtab.simulator.break_even import break_even
 from trimtab.simulator.comparison import Outcome, fits, simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase
-from trimtab.simulator.draws import Drawn, Estimate
+from trimtab.simulator.draws import Drawn
 from trimtab.simulator.memory import largest_micro_batch
 from trimtab.simulator.step import StepSettings
 from trimtab.simulator.strategies import ALL, EPLB, NOTHING, STRATEGIES, RunStrategy
@@ -47,12 +43,10 @@ from trimtab.trace.store import Source
 MOST_LAYERS, MOST_STEPS, DRAWS = 8, 2, 2
 # Rows of a step whose transfers are counted: less than 0.1% from counting all of a step of two million tokens.
 COUNTED_ROWS = 1 << 24
-# The first answer has these and even routing.
-FIRST = (NOTHING, EPLB, ALL)
+# The first answer has these, and the balancer of even routing.
+FIRST, EVEN = (NOTHING, EPLB, ALL), "balanced"
 # A strategy pays if it saves this part of the step; of those that are this near the fastest, the simplest is advised.
 LEAST_GAIN, ABOUT_AS_FAST = 0.03, 0.01
-# Skew of the routing relative to the trace's, for the break-even.
-SKEWS = (0.0, 0.25, 0.5, 1.0, 1.5)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -156,9 +150,7 @@ def advise(
     spec = model_of(reader.name, reader.empty, model, overrides)
     layout = layout_of(spec, [ranks], groups=groups, tp=tp, pp=pp, cp=cp)
     nodes = load_cluster(cluster, ranks=ranks, slots_per_rank=slots, ranks_per_node=ranks_per_node)
-    if dispatcher is not None:
-        check_choice("dispatcher", dispatcher, DISPATCHERS)
-        nodes = replace(nodes, dispatch_forwards=DISPATCHERS[dispatcher])
+    nodes = with_dispatcher(nodes, dispatcher)
     recorded = read_steps(reader, step=step, steps=steps, step_tokens=step_tokens, sampled=sampled)
     if steps is None:
         recorded = replace(recorded, measured=min(recorded.measured, MOST_STEPS))
@@ -169,47 +161,25 @@ def advise(
         counted_rows=COUNTED_ROWS, layout=layout,
     )  # fmt: skip
     draws = draws if recorded.is_scaled else 1
-
-    def case_of(seed: int) -> ComparisonCase:
-        return recorded.case(
+    cases = [
+        recorded.case(
             nodes, spec, settings, micro_steps=micro_steps, token_budget=token_budget, mini_batches=mini_batches,
             seed=seed,
-        )  # fmt: skip
-
+        )
+        for seed in range(draws)
+    ]  # fmt: skip
     possible = [strategy for strategy in STRATEGIES if not strategy.needs_past or len(recorded.recorded) > 1]
-    order = [*(each for each in FIRST if each in possible), *(each for each in possible if each not in FIRST)]
-    total = draws * (len(order) + 1) + 1
-    done = 0
-    found: dict[str, list[Outcome]] = {strategy.name: [] for strategy in order}
-    even: list[Outcome] = []
-    cases = []
-    for seed in range(draws):
-        cases.append(case_of(seed))
-        for strategy in order:
-            progress(strategy.name, done, total)
-            found[strategy.name].append(strategy.simulate(cases[seed]))
-            done += 1
-            if strategy is ALL:
-                even.append(simulate_policy(cases[seed], "balanced"))
-                done += 1
-                if not seed:
-                    first(
-                        first_answer(
-                            {name: outcomes[0] for name, outcomes in found.items() if outcomes}, even[0], cases[0]
-                        )
-                    )
-    drawn = {name: Drawn(tuple(outcomes)) for name, outcomes in found.items()}
-    case = cases[0]
-    even_s = Drawn(tuple(even)).step_s.value
-    gpus = ranks * groups * pp
+    total = draws * (len(possible) + 1) + 1
+    drawn = _simulated(cases, possible, first, lambda name, done: progress(name, done, total))
+    case, gpus = cases[0], ranks * groups * pp
+    even_s = drawn.pop(EVEN).step_s.value
     figures = [_figures(strategy, drawn, case, even_s, gpus, gpu_hour) for strategy in possible]
     progress("break-even", total - 1, total)
     chosen = _choose(figures)
     best = min((each for each in figures if each.strategy is not NOTHING), key=lambda each: each.step_s.value)
     target = best if chosen.strategy is NOTHING else chosen
-    break_even = None if case.is_too_small else _break_even(recorded, case_of(0), target.strategy)
+    pays_from = None if case.is_too_small else break_even(case, target.strategy, LEAST_GAIN)
     progress("break-even", total, total)
-    outcomes = {name: each[0] for name, each in found.items()}
     advice = Advice(
         strategies=tuple(sorted(figures, key=lambda each: each.step_s.value)),
         chosen=chosen,
@@ -224,11 +194,36 @@ def advise(
         layers=layers,
         gpus=gpus,
         draws=draws,
-        break_even=break_even,
+        break_even=pays_from,
         gpu_hour=gpu_hour,
         least_gain=LEAST_GAIN,
     )
-    return AdviceResult(recorded.name, advice, recorded.last, outcomes)
+    return AdviceResult(recorded.name, advice, recorded.last, {name: each.outcomes[0] for name, each in drawn.items()})
+
+
+def _simulated(
+    cases: Sequence[ComparisonCase],
+    strategies: Sequence[RunStrategy],
+    first: Callable[[str], None],
+    progress: Callable[[str, int], None],
+) -> dict[str, Drawn]:
+    """Outcomes of the strategies and of even routing (`EVEN`), by name. The first answer is given from the first case.
+
+    Args:
+        progress: called before each simulation with its name and the simulations done.
+    """
+    order = {each.name: each.simulate for each in FIRST if each in strategies}
+    order[EVEN] = lambda case: simulate_policy(case, EVEN)
+    order |= {each.name: each.simulate for each in strategies if each not in FIRST}
+    found: dict[str, list[Outcome]] = {name: [] for name in order}
+    for case in cases:
+        for done, (name, simulate) in enumerate(order.items(), sum(map(len, found.values()))):
+            progress(name, done)
+            found[name].append(simulate(case))
+            if name == EVEN and case is cases[0]:
+                known = {each: outcomes[0] for each, outcomes in found.items() if outcomes and each != EVEN}
+                first(first_answer(known, found[EVEN][0], case))
+    return {name: Drawn(tuple(outcomes)) for name, outcomes in found.items()}
 
 
 def _figures(
@@ -270,42 +265,3 @@ def _choose(figures: list[StrategyFigures]) -> StrategyFigures:
     if nothing in fitting and least_s > (1 - LEAST_GAIN) * nothing.step_s.value:
         return nothing
     return next(each for each in fitting if each.step_s.value <= (1 + ABOUT_AS_FAST) * least_s)
-
-
-def _break_even(recorded: TraceSteps, case: ComparisonCase, strategy: RunStrategy) -> tuple[Estimate, float] | None:
-    """max/mean of rank loads from which the strategy saves `LEAST_GAIN`, and that of the trace.
-
-    The skew of all sequences is scaled; transfers are estimated. None if no scaled skew is near enough.
-    """
-    points = []
-    for skew in SKEWS:
-        scaled = _with_skew(case, skew)
-        static = simulate_policy(scaled, NOTHING.name, POLICIES["static"])
-        other = strategy.simulate(scaled)
-        gain = 1 - other.simulated.step_time_s / static.simulated.step_time_s
-        points.append((static.balance.mean, gain))
-    now = points[SKEWS.index(1.0)][0]
-    if points[0][1] >= LEAST_GAIN:
-        return Estimate(1.0, 1.0, points[0][0]), now
-    for (low, before), (high, after) in pairwise(points):
-        if before < LEAST_GAIN <= after:
-            at = low + (LEAST_GAIN - before) / (after - before) * (high - low)
-            return Estimate(at, low, high), now
-    return None
-
-
-def _with_skew(case: ComparisonCase, skew: float) -> ComparisonCase:
-    """The case with the counts of each sequence moved towards even routing, or away from it."""
-
-    def scaled(counts: SequenceCounts) -> SequenceCounts:
-        mean_SL1 = counts.counts_SLE.mean(axis=2, keepdims=True, dtype=np.float64)
-        moved_SLE = np.maximum(0.0, mean_SL1 + skew * (counts.counts_SLE - mean_SL1))
-        moved_SLE *= mean_SL1 / np.maximum(moved_SLE.mean(axis=2, keepdims=True), 1e-30)
-        # Sums stay those of the sequence.
-        sums_SLE = np.rint(np.cumsum(moved_SLE, axis=2))
-        whole_SLE = np.diff(sums_SLE, axis=2, prepend=0.0).astype(counts.counts_SLE.dtype)
-        return replace(counts, counts_SLE=whole_SLE)
-
-    return replace(
-        case, sequences=scaled(case.sequences), earlier=tuple(map(scaled, case.earlier)), traces=(), halves=()
-    )

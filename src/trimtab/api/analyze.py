@@ -174,10 +174,9 @@ def analyze(
     fitting = model_or_none(reader.name, reader.empty, model, overrides)
     ids_bytes = int(reader.facts.lengths.sum()) * reader.empty.num_layers * reader.empty.top_k
     is_small = ids_bytes * reader.empty.expert_ids.itemsize <= MOST_BYTES
-    if fitting and is_small:
-        reader = MemoryReader(reader.read(), reader)
     case = None
     if fitting and is_small:
+        reader = MemoryReader(reader.read(), reader)
         measured = 1 if step is not None else steps
         recorded = read_steps(reader, step=step, steps=measured, step_tokens=step_tokens, sampled=sampled)
         layout = layout_of(fitting, [ranks], groups=groups, tp=tp, pp=pp, cp=cp)

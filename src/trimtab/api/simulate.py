@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.api.arguments import (
@@ -24,7 +24,7 @@ from trimtab.api.arguments import (
     split_names,
 )
 from trimtab.api.result_summary import Summarised, Summary
-from trimtab.api.steps import DISPATCHERS, default_ranks, read_steps
+from trimtab.api.steps import DISPATCHERS, default_ranks, read_steps, with_dispatcher
 from trimtab.cluster import load_cluster
 from trimtab.cluster.parallel_layout import SHARDINGS, ZERO1
 from trimtab.errors import InputError
@@ -33,7 +33,7 @@ from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance, need
 from trimtab.report.number_text import plural
 from trimtab.report.policies_table import policies_table
-from trimtab.report.simulation import answer, policy_results, simulation_report, table_title
+from trimtab.report.simulation import answer, fitting_first, policy_results, simulation_report, table_title
 from trimtab.report.sweep import sweep_table
 from trimtab.simulator.comparison import Outcome, permuted_steps, simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase, trace_hash
@@ -63,8 +63,8 @@ class SimulationResult(Summarised):
     Attributes:
         source: name of the trace's file or files.
         trace: the last step's sequences; the schedules of plans refer to them by index.
-        cases: one for every combination of ranks, slots, micro-steps and dispatchers; the first is the one that is
-            reported on.
+        cases: one for every combination of ranks, slots, micro-steps and dispatchers. Summary and page are about the
+            first that fits the device.
     """
 
     source: str
@@ -136,7 +136,8 @@ class SimulationResult(Summarised):
         return content
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
-        """Write the page of `trimtab simulate --html`: all cases in a table, then the first one. Writes are atomic."""
+        """Write the page of `trimtab simulate --html`: all cases in a table, then the first that fits. Writes are
+        atomic."""
         write_html(simulation_report(self.source, self.trace, self.cases), path)
 
     @property
@@ -160,15 +161,15 @@ class SimulationResult(Summarised):
         return need("pandas").DataFrame(rows)
 
     def summary(self) -> Summary:
-        first = self.cases[0]
+        first = fitting_first(self.cases)[0]
         times = ", ".join(f"{policy.name} {policy.step_time_s:.3f}" for policy in policy_results(first))
         more = len(self.cases) - 1
         tables = [policies_table(policy_results(case), f"{table_title(case)}, {case.text}") for case in self.cases]
         return Summary(
-            f"{self.source}, step {self.trace.steps[0]}, {self.case.model.name}, {first.text}",
+            f"{self.source}, step {self.trace.steps[0]}, {first.case.model.name}, {first.text}",
             (answer(first),),
             [sweep_table(self.cases), *tables] if more else tables,
-            details=(f"seconds of a step: {times}", f"{more} more in cases[1:]" if more else ""),
+            details=(f"seconds of a step: {times}", f"{more} more in cases" if more else ""),
         )
 
 
@@ -275,7 +276,7 @@ def simulate(
     cases: list[SimulatedCase] = []
     for (case_ranks, case_slots, size, sent), nodes in zip(every, clusters, strict=True):
         case = recorded.case(
-            replace(nodes, dispatch_forwards=DISPATCHERS[sent]) if sent else nodes,
+            with_dispatcher(nodes, sent),
             spec,
             StepSettings(
                 groups=groups,

@@ -145,7 +145,8 @@ def read_steps(
     Args:
         steps: measured, instead.
         step_tokens: tokens of each whole step, if only a part of them was recorded.
-        sampled: the recorded part of each step, instead; by default what the trace says of itself.
+        sampled: the part of each step that was recorded, in place of `step_tokens`; by default the part that the trace
+            states.
 
     Raises:
         InputError: if there is no such step, or fewer than `steps`, or they have more tokens than `step_tokens`.

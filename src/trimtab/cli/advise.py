@@ -10,19 +10,9 @@ from typing import Any
 from rich.progress import Progress
 
 from trimtab.api.advise import MOST_STEPS, advise
-from trimtab.api.steps import DISPATCHERS
-from trimtab.cli.options import (
-    DEFAULT_RANKS,
-    DEFAULT_SIZE,
-    add_layout,
-    add_model,
-    add_options,
-    add_settings,
-    add_trace,
-    given,
-    positive,
-)
+from trimtab.cli.options import add_options, given, positive
 from trimtab.cli.output import write_figures
+from trimtab.cli.run_options import add_run, add_simulated_steps
 from trimtab.cluster.parallel_layout import SHARDINGS
 from trimtab.report.advice import advice_output
 
@@ -40,27 +30,11 @@ def add(commands: Any) -> None:
             "trimtab advise out/rollout.parquet --ranks 16 --groups 8 --sampled 0.05 --html out/advice.html",
         ],
     )
-    add_trace(parser)
-    add_settings(parser)
+    add_run(parser, of=advise)
+    add_simulated_steps(parser, of=advise, most=MOST_STEPS)
     option = partial(add_options, parser, of=advise)
-    option("--cluster")
-    add_model(parser, of=advise, unset="the trace's, else a preset like the trace")
-    option("--ranks", unset=DEFAULT_RANKS)
-    option("--ranks-per-node", unset="the cluster's")
-    option("--groups", type=positive, help="expert-parallel groups")
-    option("--slots")
-    size = partial(add_options, parser.add_mutually_exclusive_group(), of=advise)
-    size("--micro-steps", unset="as the token budget gives")
-    size("--token-budget", unset=DEFAULT_SIZE)
-    scale = partial(add_options, parser.add_mutually_exclusive_group(), of=advise)
-    scale("--step-tokens", "--sampled", unset="the trace's")
-    option("--dispatcher", choices=tuple(DISPATCHERS), unset="the cluster's", help="what is sent to a node")
-    option("--mini-batches")
-    option("--no-recompute", action="store_false", dest="recompute", help="update alone")
+    option("--slots", "--mini-batches")
     option("--sharding", choices=SHARDINGS, help="training state that data ranks share out")
-    add_layout(parser, of=advise)
-    option("--step", unset="the last of the trace")
-    option("--steps", unset=f"all but the trace's first, at most {MOST_STEPS}")
     option("--gpu-hour", unset="no money")
     option("--draws", type=positive, help="drawings of steps of which a part was recorded")
     add_options(parser, "--json", "--html")

@@ -11,20 +11,10 @@ from typing import Any
 from rich.progress import Progress
 
 from trimtab.api.analyze import analyze
-from trimtab.api.steps import DISPATCHERS, MOST_STEPS
-from trimtab.cli.options import (
-    DEFAULT_RANKS,
-    DEFAULT_SIZE,
-    add_layout,
-    add_model,
-    add_options,
-    add_settings,
-    add_trace,
-    given,
-    need_extra,
-    positive,
-)
+from trimtab.api.steps import MOST_STEPS
+from trimtab.cli.options import add_options, given, need_extra, positive
 from trimtab.cli.output import write_figures
+from trimtab.cli.run_options import add_run, add_simulated_steps
 from trimtab.report.analysis_tables import analysis_tables
 from trimtab.report.imbalance import FORMATS
 
@@ -41,24 +31,9 @@ def add(commands: Any) -> None:
             "trimtab analyze out/mixed.parquet --ranks 16 --figures out/figures --format svg",
         ],
     )
-    add_trace(parser)
-    add_settings(parser)
+    add_run(parser, of=analyze, step="all of the trace", what_for=", for seconds")
+    add_simulated_steps(parser, of=analyze, most=MOST_STEPS)
     option = partial(add_options, parser, of=analyze)
-    option("--ranks", unset=DEFAULT_RANKS)
-    option("--ranks-per-node", unset="the cluster's")
-    size = partial(add_options, parser.add_mutually_exclusive_group(), of=analyze)
-    size("--token-budget", unset=DEFAULT_SIZE)
-    size("--micro-steps", unset="as the token budget gives")
-    option("--step", unset="all of the trace")
-    option("--steps", unset=f"all but the trace's first, at most {MOST_STEPS}; for seconds")
-    scale = partial(add_options, parser.add_mutually_exclusive_group(), of=analyze)
-    scale("--step-tokens", "--sampled", unset="the trace's")
-    option("--groups", type=positive, help="expert-parallel groups, for seconds")
-    add_layout(parser, of=analyze)
-    option("--cluster")
-    option("--dispatcher", choices=tuple(DISPATCHERS), unset="the cluster's", help="what is sent to a node")
-    option("--no-recompute", action="store_false", dest="recompute", help="update alone, for seconds")
-    add_model(parser, of=analyze, unset="the trace's, else a preset like the trace")
     option("--jobs", type=positive, help="local processes that count")
     add_options(parser, "--json", "--html")
     add_options(parser, "--figures", type=Path, metavar="FOLDER", help="write pictures for a paper into FOLDER")

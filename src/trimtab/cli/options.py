@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.cli.parser import NameList, closest
-from trimtab.cluster.parallel_layout import GRANULARITIES
 from trimtab.errors import InputError
 
 # Of any number of things; larger ones would not fit the integers of kernels.
@@ -103,9 +102,6 @@ def _override(text: str) -> tuple[str, Any]:
         return key, value
 
 
-# What holds without --ranks and a size of micro-steps, in all commands.
-DEFAULT_RANKS = "16, or the largest power of two below that divides the experts"
-DEFAULT_SIZE = "8192, or the longest sequence if that is more"
 # Type and help of an option in all commands that have it.
 SHARED: dict[str, tuple[Callable[[str], object], str]] = {
     "--ranks": (positive, "ranks of the expert-parallel group"),
@@ -193,17 +189,6 @@ def add_model(parser: argparse._ActionsContainer, *, of: Callable[..., object] |
     """Add `--model`, and `--set` for its config: `options.overrides`, pairs of key and value, missing if not given."""
     add_options(parser, "--model", of=of, **settings)
     add_options(parser, "--set", action="append", dest="overrides", metavar="KEY=VALUE", default=argparse.SUPPRESS)
-
-
-def add_layout(parser: argparse.ArgumentParser, *, of: Callable[..., object]) -> None:
-    """Add what a run's layout and activation recomputation are, beside the ranks and groups of experts."""
-    add_options(parser, "--tp", "--pp", "--cp", of=of)
-    again = parser.add_mutually_exclusive_group()
-    add_options(
-        again, "--recompute-granularity", of=of, dest="checkpointing", choices=tuple(GRANULARITIES), unset="none",
-        help="activations that are computed again for backward",
-    )  # fmt: skip
-    add_options(again, "--checkpointing", of=of, action="store_true", help="the same as --recompute-granularity full")
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:

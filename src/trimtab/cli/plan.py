@@ -7,19 +7,9 @@ from functools import partial
 from typing import Any
 
 from trimtab.api.plan import plan
-from trimtab.api.steps import DISPATCHERS
-from trimtab.cli.options import (
-    DEFAULT_RANKS,
-    DEFAULT_SIZE,
-    add_model,
-    add_options,
-    add_output,
-    add_settings,
-    add_trace,
-    given,
-    positive,
-)
+from trimtab.cli.options import add_options, add_output, given, positive
 from trimtab.cli.output import write_figures
+from trimtab.cli.run_options import add_run
 from trimtab.policies import POLICIES
 from trimtab.report.tables import balance_tables, facts
 
@@ -33,24 +23,12 @@ def add(commands: Any) -> None:
             "trimtab plan out/math.parquet --ranks 16 --ranks-per-node 8 --max-rows-per-rank 70000",
         ],
     )
-    add_trace(parser)
-    add_settings(parser)
+    add_run(parser, of=plan, what_for=", for seconds")
     option = partial(add_options, parser, of=plan)
-    option("--ranks", unset=DEFAULT_RANKS)
-    option("--ranks-per-node", unset="the cluster's")
-    option("--groups", type=positive, help="expert-parallel groups, for seconds")
     option("--slots")
-    size = partial(add_options, parser.add_mutually_exclusive_group(), of=plan)
-    size("--token-budget", unset=DEFAULT_SIZE)
-    size("--micro-steps", unset="as the token budget gives")
-    option("--step", unset="the last of the trace")
-    option("--cluster")
-    option("--dispatcher", choices=tuple(DISPATCHERS), unset="the cluster's", help="what is sent to a node")
     option("--policy", choices=tuple(POLICIES))
     option("--max-rows-per-rank", type=positive, unset="none", help="most rows of a rank in a layer of a micro-step")
     option("--exact", action="store_true", help="spread rows of every layer evenly over ranks, to the row")
-    add_model(parser, of=plan, unset="the trace's, else a preset like the trace")
-    option("--no-recompute", action="store_false", dest="recompute", help="update alone, for seconds")
     option("--checkpointing", action="store_true", help="checkpoint activations, for seconds")
     add_output(parser, "the plan (.npz)", required=False)
     add_options(parser, "--json")

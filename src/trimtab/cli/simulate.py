@@ -11,19 +11,10 @@ from typing import Any
 from rich.progress import Progress
 
 from trimtab.api.simulate import ALL, GROUPS_MEET, MAIN_POLICIES, simulate
-from trimtab.api.steps import DISPATCHERS, MOST_STEPS
-from trimtab.cli.options import (
-    DEFAULT_RANKS,
-    DEFAULT_SIZE,
-    add_layout,
-    add_model,
-    add_options,
-    add_settings,
-    add_trace,
-    given,
-    positive,
-)
+from trimtab.api.steps import MOST_STEPS
+from trimtab.cli.options import add_options, given
 from trimtab.cli.output import write_figures
+from trimtab.cli.run_options import add_run, add_simulated_steps
 from trimtab.cluster.parallel_layout import SHARDINGS
 from trimtab.kernels import compile_beside
 from trimtab.policies import POLICIES
@@ -54,38 +45,15 @@ def add(commands: Any) -> None:
         "--dispatcher are a sweep.",
         examples=["trimtab simulate out/mixed.parquet --cluster h100x8 --ranks 16 --html out/report.html"],
     )
-    add_trace(parser)
-    add_settings(parser)
+    add_run(parser, of=simulate, is_sweep=True)
+    add_simulated_steps(parser, of=simulate, most=MOST_STEPS)
     option = partial(add_options, parser, of=simulate)
     option("--policy", nargs="+", dest="policies", choices=(*POLICIES, ALL), unset=" ".join(MAIN_POLICIES))
-    option("--cluster")
-    add_model(parser, of=simulate, unset="the trace's, else a preset like the trace")
-    option("--ranks-per-node", unset="the cluster's")
-    option("--ranks", nargs="+", unset=DEFAULT_RANKS)
     option("--slots", nargs="+")
-    size = partial(add_options, parser.add_mutually_exclusive_group(), of=simulate)
-    size("--micro-steps", nargs="+", unset="as the token budget gives")
-    size("--token-budget", unset=DEFAULT_SIZE)
-    option(
-        "--dispatcher", nargs="+", choices=tuple(DISPATCHERS), unset="the cluster's",
-        help="what is sent to a node: every row, or a token once (DeepEP, HybridEP, MoRI)",
-    )  # fmt: skip
     option("--mini-batches")
-    option("--groups", type=positive, help="expert-parallel groups")
     option("--groups-meet", choices=GROUPS_MEET, help="where groups wait for each other")
     option("--equal-terms", action="store_true", help="same homes, schedule and slots for all, not own recipes")
-    option(
-        "--no-recompute",
-        action="store_false",
-        dest="recompute",
-        help="update alone, with the rollout's log-probabilities",
-    )
     option("--sharding", choices=SHARDINGS, help="training state that data ranks share out")
-    add_layout(parser, of=simulate)
-    option("--step", unset="the last of the trace")
-    option("--steps", unset=f"all but the trace's first, at most {MOST_STEPS}")
-    scale = partial(add_options, parser.add_mutually_exclusive_group(), of=simulate)
-    scale("--step-tokens", "--sampled", unset="the trace's")
     add_options(parser, "--json", "--html")
     add_options(parser, "--perfetto", type=Path, help="write the timeline of a micro-step to FILE (.json, .json.gz)")
     parser.set_defaults(run=run)

@@ -40,7 +40,7 @@ RECOMPUTED = {False: "without", SELECTIVE: "selective", True: "with"}
 
 def simulation_report(source: str, trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> Report:
     """The page: all cases in a table if there are several, and the first that fits."""
-    first = _fitting_first(cases)[0]
+    first = fitting_first(cases)[0]
     loads = {name: outcome.simulated.work.loads_MLR for name, outcome in first.outcomes.items()}
     return Report(
         title=f"Expert load of {first.case.model.name} on {first.ranks} ranks",
@@ -107,7 +107,7 @@ def answers(cases: Sequence[SimulatedCase]) -> str:
     """The result of the first case that fits, and of the first with each other dispatcher."""
     if len(cases) == 1:
         return answer(cases[0])
-    first = {case.dispatcher: case for case in reversed(_fitting_first(cases))}
+    first = {case.dispatcher: case for case in reversed(fitting_first(cases))}
     differ_in_dispatcher = len(first) == len(cases)
     return "\n".join(
         f"{f'{case.dispatcher} sent'.capitalize() if differ_in_dispatcher else case.text}: {answer(case)}"
@@ -116,7 +116,7 @@ def answers(cases: Sequence[SimulatedCase]) -> str:
     )
 
 
-def _fitting_first(cases: Sequence[SimulatedCase]) -> list[SimulatedCase]:
+def fitting_first(cases: Sequence[SimulatedCase]) -> list[SimulatedCase]:
     """Those that fit the device, then the others, each in their order."""
     return sorted(cases, key=lambda case: not case.fits)
 
