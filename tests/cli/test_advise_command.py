@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,10 @@ def test_advise_prints_a_recommendation_in_80_columns_and_writes_files(
         assert f"\n{name} " in printed
     for text in ("From static to ", "GPU hours of 1,000 steps", "money", "interval", "own error"):
         assert text in printed
-    assert "first answer: a step takes nothing " in notes
+    answer = next(line for line in notes.splitlines() if line.startswith("first answer: a step takes "))
+    assert re.findall(r"([a-z ]+) [\d.]+ m?s", answer.partition("takes")[2]) == [
+        " nothing", " eplb", " all", " even routing"
+    ]  # fmt: skip
     assert f"page: {out / 'a.html'}\n" in notes
     page = (out / "a.html").read_text()
     assert content["recommendation"].split(" (")[0] in page
@@ -47,6 +51,7 @@ def test_advise_prints_a_recommendation_in_80_columns_and_writes_files(
     gain = 1 - 1 / shown["speedup"]["value"]
     for figure in (f"<b>{gain:.0%}</b>", f"{shown['over_eplb']['value']:.2f}x as fast as eplb", "<b>48 sequences</b>"):
         assert figure in tiles
+    assert f"it {'fits' if shown['fits'] else 'does not fit'}<" in tiles
     assert {path.name for path in out.iterdir()} == {"a.json", "a.html"}
 
 
