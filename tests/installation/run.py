@@ -56,7 +56,7 @@ def readme_lines() -> tuple[str, list[str]]:
 
 def readme_megabytes() -> int:
     """What README says that an installation takes."""
-    [megabytes] = re.findall(r"take about (\d+) MB", (ROOT / "README.md").read_text())
+    [megabytes] = re.findall(r"without torch \(about (\d+) MB", (ROOT / "README.md").read_text())
     return int(megabytes)
 
 
@@ -173,7 +173,7 @@ def check(case: Case, python: str, form: str, wheel: Path) -> Iterator[str]:
     for line in commands:
         if "--html" in line:
             case.json_of(re.sub(r"--html \S+", "--json -", line))
-    plan = ".venv/bin/trimtab plan out/rollout.parquet --ranks 16 --token-budget 1024"
+    plan = ".venv/bin/trimtab plan out/rollout.parquet --ranks 16 --token-budget 4096"
     case.json_of(".venv/bin/trimtab trace info out/rollout.parquet --json -")
     figures = case.json_of(f"{plan} --json -")
     refused = case.run(f"{plan} --policy lplb", status=2)
