@@ -74,11 +74,7 @@ class Analysis:
 
 
 def analyze(
-    counts: TraceCounts,
-    *,
-    ranks: int,
-    ranks_per_node: int | None = None,
-    case: ComparisonCase | None = None,
+    counts: TraceCounts, *, ranks: int, ranks_per_node: int | None = None, case: ComparisonCase | None = None
 ) -> Analysis:
     """Figures of a trace that need no plan.
 

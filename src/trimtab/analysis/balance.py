@@ -110,12 +110,7 @@ def balance(loads: Array) -> Balance:
     if not len(found):
         return Balance(0, EVEN, EVEN, 0.0)
     even = 1 / found
-    return Balance(
-        len(found),
-        _spread(found, 99, found.max()),
-        _spread(even, 1, even.min()),
-        lost_part(loads),
-    )
+    return Balance(len(found), _spread(found, 99, found.max()), _spread(even, 1, even.min()), lost_part(loads))
 
 
 def _spread(values: Array, p99_percentile: int, worst: float) -> Spread:

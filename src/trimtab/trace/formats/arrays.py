@@ -17,9 +17,9 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.array_files import Arrays, array_names, open_arrays
-from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.routes import check_ids, lengths_of_starts, missing_id
+from trimtab.trace.containers.array_files import Arrays, array_names, lengths_of_starts, open_arrays
+from trimtab.trace.formats.records import ImportOptions, Record, missing_id
+from trimtab.trace.formats.responses import check_ids
 from trimtab.trace.routing import no_route
 
 IDS = "expert_ids"
@@ -30,21 +30,13 @@ def recognise(path: Path) -> bool:
 
 
 def read_metadata(path: Path) -> ImportOptions:
-    """Model facts stored in the file.
-
-    Raises:
-        InputError: if it is not such a file.
-    """
+    """Model facts stored in the file. Raises InputError if it is not such a file."""
     with open_arrays(path) as arrays:
         return _metadata(arrays)
 
 
 def read(path: Path, options: ImportOptions) -> Iterator[Record]:
-    """Yields the records of the file, one per sequence.
-
-    Raises:
-        InputError: if arrays are missing or don't fit together.
-    """
+    """Yields the records of the file, one per sequence."""
     with open_arrays(path) as arrays:
         shape = arrays.shape(IDS)
         if len(shape) != 3 or 0 in shape[1:]:

@@ -51,11 +51,8 @@ class _Row:
 def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
     """Records of one rank's file. Memory holds one step, or one sequence of our own export.
 
-    Raises:
-        InputError: if a row isn't what Megatron writes, steps go backwards, or the layers of a step differ in how often
-            they are there or how many tokens they have.
+    Steps may not go backwards, and the layers of a step are there equally often, with equal numbers of tokens.
     """
-
     return require_records(_records(path), "no row of a decoder layer")
 
 

@@ -18,7 +18,6 @@ from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
 from trimtab.trace.containers.unpickling import OpaqueObject
 from trimtab.trace.formats.dump_fields import (
-    damaged_values,
     field,
     first_field,
     integers,
@@ -40,13 +39,8 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
-    """The records of a dump, one per row of the batch.
-
-    Raises:
-        InputError: one line, if it is damaged, or holds no `routed_experts` or no lengths.
-    """
-    with damaged_values():
-        yield from records_of_batch(torch_files.load(path))
+    """The records of a dump, one per row of the batch."""
+    return records_of_batch(torch_files.load(path))
 
 
 def records_of_batch(batch: Any) -> Iterator[Record | Dropped]:
@@ -54,27 +48,23 @@ def records_of_batch(batch: Any) -> Iterator[Record | Dropped]:
 
     Reads `routed_experts`, `input_lengths` or `unpadded_sequence_lengths`, `generation_lengths`, `input_ids` or
     `output_ids`, and `task_name`; or `message_log`.
-
-    Raises:
-        InputError: one line, if there are no routes or no lengths, or shapes do not fit together.
     """
-    with damaged_values():
-        if isinstance(batch, OpaqueObject):
-            # A UserDict keeps its items in an attribute.
-            batch = batch.items or field(batch, "data")
-        if isinstance(batch, list | tuple):
-            batch = {
-                "message_log": [field(sample, "message_log") for sample in batch],
-                "task_name": [field(sample, "task_name") for sample in batch],
-            }
-        if batch is None or (not isinstance(batch, Mapping) and not hasattr(batch, "keys")):
-            raise InputError(f"a {type(batch).__name__} where a batch should be: a dictionary with {KEY!r}")
-        if field(batch, KEY) is not None:
-            yield from _padded(batch)
-        elif field(batch, "message_log") is not None:
-            yield from _logged(batch)
-        else:
-            raise InputError(f"no {KEY!r} in this batch; NeMo-RL writes it with policy.router_replay.enabled=true")
+    if isinstance(batch, OpaqueObject):
+        # A UserDict keeps its items in an attribute.
+        batch = batch.items or field(batch, "data")
+    if isinstance(batch, list | tuple):
+        batch = {
+            "message_log": [field(sample, "message_log") for sample in batch],
+            "task_name": [field(sample, "task_name") for sample in batch],
+        }
+    if batch is None or (not isinstance(batch, Mapping) and not hasattr(batch, "keys")):
+        raise InputError(f"a {type(batch).__name__} where a batch should be: a dictionary with {KEY!r}")
+    if field(batch, KEY) is not None:
+        yield from _padded(batch)
+    elif field(batch, "message_log") is not None:
+        yield from _logged(batch)
+    else:
+        raise InputError(f"no {KEY!r} in this batch; NeMo-RL writes it with policy.router_replay.enabled=true")
 
 
 def _padded(batch: Any) -> Iterator[Record | Dropped]:

@@ -21,20 +21,20 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.array_files import Arrays, array_names, open_arrays
+from trimtab.trace.containers.array_files import Arrays, array_names, lengths_of_starts, open_arrays
 from trimtab.trace.containers.json_values import json_head, json_values
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
     Response,
+    check_ids,
+    decode_routes,
     first_given,
-    record_of,
     require_routes,
     responses_in,
     token_count,
     tokens,
 )
-from trimtab.trace.formats.routes import between_padding, check_ids, decode_routes, lengths_of_starts
 from trimtab.trace.message_text import at_place, kind_of
 
 ROUTES = "routed_experts"
@@ -52,11 +52,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
-    """Records of a file of responses (JSON lines, a list, or one; plain or in a client's wrapper) or of arrays.
-
-    Raises:
-        InputError: if it isn't that.
-    """
+    """Records of a file of responses (JSON lines, a list, or one; plain or in a client's wrapper) or of arrays."""
     if array_names(path) is not None:
         return _read_arrays(path)
     return require_routes(_records(json_values(path), options))
@@ -68,9 +64,6 @@ def records_of_outputs(outputs: Iterable[Any], options: ImportOptions | None = N
     Args:
         outputs: `RequestOutput`s, or anything with its attributes or keys: `prompt_token_ids`, `outputs` with
             `token_ids` and `routed_experts`; in vLLM 0.21 also `prompt_routed_experts`.
-
-    Raises:
-        InputError: if routed_experts are missing or not in vLLM's form.
     """
     values = ((f"output {index}", _fields(output)) for index, output in enumerate(outputs))
     return require_routes(_records(values, options or ImportOptions()))
@@ -123,7 +116,7 @@ def _completion(
         first = prompt_length or 0 if of_output else 0
         # An array of the engine itself is read later.
         source = found[0] if len(found) == 1 and hasattr(found[0], "dtype") else ids
-        return record_of(source, response, where, prompt, output, prompt_length, output_length, first)
+        return response.record(source, where, (prompt, output), (prompt_length, output_length), first)
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
@@ -162,10 +155,23 @@ def _read_arrays(path: Path) -> Iterator[Record | Dropped]:
                 ids,
                 f"sequence {index}",
                 missing="inferred",
-                rows=between_padding(ids) if length is None else slice(0, length),
+                rows=_between_padding(ids) if length is None else slice(0, length),
                 prompt_length=int(prompts[index]),
                 step=int(steps[index]),
             )
+
+
+def _between_padding(ids: Array) -> slice:
+    """The rows of ids `[t, L, K]` without those at both ends that are all 0 or all -1.
+
+    With one layer and top-1 zeros stay: they may be routes.
+    """
+    flat = ids.reshape(len(ids), -1)
+    padded = (flat == -1).all(axis=1) if ids.dtype.kind == "i" else np.zeros(len(ids), bool)
+    if flat.shape[1] > 1:
+        padded |= ~flat.any(axis=1)
+    kept = np.flatnonzero(~padded)
+    return slice(kept[0], kept[-1] + 1) if len(kept) else slice(0, 0)
 
 
 def _lengths(arrays: Arrays, total: int) -> Array:
