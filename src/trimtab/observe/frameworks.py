@@ -43,11 +43,7 @@ class Framework:
         return self.figure.format(figure)
 
     def samples(self, content: Any, room: Room, options: ImportOptions) -> list[Sample]:
-        """The samples of a batch.
-
-        Raises:
-            InputError: if it is no batch of this framework, or has no routes.
-        """
+        """The samples of a batch. Raises InputError if it is no batch of this framework, or has no routes."""
         with damaged_values():
             samples = list(self._split(content, room, options))
         if not samples:

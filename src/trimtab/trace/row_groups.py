@@ -77,11 +77,7 @@ def schema_of(trace: RoutingTrace) -> pa.Schema:
 
 
 def table_of(trace: RoutingTrace, schema: pa.Schema) -> pa.Table:
-    """The rows of a trace, ids coded.
-
-    Raises:
-        InputError: if the name of a domain is too long.
-    """
+    """The rows of a trace, ids coded. Raises InputError if the name of a domain is too long."""
     _check_letters(int(np.char.str_len(trace.domains).max(initial=0)))
     coded = np.empty_like(trace.expert_ids)
     encode(trace.expert_ids.reshape(-1, trace.top_k), coded.reshape(-1, trace.top_k))

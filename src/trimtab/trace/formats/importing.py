@@ -52,11 +52,7 @@ FORMATS: dict[str, Format] = {
 
 
 def format_of(path: Path) -> str:
-    """The name of the format that a file looks like.
-
-    Raises:
-        InputError: if it looks like none, or like several.
-    """
+    """The name of the format that a file looks like. Raises InputError if it looks like none, or like several."""
     if not path.stat().st_size:
         raise InputError(f"{path}: an empty file")
     fitting = [name for name, form in FORMATS.items() if form.recognise(path)]

@@ -132,11 +132,7 @@ class Dropped:
 
 
 def require_records(items: Iterable[Record | Dropped], message: str) -> Iterator[Record | Dropped]:
-    """Yields the same items.
-
-    Raises:
-        InputError: with this message, at the end, if there is no record among them.
-    """
+    """Yields the same items. Raises InputError with this message, at the end, if there is no record among them."""
     found = False
     for item in items:
         found = found or isinstance(item, Record)

@@ -106,11 +106,7 @@ def first_given(source: Mapping[str, Any], *keys: str, default: Any = None) -> A
 
 
 def token_count(source: Mapping[str, Any], key: str) -> int | None:
-    """A number of tokens, None if missing.
-
-    Raises:
-        InputError: if it is not a valid number.
-    """
+    """A number of tokens, None if missing. Raises InputError if it is not a valid number."""
     value = source.get(key)
     if value is None:
         return None
