@@ -90,18 +90,6 @@ class Arrays:
         return values
 
 
-def lengths_of_starts(starts: Array, total: int) -> Array:
-    """`[S]` tokens of each sequence, from the first token of each and the end `[S + 1]`.
-
-    Raises:
-        InputError: if the starts are not ascending from 0 to `total`.
-    """
-    starts = starts.astype(np.int64)
-    if len(starts) < 1 or starts[0] != 0 or starts[-1] != total or (np.diff(starts) < 0).any():
-        raise InputError(f"sequence_starts should be ascending from 0 to the number of tokens, {total}")
-    return np.diff(starts)
-
-
 def array_names(path: Path) -> list[str] | None:
     """Names of a file's arrays, [""] for `.npy`; None if it is not an array file. Never raises."""
     try:

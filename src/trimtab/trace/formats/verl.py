@@ -30,19 +30,8 @@ from trimtab.trace.containers.tensors import (
     buffer_of,
 )
 from trimtab.trace.containers.unpickling import OpaqueObject
-from trimtab.trace.formats.dump_fields import (
-    as_array,
-    field,
-    label_of,
-    masks,
-    optional_integers,
-    parts_of,
-    required,
-    rows_of,
-    shape_of,
-    spans,
-    whole_number,
-)
+from trimtab.trace.formats import dump_fields as fields
+from trimtab.trace.formats.dump_fields import field
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 KEY = "routed_experts"
@@ -77,8 +66,8 @@ def records_of_batch(batch: Any) -> Iterator[Record | Dropped]:
     `data_source` and `meta_info["global_steps"]`. Without `attention_mask`, rows of zeros at both ends are padding.
     """
     tensors, labels, facts = _parts(batch)
-    routes = required(tensors, KEY, "verl writes it with rollout.enable_rollout_routing_replay=True")
-    step = whole_number(field(facts, "global_steps"))
+    routes = fields.required(tensors, KEY, "verl writes it with rollout.enable_rollout_routing_replay=True")
+    step = fields.whole_number(field(facts, "global_steps"))
     sources = field(labels, "data_source")
     sources = field(tensors, "data_source") if sources is None else sources
     is_jagged = isinstance(routes, Jagged | list) or getattr(routes, "is_nested", False)
@@ -86,16 +75,16 @@ def records_of_batch(batch: Any) -> Iterator[Record | Dropped]:
 
 
 def _rows(tensors: Any, routes: Any, step: int, sources: Any) -> Iterator[Record | Dropped]:
-    _, width, *_ = shape = shape_of(routes, KEY)
-    mask_BT, tokens_BT = masks(tensors, KEY, shape, "attention_mask", "input_ids")
-    prompts, responses = (optional_integers(tensors, name, 2) for name in ("prompts", "responses"))
+    _, width, *_ = shape = fields.shape_of(routes, KEY)
+    mask_BT, tokens_BT = fields.masks(tensors, KEY, shape, "attention_mask", "input_ids")
+    prompts, responses = (fields.optional_integers(tensors, name, 2) for name in ("prompts", "responses"))
     prompt_width = 0
     if prompts is not None:
         prompt_width = min(width, prompts.shape[1])
     elif responses is not None:
         prompt_width = max(0, width - responses.shape[1])
-    fed_BT: Array = np.asarray(as_array(routes).any(axis=(2, 3))) if mask_BT is None else mask_BT
-    for row, (start, end, count) in enumerate(spans(fed_BT)):
+    fed_BT: Array = np.asarray(fields.as_array(routes).any(axis=(2, 3))) if mask_BT is None else mask_BT
+    for row, (start, end, count) in enumerate(fields.spans(fed_BT)):
         if not count:
             yield from (Dropped("empty sequences"), Dropped("padding rows", width))
             continue
@@ -113,14 +102,14 @@ def _rows(tensors: Any, routes: Any, step: int, sources: Any) -> Iterator[Record
             prompt_length=int(before),
             tokens=() if mask_BT is None or tokens_BT is None else (tokens_BT[row][rows],),
             step=step,
-            domain=label_of(sources, row),
+            domain=fields.label_of(sources, row),
         )
 
 
 def _jagged_rows(tensors: Any, routes: Any, step: int, sources: Any) -> Iterator[Record]:
-    parts = parts_of(routes)
-    fields = [(name, field(tensors, name)) for name in ("input_ids", "prompts")]
-    tokens, prompts = (None if value is None else rows_of(value, name) for name, value in fields)
+    parts = fields.parts_of(routes)
+    found = [(name, field(tensors, name)) for name in ("input_ids", "prompts")]
+    tokens, prompts = (None if value is None else fields.rows_of(value, name) for name, value in found)
     for name, rows in (("input_ids", tokens), ("prompts", prompts)):
         if rows is not None and len(rows) != len(parts):
             raise InputError(f"{name} has {len(rows)} rows; {KEY} has {len(parts)}")
@@ -134,7 +123,7 @@ def _jagged_rows(tensors: Any, routes: Any, step: int, sources: Any) -> Iterator
             prompt_length=0 if prompts is None else len(prompts[row]),
             tokens=() if tokens is None else (tokens[row],),
             step=step,
-            domain=label_of(sources, row),
+            domain=fields.label_of(sources, row),
         )
 
 
@@ -194,7 +183,7 @@ def _decoded(value: Any) -> Any:
 
 def _from_consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
     """`tensordict/_reductions.py`: every leaf is a range of bytes of one storage."""
-    content: memoryview = as_array(storage, "the storage of a TensorDict").view("u1").reshape(-1).data
+    content: memoryview = fields.as_array(storage, "the storage of a TensorDict").view("u1").reshape(-1).data
     found: dict[str, Any] = {}
     for key, leaf in metadata["leaves"].items():
         # dtype, shape, (device,) start, stop, (padding); the fields between depend on the version.

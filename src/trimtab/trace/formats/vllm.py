@@ -19,15 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.array_files import Arrays, array_names, lengths_of_starts, open_arrays
+from trimtab.trace.containers.array_files import array_names, open_arrays
 from trimtab.trace.containers.json_values import json_head, json_values
+from trimtab.trace.formats.arrays import sequences
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
     Response,
-    check_ids,
     decode_routes,
     first_given,
     require_routes,
@@ -127,62 +126,6 @@ def _fields(value: Any) -> Mapping[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _read_arrays(path: Path) -> Iterator[Record | Dropped]:
+def _read_arrays(path: Path) -> Iterator[Record]:
     with open_arrays(path) as arrays:
-        name = ROUTES if ROUTES in arrays else ""
-        shape = arrays.shape(name)
-        if len(shape) not in (3, 4) or 0 in shape[-2:] or (len(shape) == 4 and not shape[1]):
-            raise InputError(
-                f"routed_experts has shape {list(shape)}; it should be [tokens, layers, top_k] or [sequences, tokens, "
-                "layers, top_k]"
-            )
-        padded = len(shape) == 4
-        lengths: Array | None = None
-        if not padded:
-            lengths = _lengths(arrays, shape[0])
-        elif "lengths" in arrays:
-            lengths = arrays.numbers("lengths", shape[0], shape[1] + 1)
-        count = shape[0] if lengths is None else len(lengths)
-        prompts, steps = (arrays.numbers(key, count) for key in ("prompt_lengths", "steps"))
-        end = 0
-        for index in range(count):
-            # Sequences of a padded batch without lengths are cut to the rows that may be routes.
-            length = None if lengths is None else int(lengths[index])
-            start, end = end, end + (1 if padded else length or 0)
-            rows = arrays.rows(name, start, end)
-            ids = check_ids(rows[0] if padded else rows)
-            yield Record(
-                ids,
-                f"sequence {index}",
-                missing="inferred",
-                rows=_between_padding(ids) if length is None else slice(0, length),
-                prompt_length=int(prompts[index]),
-                step=int(steps[index]),
-            )
-
-
-def _between_padding(ids: Array) -> slice:
-    """The rows of ids `[t, L, K]` without those at both ends that are all 0 or all -1.
-
-    With one layer and top-1 zeros stay: they may be routes.
-    """
-    flat = ids.reshape(len(ids), -1)
-    padded = (flat == -1).all(axis=1) if ids.dtype.kind == "i" else np.zeros(len(ids), bool)
-    if flat.shape[1] > 1:
-        padded |= ~flat.any(axis=1)
-    kept = np.flatnonzero(~padded)
-    return slice(kept[0], kept[-1] + 1) if len(kept) else slice(0, 0)
-
-
-def _lengths(arrays: Arrays, total: int) -> Array:
-    """`[S]` tokens of each of the concatenated sequences, `total` together."""
-    if "sequence_starts" in arrays:
-        starts = arrays.values("sequence_starts", "iu")
-        without_end = len(starts) > 0 and starts[0] == 0 and starts[-1] != total
-        return lengths_of_starts(np.append(starts, total) if without_end else starts, total)
-    if "lengths" in arrays:
-        lengths = arrays.values("lengths", "iu").astype(np.int64)
-        if lengths.min(initial=0) < 0 or lengths.max(initial=0) > total or lengths.sum() != total:
-            raise InputError(f"lengths should add up to the number of tokens, {total}")
-        return lengths
-    return np.array([total])
+        yield from sequences(arrays, ROUTES if ROUTES in arrays else "")
