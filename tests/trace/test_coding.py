@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.trace import id_dtype, no_route
-from trimtab.trace.coding import decode, encode
+from trimtab.trace.row_groups import decode, encode
 
 
 @settings(max_examples=80)

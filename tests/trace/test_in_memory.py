@@ -10,7 +10,7 @@ import pytest
 
 from helpers.traces import odd_trace
 from trimtab import InputError, RoutingTrace, TraceReader, write_trace
-from trimtab.trace.in_memory import MemoryReader, open_trace
+from trimtab.trace.store import MemoryReader, open_trace
 
 
 def same(one: RoutingTrace, other: RoutingTrace) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from trimtab import RoutingTrace, write_trace
 from trimtab.trace import TraceReader, store
-from trimtab.trace.statistics import layer_skew
+from trimtab.trace.counting import layer_skew
 
 
 def test_skew_equals_a_computation_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

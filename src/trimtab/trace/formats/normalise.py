@@ -58,11 +58,8 @@ class Summary:
 
     def add(self, other: Summary) -> None:
         """Increase the counts by those of other data of the same dump."""
-        self.sequences += other.sequences
-        self.tokens += other.tokens
-        self.unknown_rows += other.unknown_rows
-        self.unknown_routes += other.unknown_routes
-        self.dropped += other.dropped
+        for name in ("sequences", "tokens", "unknown_rows", "unknown_routes", "dropped"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 def normalise(
