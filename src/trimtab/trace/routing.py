@@ -177,7 +177,6 @@ class RoutingTrace:
             if not arrays:
                 raise InputError("a trace without sequences needs its shape (layers, top_k)")
             shape = arrays[0].shape[1:]
-        num_layers = shape[0]
         return cls(
             expert_ids=np.concatenate([np.empty((0, *shape), dtype), *arrays]),
             sequence_starts=np.concatenate([[0], np.cumsum([len(ids) for ids in arrays])]).astype(np.int64),
@@ -187,7 +186,7 @@ class RoutingTrace:
             prompt_hashes=np.asarray(np.zeros(count) if prompt_hashes is None else prompt_hashes, np.uint64),
             domains=np.broadcast_to(np.asarray(domains, np.str_), (count,)).copy(),
             windows=windows_array([()] * count if windows is None else windows),
-            layer_indices=np.asarray(np.arange(num_layers) if layer_indices is None else layer_indices, np.int32),
+            layer_indices=np.asarray(np.arange(shape[0]) if layer_indices is None else layer_indices, np.int32),
             num_experts=num_experts,
             model=model,
             sampled=sampled,
