@@ -30,7 +30,7 @@ from trimtab.simulator.draws import Drawn, Estimate
 from trimtab.simulator.step import StepSettings
 from trimtab.simulator.strategies import ALL, EPLB, NOTHING, STRATEGIES, RunStrategy
 from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
-from trimtab.trace.in_memory import open_trace
+from trimtab.trace.store import open_trace
 
 MODEL, MEAN_LENGTH, LONGEST, BUDGET = "qwen3-30b-a3b", 1024, 4096, 8192
 # Scaling: presets, recorded sequences of a step, and the largest error that is allowed.

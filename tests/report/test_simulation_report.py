@@ -22,7 +22,7 @@ from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase, step_of
 from trimtab.simulator.expert_time import Balance
 from trimtab.simulator.simulated_case import SimulatedCase
-from trimtab.trace.in_memory import open_trace
+from trimtab.trace.store import open_trace
 
 MODEL = ModelSpec("small", num_experts=8, top_k=2, hidden_size=64, expert_width=32, moe_layers=6, vocab_size=100)
 STEP_S = {"static": 4.0, "eplb": 2.5, "trimtab": 2.0, "balanced": 1.6}

@@ -16,7 +16,7 @@ from trimtab.report.table_data import Row, TableData
 from trimtab.report.tables import SHOWN_LAYERS, facts, skew_table, terminal_table
 from trimtab.report.widgets import table
 from trimtab.trace import RoutingTrace
-from trimtab.trace.statistics import LayerSkew
+from trimtab.trace.counting import LayerSkew
 
 
 def printed(*parts: object) -> str:

@@ -36,8 +36,7 @@ from trimtab.simulator.memory import largest_micro_batch
 from trimtab.simulator.step import StepSettings
 from trimtab.simulator.strategies import ALL, EPLB, NOTHING, STRATEGIES, RunStrategy
 from trimtab.trace import RoutingTrace
-from trimtab.trace.in_memory import open_trace
-from trimtab.trace.store import Source
+from trimtab.trace.store import Source, open_trace
 
 # Layers and steps that are simulated, and drawings of scaled steps.
 MOST_LAYERS, MOST_STEPS, DRAWS = 8, 2, 2

@@ -37,8 +37,7 @@ from trimtab.report.notebook import facts_table
 from trimtab.report.number_text import plural
 from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace
-from trimtab.trace.in_memory import MemoryReader, open_trace
-from trimtab.trace.store import Source
+from trimtab.trace.store import MemoryReader, Source, open_trace
 
 # Ids of a trace that is held in memory, and simulated for seconds. Larger ones are only counted, a chunk at a time.
 MOST_BYTES = 1 << 30

@@ -25,8 +25,7 @@ from trimtab.policies import POLICIES, Policy, View, make_view
 from trimtab.policies.trimtab import Trimtab
 from trimtab.simulator.comparison_case import budget_for
 from trimtab.trace import RoutingTrace, TraceReader
-from trimtab.trace.in_memory import open_trace
-from trimtab.trace.store import Source
+from trimtab.trace.store import Source, open_trace
 
 
 def plan(

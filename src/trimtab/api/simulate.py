@@ -41,8 +41,7 @@ from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
 from trimtab.simulator.step import WAITING, StepSettings
 from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import RoutingTrace
-from trimtab.trace.in_memory import open_trace
-from trimtab.trace.store import Source
+from trimtab.trace.store import Source, open_trace
 
 log = logging.getLogger("trimtab")
 # Simulated by default.

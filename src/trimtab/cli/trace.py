@@ -18,7 +18,7 @@ from trimtab.files import is_stream
 from trimtab.report.number_text import bytes_text
 from trimtab.report.tables import skew_table, trace_facts
 from trimtab.trace import PRESETS, TraceReader, id_dtype, synthesize_preset, write_trace
-from trimtab.trace.statistics import layer_skew
+from trimtab.trace.counting import layer_skew
 
 
 def add(commands: Any) -> None:

@@ -23,7 +23,7 @@ from trimtab.simulator import Balance, summarise_balance
 from trimtab.simulator.pipeline import BUBBLE
 from trimtab.simulator.simulated_case import SimulatedCase
 from trimtab.trace import RoutingTrace, TraceReader
-from trimtab.trace.statistics import LayerSkew
+from trimtab.trace.counting import LayerSkew
 
 SHOWN_LAYERS = 5
 # Short names of `PARTS`, so a line fits a terminal.
