@@ -14,13 +14,12 @@ import torch
 import trimtab.doctor.gpu
 from trimtab.cli.main import main
 from trimtab.cluster import ClusterSpec, ModelSpec
+from trimtab.doctor.examination import check_gpu_variables
 from trimtab.doctor.finding import Finding, Status
 from trimtab.doctor.gpu import gpu_examination
-from trimtab.doctor.gpu.gpu_examination import GpuExamination, examine_gpus
+from trimtab.doctor.gpu.gpu_examination import GpuExamination, examine_gpus, verdict
 from trimtab.doctor.gpu.layer_estimate import estimate_layer, estimate_replica, estimate_tables
 from trimtab.doctor.gpu.stage_process import Stage, StageResult
-from trimtab.doctor.gpu.verdict import verdict
-from trimtab.doctor.machine import check_gpu_variables
 from trimtab.errors import InputError
 
 DOCS = Path(__file__).parents[2] / "docs"

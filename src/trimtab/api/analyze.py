@@ -33,8 +33,8 @@ from trimtab.report.analysis_tables import balance_table, placements_table, sett
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import FORMATS, Imbalance
 from trimtab.report.model import AnalysisReport
-from trimtab.report.notebook import facts_table
 from trimtab.report.number_text import plural
+from trimtab.report.tables import facts_table
 from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace
 from trimtab.trace.in_memory import MemoryReader, open_trace

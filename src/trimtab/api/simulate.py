@@ -32,9 +32,8 @@ from trimtab.policies import POLICIES
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance, need
 from trimtab.report.number_text import plural
-from trimtab.report.policies_table import policies_table
+from trimtab.report.policies_table import policies_table, sweep_table
 from trimtab.report.simulation import answer, fitting_first, policy_results, simulation_report, table_title
-from trimtab.report.sweep import sweep_table
 from trimtab.simulator.comparison import Outcome, permuted_steps, simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase, trace_hash
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase

@@ -18,9 +18,9 @@ from trimtab.cli.run_options import add_run, add_simulated_steps
 from trimtab.cluster.parallel_layout import SHARDINGS
 from trimtab.kernels import compile_beside
 from trimtab.policies import POLICIES
-from trimtab.report.perfetto import check_name, write_perfetto
+from trimtab.report.sections import simulation_tables
 from trimtab.report.simulation import timelines
-from trimtab.report.tables import simulation_tables
+from trimtab.report.timelines import check_name, write_perfetto
 
 log = logging.getLogger("trimtab")
 # Balancers whose kernels take longest to compile. A second process compiles them, while this one compiles those of the

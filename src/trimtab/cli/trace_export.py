@@ -16,7 +16,7 @@ from trimtab.files import is_stream, write_atomically
 from trimtab.planner.placement.serving_placement import count_parts, fill_slots, slot_loads
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.number_text import bytes_text
-from trimtab.report.tables import facts
+from trimtab.report.tables import terminal_facts
 from trimtab.trace import TraceReader
 from trimtab.trace.exports.arrays import write_npz, write_safetensors
 from trimtab.trace.exports.megatron import write_megatron
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
         shown = _place(options, trace)
     if not is_stream(options.output):
         shown = [*shown, ("size", bytes_text(options.output.stat().st_size))]
-    console().print(facts([("form", options.to), *shown], str(options.output)))
+    console().print(terminal_facts([("form", options.to), *shown], str(options.output)))
 
 
 def _place(options: argparse.Namespace, trace: TraceReader) -> list[tuple[str, str]]:

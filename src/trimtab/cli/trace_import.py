@@ -16,7 +16,7 @@ from trimtab.api.import_dump import check_pattern, named_model, with_model
 from trimtab.cli.options import add_model, add_options, add_output, given, positive
 from trimtab.console import console
 from trimtab.files import is_stream
-from trimtab.report.tables import facts, trace_facts
+from trimtab.report.tables import terminal_facts, trace_facts
 from trimtab.trace import RoutingTrace, TraceReader, write_trace
 from trimtab.trace.formats.bounded_import import bounded_import
 from trimtab.trace.formats.importing import FORMATS, import_own_files
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
         log.info("no step is recorded, so all sequences are of step 0; --step-from takes steps from files' names")
     if not is_stream(options.output):
         screen.print(trace_facts(TraceReader(options.output), summary.unknown_routes))
-    screen.print(facts(_rows(summary, seconds), "Imported"))
+    screen.print(terminal_facts(_rows(summary, seconds), "Imported"))
 
 
 def _rows(summary: Summary, seconds: float) -> list[tuple[str, str]]:

@@ -10,10 +10,9 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from trimtab.report.number_text import NONE, bytes_text, plural, seconds
+from trimtab.report.policies_table import WaterfallRow, waterfall_rows, waterfall_table
 from trimtab.report.simulation import layout_facts, scale_note
-from trimtab.report.table_data import Facts, Row, TableData
-from trimtab.report.tables import facts, terminal_table
-from trimtab.report.waterfall import WaterfallRow, waterfall_rows, waterfall_table
+from trimtab.report.tables import Facts, Row, TableData, terminal_facts, terminal_table
 from trimtab.simulator.comparison import Outcome
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.draws import Drawn, Estimate
@@ -388,6 +387,6 @@ def advice_output(advice: Advice) -> list[RenderableType]:
     shown.append(terminal_table(waterfall_table(waterfall(advice), advice.static.simulated.step_time_s)))
     if lines := settings_to_copy(advice):
         shown.append("[bold]Settings[/bold]\n" + "\n".join(map(escape, lines)) + "\n")
-    shown.append(facts(advice_facts(advice), "Setting"))
+    shown.append(terminal_facts(advice_facts(advice), "Setting"))
     shown.append("\n".join(map(escape, advice_notes(advice))))
     return shown

@@ -15,8 +15,9 @@ from trimtab.report.advice import (
     settings_to_copy,
     waterfall,
 )
-from trimtab.report.waterfall import waterfall_table
-from trimtab.report.widgets import Section, facts, lead, notes_section, summary, table, tiles
+from trimtab.report.policies_table import waterfall_table
+from trimtab.report.tables import html_table
+from trimtab.report.widgets import Section, facts, lead, notes_section, summary, tiles
 
 
 def advice_sections(advice: Advice) -> list[Section]:
@@ -33,9 +34,9 @@ def advice_sections(advice: Advice) -> list[Section]:
     rows = waterfall(advice)
     found = [
         Section("figures", "Figures", "At a glance", tiles(advice_tiles(advice))),
-        Section("strategies", "Strategies", "What a run can do", lead(even) + table(advice_table(advice))),
-        Section("cost", "Cost", "What it saves, and what it needs", table(cost_table(advice))),
-        Section("waterfall", "Waterfall", f"From static to {escape(rows[-1].name)}", lead(causes) + table(
+        Section("strategies", "Strategies", "What a run can do", lead(even) + html_table(advice_table(advice))),
+        Section("cost", "Cost", "What it saves, and what it needs", html_table(cost_table(advice))),
+        Section("waterfall", "Waterfall", f"From static to {escape(rows[-1].name)}", lead(causes) + html_table(
             waterfall_table(rows, advice.static.simulated.step_time_s)
         )),
     ]  # fmt: skip
