@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.progress import Progress
 
-from trimtab.api.simulate import ALL, GROUPS_MEET, MAIN_POLICIES, simulate
+from trimtab.api.arguments import GROUPS_MEET
+from trimtab.api.simulate import ALL, MAIN_POLICIES, simulate
 from trimtab.api.steps import MOST_STEPS
 from trimtab.cli.options import add_options, given
 from trimtab.cli.output import write_figures

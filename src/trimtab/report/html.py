@@ -11,8 +11,7 @@ from html import escape
 from importlib.resources import files
 
 from trimtab.files import write_atomically
-from trimtab.report.advice import Advice
-from trimtab.report.advice_sections import advice_sections
+from trimtab.report.advice import Advice, advice_sections
 from trimtab.report.analysis_sections import analysis_sections
 from trimtab.report.model import AnalysisReport, Report
 from trimtab.report.page_data import PageArrays, analysis_data, in_script, load_scale, page_data, simulation_data

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trimtab.report.model import PolicyResult
 from trimtab.report.number_text import NONE, bytes_text, digits, number, seconds
-from trimtab.report.tables import Row, TableData
+from trimtab.report.tables import Row, TableData, without_empty_columns
 from trimtab.simulator.comparison import fits
 from trimtab.simulator.pipeline import BUBBLE
 from trimtab.simulator.simulated_case import SimulatedCase
@@ -51,7 +51,7 @@ def policies_table(policies: Sequence[PolicyResult], title: str = "Recompute and
         )
         for policy in by_time(policies)
     )
-    return _without_empty_columns(TableData(title, ("policy", *TIME_COLUMNS), rows))
+    return without_empty_columns(TableData(title, ("policy", *TIME_COLUMNS), rows))
 
 
 def _step_time(step_time_s: float, longest_s: float) -> str:
@@ -74,7 +74,7 @@ def balance_and_replicas(policies: Sequence[PolicyResult]) -> TableData:
         )
         for policy in by_time(policies)
     )
-    return _without_empty_columns(TableData("Balance and replicas", ("policy", *BALANCE_COLUMNS), rows))
+    return without_empty_columns(TableData("Balance and replicas", ("policy", *BALANCE_COLUMNS), rows))
 
 
 def _marked(policy: PolicyResult, *, is_fastest: bool) -> str:
@@ -82,18 +82,6 @@ def _marked(policy: PolicyResult, *, is_fastest: bool) -> str:
     marks = [policy.mark, "fastest" if is_fastest else "", "ideal" if policy.is_ideal else ""]
     text = ", ".join(filter(None, marks))
     return f"{policy.name} ({text})" if text else policy.name
-
-
-def _without_empty_columns(table: TableData) -> TableData:
-    kept = [index for index in range(len(table.columns) - 1) if any(row.cells[index] != NONE for row in table.rows)]
-    rows = tuple(
-        Row(row.name, tuple(row.cells[index] for index in kept), row.about, row.bar, row.layer, row.is_ours)
-        for row in table.rows
-    )
-    return TableData(table.title, (table.columns[0], *(table.columns[index + 1] for index in kept)), rows)
-
-
-COLUMNS = ("slots", "micro-steps", "fastest", "fits", "trimtab", "eplb", "static", "ideal")
 
 
 def sweep_table(cases: Sequence[SimulatedCase]) -> TableData:
@@ -106,14 +94,13 @@ def sweep_table(cases: Sequence[SimulatedCase]) -> TableData:
     def time(case: SimulatedCase, name: str) -> str:
         return digits(factor * case.seconds(name)) if name in case.outcomes else NONE
 
-    is_named = any(case.dispatcher for case in cases)
     rows = tuple(
         Row(
             str(case.ranks),
             (
                 str(case.slots),
                 str(case.micro_steps or case.outcomes["static"].plan.num_micro_steps),
-                *([str(case.dispatcher)] if is_named else []),
+                case.dispatcher or NONE,
                 f"{case.fastest} {time(case, case.fastest)}",
                 _fits_text(case),
                 *(time(case, name) for name in ("trimtab", "eplb", "static", "balanced")),
@@ -121,8 +108,10 @@ def sweep_table(cases: Sequence[SimulatedCase]) -> TableData:
         )
         for case in cases
     )
-    columns = (*COLUMNS[:2], *(["sent"] if is_named else []), *COLUMNS[2:])
-    return TableData(f"{unit} of a step in every case", ("ranks", *columns), rows)
+    columns = (
+        "ranks", "slots", "micro-steps", "sent", "fastest", "fits", "trimtab", "eplb", "static", "ideal",
+    )  # fmt: skip
+    return without_empty_columns(TableData(f"{unit} of a step in every case", columns, rows))
 
 
 def _fits_text(case: SimulatedCase) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.report.number_text import bytes_text
+from trimtab.report.number_text import NONE, bytes_text
 from trimtab.simulator import Balance, summarise_balance
 from trimtab.trace import RoutingTrace, TraceReader
 from trimtab.trace.statistics import LayerSkew
@@ -92,6 +92,13 @@ def _table(title: str, *, show_header: bool = True) -> Table:
         title=marked(title), title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), pad_edge=False,
         min_width=len(title), show_header=show_header,
     )  # fmt: skip
+
+
+def without_empty_columns(data: TableData) -> TableData:
+    """The table without columns that have no figure in any row."""
+    kept = [index for index in range(len(data.columns) - 1) if any(row.cells[index] != NONE for row in data.rows)]
+    rows = tuple(replace(row, cells=tuple(row.cells[index] for index in kept)) for row in data.rows)
+    return TableData(data.title, (data.columns[0], *(data.columns[index + 1] for index in kept)), rows)
 
 
 def html_table(data: TableData) -> str:

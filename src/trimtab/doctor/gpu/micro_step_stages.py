@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab.calibration.random_experts import this_device
-from trimtab.cluster import QWEN3_30B, ModelSpec
+from trimtab.cluster import QWEN3_30B, ClusterSpec, ModelSpec
+from trimtab.cluster.operations import OperationCosts
 from trimtab.doctor.examination import describe_check
 from trimtab.doctor.finding import Finding
-from trimtab.doctor.gpu.layer_estimate import TOGETHER, estimate_layer
 from trimtab.doctor.gpu.transfer_stages import cluster_of
 from trimtab.doctor.planned_micro_step import PATHS, PlannedMicroStep, RandomDelays, StepSizes
 from trimtab.doctor.self_check import check_path
@@ -182,9 +182,7 @@ def check_layer() -> list[Finding]:
             LAYERS, experts_per_rank, model.top_k, model.hidden_size, model.expert_width, tokens, 0.0, dtype
         )
         measured = _measure(sizes, device)
-        expected = {}
-        if cluster is not None:
-            expected = {part.name: part.seconds for part in estimate_layer(cluster, model, tokens)}
+        expected = {} if cluster is None else estimate_layer(cluster, model, tokens)
         findings.append(describe_layer(f"{tokens:,} tokens", measured, expected))
     return findings
 
@@ -203,8 +201,27 @@ def describe_layer(name: str, measured: dict[str, float], expected: dict[str, fl
     if not expected:
         return Finding(name, "ok", "; ".join(texts))
     total, estimate = sum(measured[part] for part in expected), sum(expected.values())
-    texts.append(f"{TOGETHER} {seconds(total)} (estimate {seconds(estimate)})")
+    texts.append(f"together {seconds(total)} (estimate {seconds(estimate)})")
     return Finding(name, "ok" if total <= MOST * estimate else "warning", "; ".join(texts))
+
+
+def estimate_layer(cluster: ClusterSpec, model: ModelSpec, tokens: int) -> dict[str, float]:
+    """Seconds of forward and backward of one MoE layer by part, in their order, from published rates of the hardware.
+
+    The routing is even, so nothing waits for a busier rank. Attention, router and norms are not in it.
+
+    Args:
+        cluster: one node. Rows are sent once for each expert of a token, as the session's own dispatcher does.
+        tokens: of each rank.
+    """
+    costs = OperationCosts.of(replace(cluster, dispatch_forwards=False), model)
+    rows, here = tokens * model.top_k, model.num_experts / cluster.ranks
+    exchange_s = costs.dispatch_s + rows * (cluster.ranks - 1) / cluster.ranks * costs.near_row_s
+    experts_s = here * float(costs.copy_seconds(np.array(rows / here)))
+    return {
+        "dispatch": exchange_s, "experts": experts_s, "combine": exchange_s, "combine, backward": exchange_s,
+        "experts, backward": costs.expert_backward * experts_s, "dispatch, backward": exchange_s,
+    }  # fmt: skip
 
 
 def _measure(sizes: StepSizes, device: torch.device) -> dict[str, float]:
