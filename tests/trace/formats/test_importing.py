@@ -18,7 +18,7 @@ from helpers.examples import examples
 from helpers.import_items import damaged
 from trimtab import InputError, RoutingTrace, read_trace, write_trace
 from trimtab.cli.main import main
-from trimtab.cli.trace_import import _import_options
+from trimtab.cli.trace import _import_options
 from trimtab.cluster import load_model
 from trimtab.trace import ImportOptions
 from trimtab.trace.formats.importing import FORMATS, format_of, import_files, import_own_files
@@ -136,7 +136,7 @@ def test_invalid_arguments_give_one_line_errors(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trimtab.cli.trace_import.bounded_import", import_own_files)
+    monkeypatch.setattr("trimtab.cli.trace.bounded_import", import_own_files)
     contents = {
         "nothing.bin": b"\x00\x01\x02 nothing", "both.json": b'{"meta_info": 1, "layer": 2, "top_indices": []}',
         "empty.jsonl": b"", "a.parquet": b"PAR1 and so on", "vllm.jsonl": DUMPS["vllm:jsonl"].content,
