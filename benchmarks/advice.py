@@ -21,7 +21,8 @@ import trimtab
 from benchmarks.harness import Figures, main
 from benchmarks.tables import figure_table
 from trimtab.api.advise import DRAWS
-from trimtab.api.steps import DISPATCHERS, read_steps
+from trimtab.api.arguments import DISPATCHERS
+from trimtab.api.steps import read_steps
 from trimtab.cli.options import add_options, positive
 from trimtab.cli.parser import Parser
 from trimtab.cluster import ClusterSpec, load_cluster, load_model

@@ -13,11 +13,10 @@ from trimtab import ClusterSpec, RoutingTrace
 from trimtab.cluster import ModelSpec
 from trimtab.planner import SequenceCounts
 from trimtab.report.model import PolicyResult, Report
-from trimtab.report.policies_table import balance_and_replicas, policies_table
+from trimtab.report.policies_table import balance_and_replicas, policies_table, sweep_table
+from trimtab.report.sections import _memory_table, _parts_table
 from trimtab.report.simulation import answer, policy_results, setting_facts, simulation_report, table_title
-from trimtab.report.sweep import sweep_table
-from trimtab.report.table_data import TableData
-from trimtab.report.tables import _memory_table, _parts_table, balance_tables, plan_balance_table, trace_facts
+from trimtab.report.tables import TableData, balance_tables, plan_balance_table, trace_facts
 from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase, step_of
 from trimtab.simulator.expert_time import Balance

@@ -19,10 +19,8 @@ from trimtab.planner.plan.prediction import cross_node_rows
 from trimtab.planner.plan.solver import why_no_solver
 from trimtab.planner.replicas.paths import HOST
 from trimtab.report.imbalance import Imbalance
-from trimtab.report.notebook import facts_table
 from trimtab.report.number_text import bytes_text, plural, seconds
-from trimtab.report.table_data import Facts
-from trimtab.report.tables import plan_balance_table
+from trimtab.report.tables import Facts, facts_table, plan_balance_table
 from trimtab.simulator import Balance, expert_time, summarise_balance
 from trimtab.trace import RoutingTrace
 

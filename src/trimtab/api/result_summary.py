@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.report.imbalance import Imbalance
-from trimtab.report.notebook import notebook_html
-from trimtab.report.table_data import TableData
+from trimtab.report.tables import TableData, notebook_html
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,10 @@ from html import escape
 from importlib.resources import files
 
 from trimtab.files import write_atomically
-from trimtab.report.advice import Advice
-from trimtab.report.advice_sections import advice_sections
-from trimtab.report.analysis_data import analysis_data
+from trimtab.report.advice import Advice, advice_sections
 from trimtab.report.analysis_sections import analysis_sections
-from trimtab.report.colour_scale import load_scale
 from trimtab.report.model import AnalysisReport, Report
-from trimtab.report.page_arrays import PageArrays
-from trimtab.report.payload import in_script, page_data, simulation_data
+from trimtab.report.page_data import PageArrays, analysis_data, in_script, load_scale, page_data, simulation_data
 from trimtab.report.sections import sections
 from trimtab.report.widgets import summary
 

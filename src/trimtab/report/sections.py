@@ -1,4 +1,4 @@
-"""The sections of the page of a simulated or measured step."""
+"""How a simulated or measured step is shown: the sections of its page, and tables in a terminal."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from html import escape
 from itertools import cycle
 
+from rich.console import RenderableType
+from rich.markup import escape as shown_text
+
 from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.charts import line_chart
 from trimtab.report.model import PolicyResult, Report, Timeline
 from trimtab.report.number_text import NONE, bytes_text, seconds
-from trimtab.report.payload import load_maps, worst_layers
+from trimtab.report.page_data import load_maps, uneven_layers
 from trimtab.report.policies_table import (
     EPLB_COLUMN,
     FAR_COLUMN,
@@ -22,13 +25,25 @@ from trimtab.report.policies_table import (
     balance_and_replicas,
     by_time,
     policies_table,
+    sweep_table,
 )
-from trimtab.report.table_data import Row, TableData
-from trimtab.report.widgets import Section, facts, heat_map, lead, notes_section, options, table
+from trimtab.report.simulation import answers, notes, policy_results, setting_facts, table_title
+from trimtab.report.tables import Row, TableData, html_table, terminal_facts, terminal_table
+from trimtab.report.widgets import Section, facts, heat_map, lead, notes_section, options
 from trimtab.simulator.pipeline import BUBBLE
+from trimtab.simulator.simulated_case import SimulatedCase
+from trimtab.trace import RoutingTrace
 
 SHOWN_LAYERS = 10
 NEW_LINE = "\n"
+# Short names of `PARTS`, so a line fits a terminal.
+SHORT_PARTS = ("dense", "dispatch", "experts", "imbal.", "copies", "plan", "moves", "optim.")
+SHORT_PURPOSES = {
+    "parameters": "params", "gradients": "grads", "optimizer state": "optim.", "gathered layers": "gathered",
+    "activations": "activ.", "output head": "head", "dispatch buffers": "buffers", "replica pool": "copies",
+}  # fmt: skip
+# With more cases, a sweep prints only the table of all cases.
+MOST_DETAILED_CASES = 4
 # Colours of parts that are not in PARTS.
 SPARE_COLOURS = ("spare", "attention", "dispatch", "experts", "imbalance", "transfers", "planning", "migration")
 # Words in an operation's name, and the part with its colour; the first match is used.
@@ -75,7 +90,7 @@ def _cases(cases: TableData) -> str:
         "The fastest is the fastest policy of all that fit the device. Fits: whether the policies below fit.",
         "The other sections show the first case.",
     )
-    return lead(" ".join(texts)) + table(cases)
+    return lead(" ".join(texts)) + html_table(cases)
 
 
 def _policies(report: Report) -> str:
@@ -96,7 +111,7 @@ def _policies(report: Report) -> str:
     if FAR_COLUMN in balance.columns:
         more.append("Far rows: rows computed on another node than the one that holds the token.")
     explained = [f'<p class="below lead">{escape(" ".join(each))}</p>' for each in (texts, more)]
-    return lead(f"{times.title}.") + table(times) + explained[0] + table(balance) + explained[1]
+    return lead(f"{times.title}.") + html_table(times) + explained[0] + html_table(balance) + explained[1]
 
 
 def _times(policies: Sequence[PolicyResult]) -> str:
@@ -184,12 +199,12 @@ def _bars(
     return (
         f'<figure data-bars aria-label="{escape(what)}"><ul class="legend">{legend}</ul>{"".join(lines)}'
         '<output class="readout" aria-live="polite"></output>'
-        f"<details><summary>As a table</summary>{table(data)}</details></figure>"
+        f"<details><summary>As a table</summary>{html_table(data)}</details></figure>"
     )
 
 
 def _loads(report: Report) -> str:
-    return heat_map(load_maps(report), report.layer_names, int(worst_layers(report.before)[0]))
+    return heat_map(load_maps(report), report.layer_names, int(uneven_layers(report.before)[0]))
 
 
 def _timeline(report: Report) -> str:
@@ -249,10 +264,52 @@ def _worst_layers(report: Report) -> str:
             (f"{before_L[layer]:.3f}", f"{after_L[layer]:.3f}", f"{before_L[layer] / after_L[layer]:.2f}×"),
             layer=layer,
         )
-        for layer in worst_layers(report.before)[:SHOWN_LAYERS].tolist()
+        for layer in uneven_layers(report.before)[:SHOWN_LAYERS].tolist()
     )
     columns = ("layer", f"{report.before.title}, max/mean", f"{report.after.title}, max/mean", "gain")
     return lead(
         f"By max/mean under {report.before.title}, averaged over micro-steps. A layer takes as long as its busiest "
         "rank. Choose a layer to show it in the heat map."
-    ) + table(TableData("Worst layers", columns, rows))
+    ) + html_table(TableData("Worst layers", columns, rows))
+
+
+def simulation_tables(source: str, trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[RenderableType, ...]:
+    """What `trimtab simulate` prints: the answer, all cases of a sweep, balancers by step time, memory, setting."""
+    first = cases[0]
+    shown: list[RenderableType]
+    if len(cases) == 1:
+        policies = by_time(policy_results(first))
+        shown = [
+            f"[bold]{shown_text(answers(cases))}[/bold]\n",
+            terminal_table(policies_table(policies, table_title(first))),
+            terminal_table(balance_and_replicas(policies)),
+            terminal_table(_parts_table(policies)),
+            terminal_table(_memory_table(policies)),
+        ]
+    else:
+        shown = [f"[bold]{shown_text(answers(cases))}[/bold]\n", terminal_table(sweep_table(cases))]
+        if len(cases) <= MOST_DETAILED_CASES:
+            titles = [f"{case.text}: {table_title(case)}" for case in cases]
+            pairs = zip(cases, titles, strict=True)
+            shown += [terminal_table(policies_table(policy_results(case), title)) for case, title in pairs]
+    shown.append(terminal_facts(setting_facts(source, trace, first), "Setting"))
+    shown.append("\n".join(map(shown_text, notes(trace, cases))))
+    return tuple(shown)
+
+
+def _parts_table(policies: Sequence[PolicyResult]) -> TableData:
+    bubbles = [BUBBLE] if any(BUBBLE in policy.parts_s for policy in policies) else []
+    names = (*PARTS, *bubbles)
+    rows = tuple(Row(policy.name, tuple(f"{policy.parts_s[name] * 1e3:,.0f}" for name in names)) for policy in policies)
+    return TableData("Where the milliseconds go", ("policy", *SHORT_PARTS, *bubbles), rows)
+
+
+def _memory_table(policies: Sequence[PolicyResult]) -> TableData:
+    """Gigabytes of the rank that needs most. Columns have short names, so a line fits a terminal."""
+    purposes = dict.fromkeys(purpose for policy in policies for purpose in policy.memory_bytes)
+    rows = tuple(
+        Row(policy.name, tuple(f"{policy.memory_bytes[purpose] / 1e9:,.1f}" for purpose in purposes))
+        for policy in policies
+    )
+    columns = (SHORT_PURPOSES.get(purpose, purpose) for purpose in purposes)
+    return TableData("Gigabytes of the rank that needs most", ("policy", *columns), rows)

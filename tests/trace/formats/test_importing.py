@@ -22,7 +22,7 @@ from helpers.response_dumps import json_lines, npy_text
 from helpers.response_dumps import routes as plain_routes
 from trimtab import InputError, RoutingTrace, import_dump, read_trace, write_trace
 from trimtab.cli.main import main
-from trimtab.cli.trace_import import _import_options
+from trimtab.cli.trace import _import_options
 from trimtab.cluster import load_model
 from trimtab.trace import ImportOptions
 from trimtab.trace.formats.from_memory import from_verl
@@ -150,7 +150,7 @@ def test_invalid_arguments_give_one_line_errors(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trimtab.cli.trace_import.bounded_import", import_own_files)
+    monkeypatch.setattr("trimtab.cli.trace.bounded_import", import_own_files)
     contents = {
         "nothing.bin": b"\x00\x01\x02 nothing", "both.json": b'{"meta_info": 1, "layer": 2, "top_indices": []}',
         "empty.jsonl": b"", "a.parquet": b"PAR1 and so on", "vllm.jsonl": DUMPS["vllm:jsonl"].content,
