@@ -157,10 +157,11 @@ def test_a_sweep_has_the_times_of_each_balancer(simulated: SimulatedCase) -> Non
     table = sweep_table([replace(simulated, outcomes=quick)])
     assert table.title == "Milliseconds of a step in every case"
     assert table.rows[0].cells[2:] == ("trimtab 200", "yes", "200", "250", "400", "160")
-    # Neither trimtab nor eplb ran.
+    # Neither trimtab nor eplb ran: they have no columns.
     few = {name: quick[name] for name in ("static", "balanced")}
     table = sweep_table([replace(simulated, outcomes=few)])
-    assert table.rows[0].cells[2:] == ("static 400", "yes", "–", "–", "400", "160")
+    assert table.columns[-3:] == ("fits", "static", "ideal")
+    assert table.rows[0].cells[2:] == ("static 400", "yes", "400", "160")
     # Enough memory for all but one of the three balancers; the ideal run is none.
     most = max(outcome.peak_bytes for outcome in simulated.outcomes.values())
     greedy = replace(simulated.outcomes["eplb"], memory={"parameters": most + 2})
