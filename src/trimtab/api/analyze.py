@@ -75,12 +75,6 @@ class AnalysisResult(Summarised):
         counts = self.analysis.counts
         return Imbalance({"static": self.analysis.loads_MLR}, counts.layer_indices, counts.step_M)
 
-    def to_pandas(self) -> Any:
-        """A `DataFrame` with a row for each instance: `plan` (`static`), `step`, `micro_step`, `layer`, `tokens`,
-        `busiest_rank`, `max_over_mean`. Needs pandas, as in `pip install 'trimtab[plot]'`.
-        """
-        return self.imbalance.to_pandas()
-
     def write_figures(self, folder: str | os.PathLike[str], format: str = "pdf") -> list[Path]:
         """Write the pictures of `plot` into a folder, as `trimtab analyze --figures` does. Returns the files.
 

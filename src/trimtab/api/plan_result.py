@@ -293,12 +293,6 @@ class PlanResult(Summarised):
         loads = {"static": self.loads_before_MLR, self.policy: self.loads_after_MLR}
         return Imbalance(loads, self.trace.layer_indices, int(self.trace.steps[0]))
 
-    def to_pandas(self) -> Any:
-        """A `DataFrame` with a row for each instance without and with the plan: `plan`, `step`, `micro_step`, `layer`,
-        `tokens`, `busiest_rank`, `max_over_mean`. Needs pandas, as in `pip install 'trimtab[plot]'`.
-        """
-        return self.imbalance.to_pandas()
-
     def summary(self) -> Summary:
         before, after = self.balance_before, self.balance_after
         return Summary(

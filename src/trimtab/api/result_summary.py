@@ -56,6 +56,13 @@ class Summarised(ABC):
         """
         return self.imbalance.plot(kind, ax)
 
+    def to_pandas(self) -> Any:
+        """A `DataFrame` with a row for each instance without and with a plan: `plan` (`static`, or the balancer), `step`,
+        `micro_step`, `layer`, `tokens`, `busiest_rank`, `max_over_mean`. Needs pandas, as in
+        `pip install 'trimtab[plot]'`.
+        """
+        return self.imbalance.to_pandas()
+
     def __repr__(self) -> str:
         shown = self.summary()
         lines = (f"{type(self).__name__}: {shown.title}", *shown.sentences, *shown.details)

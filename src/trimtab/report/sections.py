@@ -60,37 +60,28 @@ SHADES = (None, "var(--ink) 28%", "var(--ground) 40%", "var(--ink) 50%", "var(--
 
 def sections(report: Report) -> list[Section]:
     """The sections for which the report has data, in order."""
-    found = []
-    if report.cases:
-        found.append(Section("cases", "Cases", "All cases", _cases(report.cases)))
-    if report.policies:
-        found.append(Section("policies", "Policies", "Policies compared", _policies(report)))
-    if any(policy.parts_s for policy in report.policies):
-        found.append(Section("time", "Time", "Where the time goes", _times(report.policies)))
-    if load_maps(report):
-        found.append(Section("load", "Load", "Load of every rank", _loads(report)))
-    if report.timelines:
-        found.append(Section("step-timeline", "Timeline", "One micro-step, operation by operation", _timeline(report)))
-    if load_maps(report):
-        found.append(Section("layers", "Layers", "Worst layers", _worst_layers(report)))
-    if report.rollout:
-        found.append(Section("rollout", "Rollout", "Rollouts of the run", _rollout(report)))
-    if any(policy.memory_bytes for policy in report.policies):
-        found.append(Section("memory", "Memory", "Memory of a rank", _memory(report)))
-    if report.facts:
-        found.append(Section("setting", "Setting", "Setting", facts(report.facts)))
-    if report.notes:
-        found.append(notes_section(report.notes))
-    return found
+    has_maps = bool(load_maps(report))
+    parts: list[tuple[object, str, str, str, Callable[[Report], str]]] = [
+        (report.cases, "cases", "Cases", "All cases", _cases),
+        (report.policies, "policies", "Policies", "Policies compared", _policies),
+        (any(policy.parts_s for policy in report.policies), "time", "Time", "Where the time goes", _times),
+        (has_maps, "load", "Load", "Load of every rank", _loads),
+        (report.timelines, "step-timeline", "Timeline", "One micro-step, operation by operation", _timeline),
+        (has_maps, "layers", "Layers", "Worst layers", _worst_layers),
+        (report.rollout, "rollout", "Rollout", "Rollouts of the run", _rollout),
+        (any(policy.memory_bytes for policy in report.policies), "memory", "Memory", "Memory of a rank", _memory),
+        (report.facts, "setting", "Setting", "Setting", lambda report: facts(report.facts)),
+    ]
+    found = [Section(name, word, heading, body(report)) for has_data, name, word, heading, body in parts if has_data]
+    return [*found, notes_section(report.notes)] if report.notes else found
 
 
-def _cases(cases: TableData) -> str:
-    texts = (
-        f"{cases.title}: recompute and update.",
-        "The fastest is the fastest policy of all that fit the device. Fits: whether the policies below fit.",
-        "The other sections show the first case.",
-    )
-    return lead(" ".join(texts)) + html_table(cases)
+def _cases(report: Report) -> str:
+    assert report.cases is not None
+    return lead(
+        f"{report.cases.title}: recompute and update. The fastest is the fastest policy of all that fit the device. "
+        "Fits: whether the policies below fit. The other sections show the first case."
+    ) + html_table(report.cases)
 
 
 def _policies(report: Report) -> str:
@@ -114,8 +105,8 @@ def _policies(report: Report) -> str:
     return lead(f"{times.title}.") + html_table(times) + explained[0] + html_table(balance) + explained[1]
 
 
-def _times(policies: Sequence[PolicyResult]) -> str:
-    rows = [(policy.name, policy.parts_s, policy.step_time_s) for policy in by_time(policies)]
+def _times(report: Report) -> str:
+    rows = [(policy.name, policy.parts_s, policy.step_time_s) for policy in by_time(report.policies)]
     parts = dict(PARTS) | {BUBBLE: "bubble of the pipeline"}
     return (
         '<p class="lead">Time on the critical path, all policies on one scale. <span class="screen">Point at a part, '
@@ -124,14 +115,11 @@ def _times(policies: Sequence[PolicyResult]) -> str:
 
 
 def _rollout(report: Report) -> str:
-    charts = "".join(map(line_chart, report.rollout))
-    return (
-        lead(
-            "Steps of the whole run, not only of the comparison. A decode step samples a token of every response that "
-            "has not ended. Occupied part: sampled tokens, divided by places and decode steps."
-        )
-        + f'<div class="pair">{charts}</div>'
+    text = (
+        "Steps of the whole run, not only of the comparison. A decode step samples a token of every response that has "
+        "not ended. Occupied part: sampled tokens, divided by places and decode steps."
     )
+    return f'{lead(text)}<div class="pair">{"".join(map(line_chart, report.rollout))}</div>'
 
 
 def _memory(report: Report) -> str:
@@ -275,23 +263,16 @@ def _worst_layers(report: Report) -> str:
 
 def simulation_tables(source: str, trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[RenderableType, ...]:
     """What `trimtab simulate` prints: the answer, all cases of a sweep, balancers by step time, memory, setting."""
-    first = cases[0]
-    shown: list[RenderableType]
+    first, tables = cases[0], [sweep_table(cases)]
     if len(cases) == 1:
         policies = by_time(policy_results(first))
-        shown = [
-            f"[bold]{shown_text(answers(cases))}[/bold]\n",
-            terminal_table(policies_table(policies, table_title(first))),
-            terminal_table(balance_and_replicas(policies)),
-            terminal_table(_parts_table(policies)),
-            terminal_table(_memory_table(policies)),
-        ]
-    else:
-        shown = [f"[bold]{shown_text(answers(cases))}[/bold]\n", terminal_table(sweep_table(cases))]
-        if len(cases) <= MOST_DETAILED_CASES:
-            titles = [f"{case.text}: {table_title(case)}" for case in cases]
-            pairs = zip(cases, titles, strict=True)
-            shown += [terminal_table(policies_table(policy_results(case), title)) for case, title in pairs]
+        tables = [
+            policies_table(policies, table_title(first)), balance_and_replicas(policies), _parts_table(policies),
+            _memory_table(policies),
+        ]  # fmt: skip
+    elif len(cases) <= MOST_DETAILED_CASES:
+        tables += [policies_table(policy_results(case), f"{case.text}: {table_title(case)}") for case in cases]
+    shown: list[RenderableType] = [f"[bold]{shown_text(answers(cases))}[/bold]\n", *map(terminal_table, tables)]
     shown.append(terminal_facts(setting_facts(source, trace, first), "Setting"))
     shown.append("\n".join(map(shown_text, notes(trace, cases))))
     return tuple(shown)
