@@ -101,6 +101,9 @@ def test_savings_moves_and_bytes_of_a_plan() -> None:
         {"ranks": 8},
         {"ranks": 16, "micro_steps": 3, "recompute": False},
         {"ranks": 16, "groups": 2, "checkpointing": True, "slots": 1},
+        {"ranks": 8, "groups": 4, "micro_steps": 8},
+        {"ranks": 8, "groups": 8, "micro_steps": 8},
+        {"ranks": 16, "groups": 4, "micro_steps": 4, "recompute": False},
         {"ranks": 32, "cluster": "a100x8", "token_budget": 4096, "dispatcher": "tokens"},
     ],
 )
@@ -113,4 +116,6 @@ def test_predicted_seconds_are_those_of_the_simulator(settings: dict[str, Any]) 
     simulated = trimtab.simulate(trace, policies="trimtab", **settings)
     outcome = simulated.cases[0].outcomes["trimtab"]
     assert result.plan.num_micro_steps == outcome.plan.num_micro_steps
-    assert result.predicted_seconds[result.strategy] == pytest.approx(outcome.simulated.step_time_s, rel=0.03)
+    # Groups with one or two micro-steps wait for the largest; the prediction has their mean.
+    error = 0.04 if settings.get("groups", 1) > 2 else 0.03
+    assert result.predicted_seconds[result.strategy] == pytest.approx(outcome.simulated.step_time_s, rel=error)

@@ -9,7 +9,7 @@ from types import FunctionType
 
 import pytest
 
-from experiments.site.gallery import PAGES, command, gallery
+from experiments.site import gallery as site_gallery
 from experiments.site.reference_pages import PYTHON, first_page, public_names, reference_pages
 from trimtab.cli.main import COMMANDS
 from trimtab.errors import InputError
@@ -69,15 +69,16 @@ def test_counters_of_a_session_are_shown() -> None:
 
 
 def test_the_gallery_has_pages_of_its_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.site.gallery.PAGES", {"analyze": PAGES["analyze"]})
-    pages = gallery()
-    assert command("analyze") in pages["gallery.md"]
+    monkeypatch.setattr("experiments.site.gallery.PAGES", {"analyze": site_gallery.PAGES["analyze"]})
+    pages = site_gallery.gallery()
+    assert site_gallery.command("analyze") in pages["gallery.md"]
     linked = re.findall(r"\]\((gallery/[^)]*)\)", pages["gallery.md"])
     assert linked == ["gallery/analyze.html", "gallery/training.html"]
-    assert "examples/sample.parquet" in pages["gallery/analyze.html"] and (ROOT / "docs" / linked[1]).is_file()
+    assert "examples/sample.parquet" in pages["gallery/analyze.html"]
+    assert (ROOT / "docs" / linked[1]).is_file()
 
 
 def test_a_failing_command_of_the_gallery_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("experiments.site.gallery.PAGES", {"analyze": ("nothing", "--ranks 7")})
     with pytest.raises(InputError, match=r"trimtab analyze examples/sample.parquet --ranks 7 .*32 experts"):
-        gallery()
+        site_gallery.gallery()

@@ -104,6 +104,7 @@ def plan(
         model=spec,
         counting_s=counting_ended - start,
         planning_s=planning_ended - counting_ended,
+        costs=costs,
         groups=groups,
     )
 
