@@ -20,16 +20,10 @@ from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.layer.micro_step import RunningStep
 from trimtab.runtime.plan_report import PlanReport
 from trimtab.runtime.planning_in_rollout import PlanningInRollout
-from trimtab.runtime.ranks.lockstep import (
-    APPLY_PLAN,
-    PLAN,
-    PLAN_SEQUENCES,
-    digest,
-)
+from trimtab.runtime.ranks.lockstep import APPLY_PLAN, PLAN, PLAN_SEQUENCES, digest
 from trimtab.runtime.ranks.rank_calls import attempt
 from trimtab.runtime.rows.background_slices import StepSlices, planner_thread
-from trimtab.runtime.rows.rank_load import RankLoad
-from trimtab.runtime.rows.unread_rows import assign_unread
+from trimtab.runtime.rows.rank_load import RankLoad, assign_unread
 from trimtab.runtime.session_micro_steps import SessionMicroSteps
 from trimtab.runtime.session_settings import SessionSettings
 from trimtab.runtime.step_planner import SessionPlanner

@@ -16,8 +16,7 @@ import torch
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError, RanksDisagreeError
-from trimtab.runtime.autograd.accumulation import Accumulation
-from trimtab.runtime.autograd.gradient_watch import GradientWatch
+from trimtab.runtime.autograd.gradient_watch import Accumulation, GradientWatch
 from trimtab.runtime.autograd.torch_engine import require_eager, running_backward, will_run
 from trimtab.runtime.layer.backward import Backward
 from trimtab.runtime.layer.micro_step import BoundRoutes
