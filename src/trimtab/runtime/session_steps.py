@@ -15,14 +15,13 @@ import torch.distributed as dist
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import PlannedStep, Schedule, SequenceCounts, StepPlan
-from trimtab.planner.plan.slices import SlicePlanner, SliceRules, layers_of_rank
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.layer.micro_step import RunningStep
 from trimtab.runtime.plan_report import PlanReport
 from trimtab.runtime.planning_in_rollout import PlanningInRollout
 from trimtab.runtime.ranks.lockstep import APPLY_PLAN, PLAN, PLAN_SEQUENCES, digest
 from trimtab.runtime.ranks.rank_calls import attempt
-from trimtab.runtime.rows.background_slices import StepSlices, planner_thread
+from trimtab.runtime.rows.background_slices import planner_thread, start_slices
 from trimtab.runtime.rows.rank_load import RankLoad, assign_unread
 from trimtab.runtime.session_micro_steps import SessionMicroSteps
 from trimtab.runtime.session_settings import SessionSettings
@@ -368,7 +367,11 @@ class SessionSteps(SessionMicroSteps):
         start = time.perf_counter()
         number = self._end_step()
         transfers = experts.transfers if is_executed else None
-        following = None if slices is None else self._start_slices(plan, load, slices)
+        following = None
+        if slices is not None:
+            following = start_slices(plan, load, slices, self.topology)
+            # A micro-step waits for its replicas for as long as they are predicted to save.
+            self._patience_s = self.settings.patience_s(slices.saved_s / max(1, plan.num_micro_steps))
         if is_executed:
             with torch.inference_mode(False):
                 experts.move(experts.places_after(plan.placement))
@@ -398,14 +401,3 @@ class SessionSteps(SessionMicroSteps):
         load = load or RankLoad.of(trace, plan.schedule, rank, self.topology)
         plan.check_quotas(load.counts_MLE[:, :, None], rank)
         return load
-
-    def _start_slices(self, header: StepPlan, load: RankLoad, rules: SliceRules) -> StepSlices:
-        ranks = self.topology.num_ranks
-        layers_R = [layers_of_rank(header.num_layers, rank, ranks) for rank in range(ranks)]
-        workload, first_layer = load.for_layers(layers_R), layers_R[self.topology.rank].start
-        planner = SlicePlanner.of(rules, self.topology.group, workload, header.home, first_layer)
-        slices = StepSlices(header, planner, self.topology, expected_max_vio=rules.max_vio)
-        planner_thread(self.topology).start(slices.run)
-        # A micro-step waits for its replicas for as long as they are predicted to save.
-        self._patience_s = self.settings.patience_s(rules.saved_s / max(1, header.num_micro_steps))
-        return slices

@@ -21,6 +21,25 @@ from trimtab.errors import InputError
 T = TypeVar("T")
 
 
+class _Failure(NamedTuple):
+    """The error of a rank. Other ranks may not be able to load its class."""
+
+    is_input: bool
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Failure:
+        """An error of this rank."""
+        is_input = isinstance(error, InputError)
+        return cls(
+            is_input, str(error) if is_input else f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
+        )
+
+    def as_error(self) -> InputError | RuntimeError:
+        """The error to raise on other ranks."""
+        return InputError(self.text) if self.is_input else RuntimeError(self.text)
+
+
 def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup) -> T:
     """Call a function on the first rank of a group. Returns its result on all ranks. Collective.
 
@@ -28,23 +47,17 @@ def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup) -> T:
         InputError: on all ranks, if the function raises it.
         RuntimeError: on other ranks, if the function raises anything else, with the rank and the error.
     """
-    # The result; if the function failed, whether for its input; and the error's text, since other ranks may not be able
-    # to load its class.
-    message: list[Any] = [None, None, ""]
+    message: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
             message[0] = function()
         except BaseException as error:
-            first = dist.get_process_group_ranks(group)[0]
-            is_input = isinstance(error, InputError)
-            text = str(error) if is_input else f"rank {first} failed: {type(error).__name__}: {error}"
-            dist.broadcast_object_list([None, is_input, text], group=group, group_src=0)
+            dist.broadcast_object_list([_Failure.of(error)], group=group, group_src=0)
             raise
     dist.broadcast_object_list(message, group=group, group_src=0)
-    result, is_input_error, text = message
-    if is_input_error is not None:
-        raise InputError(text) if is_input_error else RuntimeError(text)
-    return cast(T, result)
+    if isinstance(message[0], _Failure):
+        raise message[0].as_error()
+    return cast(T, message[0])
 
 
 def attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:
@@ -100,13 +113,6 @@ def _run_calls(
         done.release()
 
 
-class _Failure(NamedTuple):
-    """The error of a rank. Other ranks may not be able to load its class."""
-
-    is_input: bool
-    text: str
-
-
 class Leaders:
     """Exchanges of one plan between the first ranks of all expert-parallel groups, each of which plans for its group.
 
@@ -133,10 +139,8 @@ class Leaders:
             return result
         except BaseException as error:
             if self._group is not None and error is not self._told:
-                is_input, rank = isinstance(error, InputError), dist.get_rank()
-                text = str(error) if is_input else f"rank {rank} failed: {type(error).__name__}: {error}"
                 with suppress(Exception):
-                    self._exchange(_Failure(is_input, text))
+                    self._exchange(_Failure.of(error))
             raise
 
     def gather(self, values: Sequence[T]) -> list[T]:
@@ -161,6 +165,6 @@ class Leaders:
         dist.all_gather_object(found, mine, group=self._group)
         for value in found:
             if isinstance(value, _Failure):
-                self._told = InputError(value.text) if value.is_input else RuntimeError(value.text)
+                self._told = value.as_error()
                 raise self._told
         return found
