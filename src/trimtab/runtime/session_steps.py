@@ -22,7 +22,7 @@ from trimtab.runtime.planning_in_rollout import PlanningInRollout
 from trimtab.runtime.ranks.lockstep import APPLY_PLAN, PLAN, PLAN_SEQUENCES, digest
 from trimtab.runtime.ranks.rank_calls import attempt
 from trimtab.runtime.rows.background_slices import planner_thread, start_slices
-from trimtab.runtime.rows.rank_load import RankLoad, assign_unread
+from trimtab.runtime.rows.rank_load import RankLoad, assign_unread, checked_load
 from trimtab.runtime.session_micro_steps import SessionMicroSteps
 from trimtab.runtime.session_settings import SessionSettings
 from trimtab.runtime.step_planner import SessionPlanner
@@ -350,7 +350,7 @@ class SessionSteps(SessionMicroSteps):
         plan, experts, is_executed = planned.plan, self._experts, self.settings.executes_plans
         problem = problem or attempt(self._check_plan, plan)[1]
         if problem is None:
-            load, problem = attempt(self._checked_load, plan, trace, load)
+            load, problem = attempt(checked_load, plan, trace, load, self.topology)
         same: dict[str, object] = {"the plan": plan.hash, **self._shared}
         if is_executed and not problem and experts.num_moved(plan.placement):
             same |= experts.state_to_move(experts.places_after(plan.placement))
@@ -393,11 +393,3 @@ class SessionSteps(SessionMicroSteps):
             planned, (before, after), self.memory(), is_executed=is_executed, homes_moved=moved,
             moving_s=moving_s, applying_s=time.perf_counter() - applied_at - moving_s,
         )  # fmt: skip
-
-    def _checked_load(self, plan: StepPlan, trace: RoutingTrace, load: RankLoad | None) -> RankLoad:
-        """This rank's load under a plan of its group; counted if None. Raises InputError if the plan is not for it."""
-        rank = self.topology.rank
-        plan.check_form(plan.num_micro_steps, trace.num_layers, self.topology.num_ranks, trace.num_experts)
-        load = load or RankLoad.of(trace, plan.schedule, rank, self.topology)
-        plan.check_quotas(load.counts_MLE[:, :, None], rank)
-        return load

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.array_type import Array
-from trimtab.planner import Schedule, Workload
+from trimtab.planner import Schedule, StepPlan, Workload
 from trimtab.planner.plan.expert_loads import ExpertLoads
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
@@ -153,6 +153,14 @@ class RequestedCounts:
             counts_MLRE[mine] = rows_RMLF[..., :-1].transpose(1, 2, 0, 3)
             unknown_MLR[mine] = rows_RMLF[..., -1].transpose(1, 2, 0)
         return Workload(counts_MLRE, unknown_MLR) if is_first else None
+
+
+def checked_load(plan: StepPlan, trace: RoutingTrace, load: RankLoad | None, topology: Topology) -> RankLoad:
+    """This rank's load under a plan of its group; counted if None. Raises InputError if the plan is not for it."""
+    plan.check_form(plan.num_micro_steps, trace.num_layers, topology.num_ranks, trace.num_experts)
+    load = load or RankLoad.of(trace, plan.schedule, topology.rank, topology)
+    plan.check_quotas(load.counts_MLE[:, :, None], topology.rank)
+    return load
 
 
 def assign_unread(trace: RoutingTrace, unread_T: Array, layers: Sequence[HomeExperts], topology: Topology) -> None:
