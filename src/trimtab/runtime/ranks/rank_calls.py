@@ -31,9 +31,8 @@ class _Failure(NamedTuple):
     def of(cls, error: BaseException) -> _Failure:
         """An error of this rank."""
         is_input = isinstance(error, InputError)
-        return cls(
-            is_input, str(error) if is_input else f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
-        )
+        text = str(error) if is_input else f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
+        return cls(is_input, text)
 
     def as_error(self) -> InputError | RuntimeError:
         """The error to raise on other ranks."""
