@@ -18,7 +18,7 @@ from trimtab.report.page_data import PageArrays, analysis_data, in_script, load_
 from trimtab.report.sections import sections
 from trimtab.report.widgets import summary
 
-SCRIPTS = ("common.js", "bars.js", "heatmap.js", "grid.js", "timeline.js", "page.js")
+SCRIPTS = ("common.js", "bars.js", "heatmap.js", "grid.js", "timeline.js", "downloads.js", "page.js")
 # Control characters, which a browser drops; bidirectional ones, which reorder the text after a name; bytes of a file's
 # name that are not UTF-8, which can't be written.
 NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
