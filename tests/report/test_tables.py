@@ -22,7 +22,7 @@ from trimtab.report.tables import (
     terminal_table,
 )
 from trimtab.trace import RoutingTrace
-from trimtab.trace.counting import LayerSkew
+from trimtab.trace.statistics import LayerSkew
 
 
 def printed(*parts: object) -> str:

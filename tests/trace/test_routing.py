@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from trimtab import InputError, RoutingTrace, write_trace
 from trimtab.trace import TraceReader, hash_tokens, id_dtype, no_route, store, synthesize
-from trimtab.trace.counting import count_experts, layer_skew
+from trimtab.trace.counting import count_experts
 from trimtab.trace.permuted_experts import permute_experts
+from trimtab.trace.statistics import layer_skew
 
 
 def small_trace(num_experts: int = 8) -> RoutingTrace:

@@ -27,13 +27,13 @@ from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.number_text import bytes_text
 from trimtab.report.tables import skew_table, terminal_facts, trace_facts
 from trimtab.trace import PRESETS, RoutingTrace, TraceReader, id_dtype, synthesize_preset, write_trace
-from trimtab.trace.counting import layer_skew
 from trimtab.trace.exports.arrays import write_npz, write_safetensors
 from trimtab.trace.exports.megatron import write_megatron
 from trimtab.trace.formats.bounded_import import bounded_import
 from trimtab.trace.formats.importing import FORMATS, import_own_files
 from trimtab.trace.formats.normalise import Summary
 from trimtab.trace.formats.records import ImportOptions
+from trimtab.trace.statistics import layer_skew
 from trimtab.trace.store import named_files
 
 

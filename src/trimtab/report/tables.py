@@ -17,7 +17,7 @@ from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.number_text import NONE, bytes_text
 from trimtab.simulator import Balance, summarise_balance
 from trimtab.trace import RoutingTrace, TraceReader
-from trimtab.trace.counting import LayerSkew
+from trimtab.trace.statistics import LayerSkew
 
 SHOWN_LAYERS = 5
 # In characters: a usual terminal, and the narrowest column whose header wraps.
