@@ -22,7 +22,7 @@ INTRODUCTION = f"""# Gallery
 
 Pages as the commands write them: each is one file that works offline. Click on a chart's bars and cells for figures.
 
-The first three are about `{SAMPLE}`, a trace that comes with the repository, so that you can try any command without
+They are about `{SAMPLE}`, a trace that comes with the repository, so that you can try any command without
 a dump of your own. `python -m experiments.sample_trace` recorded it: `trimtab train` trains a small model of 8 MoE
 layers with 32 experts, top-4. gpt-oss-20b has as many, and seconds are those of gpt-oss-20b with this routing.
 """
@@ -42,10 +42,6 @@ def gallery() -> dict[str, str]:
     lines = [INTRODUCTION]
     for name, (shows, _) in PAGES.items():
         lines.append(f"## [{name}](gallery/{name}.html)\n\n{shows.capitalize()}.\n\n```sh\n{command(name)}\n```\n")
-    lines.append(
-        "## [A training run](gallery/training.html)\n\nThe run of `make demo` that [results](results.md) quotes: "
-        "losses, loads and times of each step, and the comparison with the same trainer without Trimtab.\n"
-    )
     return {"gallery.md": "\n".join(lines), **{f"gallery/{name}.html": _page(name) for name in PAGES}}
 
 
