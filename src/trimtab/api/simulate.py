@@ -273,7 +273,7 @@ def simulate(
         groups=groups, meet=groups_meet, recompute=recompute, sharding=sharding,
         checkpointing=recomputed(checkpointing), layout=layout,
     )  # fmt: skip
-    for (case_ranks, case_slots, size, name), nodes in zip(every, clusters, strict=True):
+    for (case_ranks, case_slots, size, sends), nodes in zip(every, clusters, strict=True):
         case = recorded.case(
             nodes, spec, settings, micro_steps=size, token_budget=token_budget, mini_batches=mini_batches,
             equal_terms=equal_terms,
@@ -287,7 +287,7 @@ def simulate(
         permuted = permuted_steps(case, [name for name in PERMUTED_POLICIES if name in names], PERMUTATION_SEED)
         times_s = {name: step.step_time_s for name, step in permuted.items()}
         waiting_s = permuted["static"].causes_s[WAITING]
-        cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes, times_s, waiting_s, name))
+        cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes, times_s, waiting_s, sends))
     progress(names[-1], total, total)
     return SimulationResult(reader.name, step_trace, tuple(cases))
 
