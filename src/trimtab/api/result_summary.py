@@ -57,9 +57,8 @@ class Summarised(ABC):
         return self.imbalance.plot(kind, ax)
 
     def to_pandas(self) -> Any:
-        """A `DataFrame` with a row for each instance without and with a plan: `plan` (`static`, or the balancer), `step`,
-        `micro_step`, `layer`, `tokens`, `busiest_rank`, `max_over_mean`. Needs pandas, as in
-        `pip install 'trimtab[plot]'`.
+        """A `DataFrame` with a row for each instance: `plan` (`static`, or the balancer), `step`, `micro_step`,
+        `layer`, `tokens`, `busiest_rank`, `max_over_mean`. Needs pandas, as in `pip install 'trimtab[plot]'`.
         """
         return self.imbalance.to_pandas()
 
