@@ -175,7 +175,7 @@ def metrics_page() -> str:
                 "## Of a session",
                 "`session.take_metrics()`, this rank's counters since the last call:",
                 figure_table(_read_class("runtime/transfer/counters.py", "Counters"), "in `take_metrics()`"),
-                _bullets(counters.partition(". ")[2]),
+                _bullets(counters.partition("; ")[2]),
                 "## Of an observed step",
                 "See [observe](../observe.md#figures).",
                 "## Of `trimtab.plan`",

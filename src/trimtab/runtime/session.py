@@ -107,7 +107,7 @@ class Session(SessionSteps, SessionState, SessionGradients):
         """This rank's counters since the last call. Not a collective.
 
         Returns:
-            The figures of `Counters`, by name. `transfer/cpu_s`: CPU seconds of copying threads;
+            The figures of `Counters`, by their keys; `transfer/cpu_s`: CPU seconds of copying threads;
             `transfer/peer_memory_bytes`: memory of this rank that others of its node read replicas from, 0 if they get
             messages; `moe/replay_agreement`, if recorded rows were replayed: the part of them whose expert the router
             chose, too. If replicas are planned while the step runs: `plan/background_s`: seconds of planning and
