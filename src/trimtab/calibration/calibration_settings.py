@@ -21,6 +21,10 @@ from trimtab.integrations.transformers.families import SUPPORTED_MODEL_TYPES
 
 LAYERS, HIDDEN, WIDTH, EXPERTS, TOP_K = 4, 256, 512, 32, 4
 TOKENS, SEQUENCE_LENGTH = 2048, 128
+GPU_MODEL = "qwen3-30b-a3b"
+GPU_TOKENS = 8192
+GPU_SEQUENCE_LENGTH = 1024
+CPU_RANKS = 2
 
 
 def small_config(
@@ -41,12 +45,6 @@ def small_config(
         "norm_topk_prob": True,
         "dtype": "float32",
     }
-
-
-GPU_MODEL = "qwen3-30b-a3b"
-GPU_TOKENS = 8192
-GPU_SEQUENCE_LENGTH = 1024
-CPU_RANKS = 2
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,12 @@ from trimtab.runtime.transfer.streams import BackgroundCopies
 # More than caches hold.
 CPU_BYTES = 64 << 20
 CUDA_BYTES = 1 << 30
+# Experts that are transferred in one measurement, as many as a layer has replicas on a rank.
+EXPERTS = 2
+# One transfer is short, so a measurement repeats it.
+REPETITIONS = 4
+# Rows sent by a rank, as fractions of the rows that a layer dispatches.
+ROW_LOADS = (1.0, 0.5, 0.125, 1 / 64)
 
 
 def measure_memory(context: MeasurementContext) -> tuple[float, float]:
@@ -35,14 +41,6 @@ def measure_memory(context: MeasurementContext) -> tuple[float, float]:
     copy = partial(torch.zeros_like(source).copy_, source)
     taken_s = context.seconds({"copy": copy, "step": torch.optim.AdamW([weights]).step})
     return 2 * nbytes / taken_s["copy"], OPTIMIZER_BYTES * weights.numel() / taken_s["step"]
-
-
-# Experts that are transferred in one measurement, as many as a layer has replicas on a rank.
-EXPERTS = 2
-# One transfer is short, so a measurement repeats it.
-REPETITIONS = 4
-# Rows sent by a rank, as fractions of the rows that a layer dispatches.
-ROW_LOADS = (1.0, 0.5, 0.125, 1 / 64)
 
 
 @dataclass(frozen=True)
