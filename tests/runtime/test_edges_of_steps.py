@@ -133,21 +133,25 @@ class LocalError(Exception):
         super().__init__(f"{one} and {two}")
 
 
+@pytest.mark.parametrize(("kind", "arguments"), [(LocalError, (1, 2)), (InputError, ("1 and 2",))])
 @runs_on_ranks()
-def test_any_error_of_the_first_ranks_planner_is_raised_on_all_ranks() -> None:
+def test_any_error_of_the_first_ranks_planner_is_raised_on_all_ranks(
+    kind: type[Exception], arguments: tuple[object, ...]
+) -> None:
     session, _, _ = make()
     step = Step(7)
     mine = step.trace.select(step.schedule.sequences_of(session.rank))
 
     def fail(*_: object, **__: object) -> None:
-        raise LocalError(1, 2)
+        raise kind(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_planner, "plan_schedule", fail)
-        with pytest.raises((LocalError, RuntimeError), match="1 and 2") as raised:
+        with pytest.raises((LocalError, RuntimeError, InputError), match="1 and 2") as raised:
             session.plan(mine, step.schedule)
         if session.rank:
-            assert "rank 0 failed: LocalError" in str(raised.value)
+            assert type(raised.value) is (InputError if kind is InputError else RuntimeError)
+            assert kind is InputError or "rank 0 failed: LocalError" in str(raised.value)
     session.plan(mine, step.schedule)
 
 
