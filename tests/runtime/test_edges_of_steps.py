@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 from helpers.equality import relative_error
 from helpers.moe_model import ALL_LISTS, Shape, TinyMoE, matches
 from helpers.planned_steps import SHAPE, Step, make, rows_of
-from helpers.rank_tests import runs_on_ranks
+from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.planner.plan.slices import SlicePlanner
 from trimtab.runtime import Session, gated_experts, step_planner
@@ -184,12 +184,15 @@ def test_a_plan_is_of_its_sequences_in_their_order(has_hashes: bool, wrong: str)
     planned = session.plan_sequences(trace.select(np.arange(4) + 4 * session.rank), token_budget=200)
     mine = trace.select(planned.schedule.sequences_of(session.rank))
     # On one rank, and refused on both.
-    other = mine
-    if session.rank:
-        other = mine.select(np.arange(mine.num_sequences)[::-1])
-        if wrong == "rows":
-            other = replace(mine, expert_ids=mine.expert_ids[::-1], sequence_hashes=np.zeros_like(mine.sequence_hashes))
-    with pytest.raises(InputError, match="sequence 0 of this rank's trace is not the planned one"):
+    other, first_wrong = mine, 0
+    if wrong == "order":
+        # The last two.
+        first_wrong = of_all_ranks(mine.num_sequences)[1] - 2
+    if session.rank and wrong == "order":
+        other = mine.select(np.r_[:first_wrong, first_wrong + 1, first_wrong])
+    elif session.rank:
+        other = replace(mine, expert_ids=mine.expert_ids[::-1], sequence_hashes=np.zeros_like(mine.sequence_hashes))
+    with pytest.raises(InputError, match=f"sequence {first_wrong} of this rank's trace is not the planned one"):
         session.apply_plan(planned, other)
     session.apply_plan(planned, mine)
 
