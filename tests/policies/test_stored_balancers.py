@@ -18,8 +18,7 @@ from helpers.policies import Step
 from helpers.stored_results import counted, digest
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan
 from trimtab.policies import POLICIES, Policy
-from trimtab.policies.hidden_planning import HiddenPlanning
-from trimtab.policies.planning_time import Exchange, PlanningTime, TimeAtSize
+from trimtab.policies.planning_time import Exchange, HiddenPlanning, PlanningTime, TimeAtSize
 
 FILE = Path(__file__).parents[1] / "fixtures" / "balancers.json"
 STORED: dict[str, dict[str, list[Any]]] = json.loads(FILE.read_text()) if FILE.exists() else {}
