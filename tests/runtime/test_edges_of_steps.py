@@ -218,6 +218,7 @@ def test_a_long_wait_is_told_once_with_its_call_and_ranks() -> None:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lockstep, "COMPARE_AFTER_S", 0.2)
+        patch.setattr(lockstep, "TELL_AFTER_S", 0.1)
         logging.getLogger("trimtab").addHandler(handler)
         if session.rank:
             time.sleep(1)
