@@ -58,7 +58,7 @@ class AdviceResult(Summarised):
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write the page of `trimtab advise --html`. Writes are atomic."""
-        write_html(self.advice, path)
+        write_html(self.advice, path, self.figures())
 
     @property
     def imbalance(self) -> Imbalance:

@@ -133,7 +133,7 @@ class SimulationResult(Summarised):
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write the page of `trimtab simulate --html`: all cases in a table, then the first that fits. Writes are
         atomic."""
-        write_html(simulation_report(self.source, self.trace, self.cases), path)
+        write_html(simulation_report(self.source, self.trace, self.cases), path, self.figures())
 
     @property
     def imbalance(self) -> Imbalance:

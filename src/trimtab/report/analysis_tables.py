@@ -51,16 +51,22 @@ def analysis_tables(report: AnalysisReport) -> list[RenderableType]:
 def setting_facts(report: AnalysisReport) -> Facts:
     """Trace, ranks and micro-steps."""
     analysis, counts = report.analysis, report.analysis.counts
-    steps = counts.steps
-    which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
-    shape = f"{counts.num_layers} MoE layers, {counts.num_experts} experts, top-{counts.top_k}"
+    layers, experts = plural(counts.num_layers, "MoE layer"), plural(counts.num_experts, "expert")
+    shape = f"{layers}, {experts}, top-{counts.top_k}"
     return [
         ("trace", report.source),
         ("model", f"{counts.model or 'unknown'}: {shape}"),
-        ("contents", f"{counts.num_tokens:,} tokens in {counts.num_sequences:,} sequences, {which}"),
+        ("contents", contents_text(analysis)),
         ("ranks", f"{analysis.ranks}, {analysis.ranks_per_node} per node, contiguous homes"),
         ("micro-steps", f"{counts.num_micro_steps}, each of up to {counts.token_budget:,} tokens per rank"),
     ]
+
+
+def contents_text(analysis: Analysis) -> str:
+    """Tokens, sequences and steps."""
+    counts, steps = analysis.counts, analysis.counts.steps
+    which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+    return f"{plural(counts.num_tokens, 'token')} in {plural(counts.num_sequences, 'sequence')}, {which}"
 
 
 def balance_table(analysis: Analysis) -> TableData:
