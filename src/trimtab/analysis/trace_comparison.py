@@ -13,10 +13,11 @@ from trimtab.analysis.balance import known_mean, overlap
 from trimtab.analysis.trace_counts import TraceCounts
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.messages import plural
 from trimtab.trace import RoutingTrace
 
-# The hottest experts of a layer are one in this many; by chance the same part of them is in common.
-ONE_IN = 8
+# The hottest experts of a layer are one in this many, and no fewer than these.
+ONE_IN, LEAST_HOTTEST = 8, 2
 BINS = 24
 SHOWN = 10
 
@@ -136,10 +137,9 @@ def check_comparable(names: Sequence[str], shapes: Sequence[RoutingTrace | Trace
 
 def _shape_text(shape: RoutingTrace | TraceCounts) -> str:
     indices = shape.layer_indices.tolist()
-    count = f"{len(indices)} MoE layer{'' if len(indices) == 1 else 's'}"
     gaps = np.flatnonzero(np.diff(indices) != 1) + 1
     runs = [f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in np.split(indices, gaps) if len(run)]
-    return f"{count} ({', '.join(runs)}) of {shape.num_experts} experts"
+    return f"{plural(len(indices), 'MoE layer')} ({', '.join(runs)}) of {plural(shape.num_experts, 'expert')}"
 
 
 def compare_traces(names: Sequence[str], first: Analysis, second: Analysis) -> TraceComparison:
@@ -159,7 +159,7 @@ def compare_traces(names: Sequence[str], first: Analysis, second: Analysis) -> T
     loads = [each.counts.counts_MLE.sum(axis=0) for each in (first, second)]
     a, b = _figures_of(first), _figures_of(second)
     edges = np.linspace(1.0, max(1.05, first.total.max_over_mean.worst, second.total.max_over_mean.worst), BINS + 1)
-    hottest_of_layer = max(1, first.counts.num_experts // ONE_IN)
+    hottest_of_layer = min(first.counts.num_experts, max(LEAST_HOTTEST, first.counts.num_experts // ONE_IN))
     return TraceComparison(
         first=first,
         second=second,

@@ -12,10 +12,10 @@ from trimtab.api.result_summary import Summarised, Summary
 from trimtab.api.steps import read_steps, spread_layers
 from trimtab.cluster.parallel_layout import ZERO1
 from trimtab.errors import InputError
+from trimtab.messages import plural
 from trimtab.report.advice import Advice, StrategyFigures, advice_table, first_answer
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance
-from trimtab.report.number_text import plural
 from trimtab.simulator.break_even import break_even
 from trimtab.simulator.comparison import Outcome, fits, simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase

@@ -11,7 +11,8 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from trimtab.figures import by_key, measured, with_documented_figures
-from trimtab.report.number_text import NONE, bytes_text, plural, seconds
+from trimtab.messages import plural
+from trimtab.report.number_text import NONE, bytes_text, seconds
 from trimtab.report.policies_table import WaterfallRow, waterfall_rows, waterfall_table
 from trimtab.report.simulation import layout_facts, scale_note
 from trimtab.report.tables import (
@@ -322,7 +323,7 @@ def advice_tiles(advice: Advice) -> list[tuple[str, str, str]]:
     static, target = advice.static.simulated, advice.target.outcomes[0].name
     named = next(each for each in advice.strategies if each.strategy.name == target)
     over = "" if named.over_eplb is None else f"; {named.over_eplb.value:.2f}x as fast as eplb"
-    recorded = f"of each step recorded, {advice.case.sequences.num_layers} layers simulated"
+    recorded = f"of each step recorded, {plural(advice.case.sequences.num_layers, 'layer')} simulated"
     return [
         ("Cost of imbalance", f"{static.causes_s[WAITING] / static.step_time_s:.0%}", "of a step without balancing"),
         (f"Gain of {target}", f"{named.gain.value:.0%}", f"less time ({_range(named.gain)}){over}"),
@@ -340,12 +341,12 @@ def advice_facts(advice: Advice) -> Facts:
     groups = case.settings.groups
     in_groups = f" in {groups} groups" if groups > 1 else ""
     return (
-        ("trace", f"{advice.source}: {steps}, {advice.sequences:,} sequences or more recorded of each"),
+        ("trace", f"{advice.source}: {steps}, {plural(advice.sequences, 'sequence')} or more recorded of each"),
         ("step", f"{int(case.sequences.lengths.sum()):,} tokens, {case.token_budget:,} or less a rank and micro-step"),
         ("model", f"{advice.model}; {chosen} of {advice.layers} recorded layers stand for {case.model.moe_layers}"),
-        ("cluster", f"{advice.gpus} GPUs{in_groups}, {cluster.ranks_per_node} per node, {cluster.name}"),
+        ("cluster", f"{plural(advice.gpus, 'GPU')}{in_groups}, {cluster.ranks_per_node} per node, {cluster.name}"),
         *layout_facts(case.settings),
-        ("replicas", f"{cluster.slots_per_rank} slots per rank"),
+        ("replicas", f"{plural(cluster.slots_per_rank, 'slot')} per rank"),
     )
 
 

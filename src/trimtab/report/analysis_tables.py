@@ -10,9 +10,10 @@ from trimtab.analysis.analysis import worst_layers
 from trimtab.analysis.balance import Balance, SizeBalance, Spread
 from trimtab.analysis.hot_experts import HOT_FACTOR
 from trimtab.analysis.summary import answer, cost_summary, layers_summary, notes
+from trimtab.messages import plural
 from trimtab.report.charts import Line, LineChart
 from trimtab.report.model import AnalysisReport
-from trimtab.report.number_text import number, plural, seconds
+from trimtab.report.number_text import number, seconds
 from trimtab.report.tables import Facts, Row, TableData, terminal_facts, terminal_table
 
 SPREAD = ("mean", "p50", "p99", "worst")
@@ -76,7 +77,7 @@ def balance_table(analysis: Analysis) -> TableData:
     if analysis.nodes:
         spreads.append(("max_vio of nodes", analysis.nodes.max_vio))
     rows = tuple(Row(name, _spread(each)) for name, each in spreads)
-    return TableData(f"Balance over {total.instances:,} instances", ("figure", *SPREAD), rows)
+    return TableData(f"Balance over {plural(total.instances, 'instance')}", ("figure", *SPREAD), rows)
 
 
 def placements_table(analysis: Analysis) -> TableData:
@@ -127,7 +128,7 @@ def sizes_chart(analysis: Analysis) -> LineChart:
     """max_vio by size of micro-step."""
     vio = [size.by_ranks[analysis.ranks].max_vio for size in analysis.sizes]
     return LineChart(
-        f"max_vio by size of micro-step, {analysis.ranks} ranks",
+        f"max_vio by size of micro-step, {plural(analysis.ranks, 'rank')}",
         f"size; 1× is {_given_size(analysis).tokens:,.0f} tokens",
         [size_name(size) for size in analysis.sizes],
         [Line("mean", [each.mean for each in vio]), Line("p99", [each.p99 for each in vio])],
@@ -173,7 +174,7 @@ def sizes_by_ranks_table(analysis: Analysis) -> TableData:
         )
         for size in analysis.sizes
     )
-    columns = ("micro-step", *(f"{number} ranks" for number in analysis.sizes[0].by_ranks))
+    columns = ("micro-step", *(plural(number, "rank") for number in analysis.sizes[0].by_ranks))
     return TableData("Mean max_vio by size of micro-step and number of ranks", columns, rows)
 
 
@@ -206,7 +207,7 @@ def hot_facts(analysis: Analysis) -> Facts:
     entries = [
         (
             "per instance",
-            f"{hot.per_instance:.1f} of {analysis.counts.num_experts} experts are hot; they compute "
+            f"{hot.per_instance:.1f} of {plural(analysis.counts.num_experts, 'expert')} are hot; they compute "
             f"{hot.token_part:.0%} of all tokens",
         ),
     ]

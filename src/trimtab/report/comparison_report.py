@@ -12,10 +12,11 @@ from rich.markup import escape
 from trimtab.analysis import Analysis
 from trimtab.analysis.summary import notes
 from trimtab.analysis.trace_comparison import LayerComparison, TraceComparison
+from trimtab.messages import plural
 from trimtab.report.analysis_tables import contents_text
 from trimtab.report.charts import Line, LineChart, line_chart
 from trimtab.report.model import LoadMap
-from trimtab.report.number_text import NONE, number, plural, seconds
+from trimtab.report.number_text import NONE, number, seconds
 from trimtab.report.page_data import PageArrays, load_map, load_scale, map_data, page_data
 from trimtab.report.tables import (
     Facts,
@@ -236,17 +237,19 @@ def comparison_tiles(comparison: TraceComparison) -> list[tuple[str, str, str]]:
     def tile(name: str, figure: str, about: str) -> tuple[str, str, str]:
         kind = FIGURES[figure][1]
         values = [getattr(each, figure) for each in (a, b)]
-        texts = " | ".join(_text(value, kind, 1.0) for value in values)
+        texts = " / ".join(_text(value, kind, 1.0) for value in values)
         change = _difference(getattr(comparison.difference, figure), kind, 1.0)
-        return name, texts, f"A | B, {about}; B - A: {change}"
+        return name, texts, f"A / B, {about}" + (f"; {change}" if change != NONE else "")
 
     has_seconds = a.lost_part is not None and b.lost_part is not None
     cost = ("lost_part", "of a step") if has_seconds else ("expert_time_lost", "of expert time")
+    has_past = a.lost_with_past is not None and b.lost_with_past is not None
+    known = "of expert time, over a placement by past loads" if has_past else "unknown: a step needs two micro-steps"
     hottest = number(comparison.mean("hottest_in_common"), ".0%")
     return [
         tile("Cost of imbalance", *cost),
-        tile("Gain of known routing", "lost_with_past", "of expert time, over a placement by past loads"),
-        tile("Sequences", "sequences", "in all steps"),
+        tile("Gain of known routing", "lost_with_past", known),
+        tile("Sequences", "sequences", "in all"),
         ("Hot experts in common", hottest,
          f"of the {comparison.hottest_of_layer} hottest of a layer; {comparison.chance:.0%} by chance"),
     ]  # fmt: skip
@@ -265,14 +268,15 @@ def layers_of_both_chart(report: ComparisonReport) -> LineChart:
 
 
 def distribution_chart(report: ComparisonReport) -> LineChart:
-    """Part of the instances by max/mean."""
+    """Part of the instances at or below each max/mean."""
     comparison = report.comparison
-    middles = [(low + high) / 2 for low, high in zip(comparison.edges[:-1], comparison.edges[1:], strict=True)]
+    both = [[0.0, *np.cumsum(parts)] for parts in (comparison.parts_a, comparison.parts_b)]
     return LineChart(
-        "Part of the instances by max/mean", "busiest rank over the mean rank", [f"{each:.2f}" for each in middles],
+        "Part of the instances at or below a max/mean", "busiest rank over the mean rank",
+        [f"{edge:.2f}" for edge in comparison.edges],
         [
-            Line(f"A: {report.sources[0]}", comparison.parts_a),
-            Line(f"B: {report.sources[1]}", comparison.parts_b),
+            Line(f"A: {report.sources[0]}", both[0]),
+            Line(f"B: {report.sources[1]}", both[1]),
         ],
     )  # fmt: skip
 
@@ -333,12 +337,17 @@ def comparison_sections(report: ComparisonReport) -> list[Section]:
             facts(comparison_facts(report)) + f'<div class="below">{html_table(figures_table(comparison))}</div>'
         )),
         Section("layers", "Layers", "Imbalance by layer, and how often", (
-            f'<div class="pair">{by_layer}{often}</div><h3>Layers that differ most</h3>'
+            lead("Homes are contiguous; both traces have the same scale. max_vio is max/mean - 1 of rank loads.")
+            + f'<div class="pair">{by_layer}{often}</div><h3>Layers that differ most</h3>'
             + lead(explained)
             + html_table(differing_layers_table(comparison, 2 * SHOWN_LAYERS))
         )),
         Section("hot", "Hot experts", "Are the same experts hot?", (
-            f'<div class="pair">{line_chart(in_common_chart(comparison))}<div>{hottest}</div></div>'
+            lead(
+                "If they are, a placement made for one trace suits the other; if not, placements have to follow the "
+                "routing."
+            )
+            + f'<div class="pair">{line_chart(in_common_chart(comparison))}<div>{hottest}</div></div>'
         )),
         Section("load", "Load", "Load of every rank", load),
         notes_section(comparison_notes(comparison)),
