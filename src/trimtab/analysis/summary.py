@@ -129,8 +129,8 @@ def notes(analysis: Analysis) -> list[str]:
     per_expert = counts.num_tokens * counts.top_k / counts.num_micro_steps / counts.num_experts
     if per_expert < 16:
         texts.append(
-            f"A micro-step has {per_expert:.0f} tokens for the mean expert: much of the imbalance is random, as in a "
-            "real run with so few tokens."
+            f"A micro-step has {plural(round(per_expert), 'token')} for the mean expert: much of the imbalance is "
+            "random, as in a real run with so few tokens."
         )
     if estimate:
         measured = "of the last step" if estimate.steps == 1 else f"mean of the last {estimate.steps} steps"

@@ -78,6 +78,7 @@ class ComparedExpert:
 
     Attributes:
         layer: decoder layer.
+        expert: its number in the layer.
         over_mean_a, over_mean_b: tokens over the mean expert's.
     """
 

@@ -120,7 +120,10 @@ class AnalysisComparison(Summarised):
         return ComparisonReport(self.sources, self.comparison)
 
     def figures(self) -> dict[str, Any]:
-        """What `trimtab analyze --compare --json` writes."""
+        """What `trimtab analyze --compare --json` writes.
+
+        traces: the files of A, and those of B.
+        """
         traces = [[str(file) for file in files] for files in self.files]
         return {"schema": "trimtab-compare-1", "traces": traces} | comparison_figures(self.comparison)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from html import escape as html_escape
 from typing import Any
@@ -13,7 +12,7 @@ from rich.markup import escape
 from trimtab.figures import by_key, measured, with_documented_figures
 from trimtab.messages import plural
 from trimtab.report.number_text import NONE, bytes_text, seconds
-from trimtab.report.policies_table import WaterfallRow, waterfall_rows, waterfall_table
+from trimtab.report.policies_table import ABOVE_EVEN, WaterfallRow, above_even, waterfall_rows, waterfall_table
 from trimtab.report.simulation import layout_facts, scale_note
 from trimtab.report.tables import (
     Facts,
@@ -25,7 +24,6 @@ from trimtab.report.tables import (
     without_empty_columns,
 )
 from trimtab.report.widgets import Section, facts, lead, notes_section, summary, tiles
-from trimtab.simulator.comparison import Outcome
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.draws import Drawn, Estimate
 from trimtab.simulator.resampling import LEAST_SEQUENCES
@@ -204,19 +202,6 @@ def waterfall(advice: Advice) -> list[WaterfallRow]:
     return waterfall_rows(advice.static.simulated, advice.target.simulated, advice.target.outcomes[0].name)
 
 
-def first_answer(outcomes: Mapping[str, Outcome], even: Outcome, case: ComparisonCase) -> str:
-    """A first answer, from one drawing."""
-    static = outcomes[NOTHING.name].simulated
-    parts = [f"nothing {seconds(static.step_time_s)}"]
-    parts += [
-        f"{name} {seconds(outcome.simulated.step_time_s)}" for name, outcome in outcomes.items() if name != "nothing"
-    ]
-    parts.append(f"even routing {seconds(even.simulated.step_time_s)}")
-    few = " (too few sequences to compare)" if case.is_too_small else ""
-    waiting = static.causes_s[WAITING] / static.step_time_s
-    return f"first answer: a step takes {', '.join(parts)}{few}; imbalance costs {waiting:.0%}"
-
-
 def _range(estimate: Estimate) -> str:
     return f"{max(estimate.low, -9.99):.0%} to {estimate.high:.0%}"
 
@@ -365,6 +350,8 @@ def advice_notes(advice: Advice) -> list[str]:
         texts.append(f"The trace has one step: no history for eplb and no hit rate of a prediction. Left out: {names}.")
     elif advice.case.is_too_small:
         texts.append(f"No figure over eplb: with fewer than {LEAST_SEQUENCES} sequences it is chance.")
+    if any(above_even(each.of_even) for each in advice.strategies):
+        texts.append(f"Of even: {ABOVE_EVEN}.")
     return [*texts, "Step time is recompute and update, without the rollout.", ERROR_BAND]
 
 
@@ -384,9 +371,8 @@ def advice_output(advice: Advice) -> list[RenderableType]:
 def advice_sections(advice: Advice) -> list[Section]:
     """The sections of the page, in order."""
     even = (
-        "Speed-up is over doing nothing. Of even: step time with perfectly even routing, divided by this one; above "
-        "100% where a strategy also balances sequences, or sends fewer rows. Memory is that of the rank that needs "
-        "most; with an exclamation mark it does not fit."
+        "Speed-up is over doing nothing. Of even: step time with perfectly even routing, divided by this one. Memory "
+        "is that of the rank that needs most; with an exclamation mark it does not fit."
     )
     causes = (
         "Waiting is what the step would be shorter if every expert phase took the ranks' mean time, with the same "

@@ -76,8 +76,8 @@ def _balance(analysis: Analysis) -> str:
     total = analysis.total
     return (
         lead(
-            f"Over {plural(total.instances, 'instance')}, each one layer of one micro-step. An instance lasts as long as "
-            f"its busiest rank, so on average a rank is idle for {total.lost:.1%} of expert time."
+            f"Over {plural(total.instances, 'instance')}, each one layer of one micro-step. An instance lasts as long "
+            f"as its busiest rank, so on average a rank is idle for {total.lost:.1%} of expert time."
         )
         + summary(cost_summary(analysis))
         + f'<div class="pair"><div>{html_table(balance_table(analysis))}</div>{_histogram(analysis)}</div>'
@@ -104,8 +104,8 @@ def _placements(analysis: Analysis) -> str:
     return lead(
         "Expert time lost if experts are placed once for a whole step, over "
         f"{plural(analysis.placements.instances, 'instance')}. The loss that remains with a placement based on the "
-        "step itself varies between micro-steps, or is due to experts that can't be divided evenly. Only a plan for each "
-        "micro-step removes the part that varies."
+        "step itself varies between micro-steps, or is due to experts that can't be divided evenly. Only a plan for "
+        "each micro-step removes the part that varies."
     ) + html_table(placements_table(analysis))
 
 

@@ -129,7 +129,7 @@ def sizes_chart(analysis: Analysis) -> LineChart:
     vio = [size.by_ranks[analysis.ranks].max_vio for size in analysis.sizes]
     return LineChart(
         f"max_vio by size of micro-step, {plural(analysis.ranks, 'rank')}",
-        f"size; 1× is {_given_size(analysis).tokens:,.0f} tokens",
+        f"size; 1× is {plural(round(_given_size(analysis).tokens), 'token')}",
         [size_name(size) for size in analysis.sizes],
         [Line("mean", [each.mean for each in vio]), Line("p99", [each.p99 for each in vio])],
     )
@@ -170,7 +170,7 @@ def sizes_by_ranks_table(analysis: Analysis) -> TableData:
         Row(
             size_name(size),
             tuple(f"{balance.max_vio.mean:.3f}" for balance in size.by_ranks.values()),
-            about=f"{size.tokens:,.0f} tokens, {plural(size.micro_steps, 'micro-step')}",
+            about=f"{plural(round(size.tokens), 'token')}, {plural(size.micro_steps, 'micro-step')}",
         )
         for size in analysis.sizes
     )

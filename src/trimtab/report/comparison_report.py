@@ -238,8 +238,8 @@ def comparison_tiles(comparison: TraceComparison) -> list[tuple[str, str, str]]:
         kind = FIGURES[figure][1]
         values = [getattr(each, figure) for each in (a, b)]
         texts = " / ".join(_text(value, kind, 1.0) for value in values)
-        change = _difference(getattr(comparison.difference, figure), kind, 1.0)
-        return name, texts, f"A / B, {about}" + (f"; {change}" if change != NONE else "")
+        change = getattr(comparison.difference, figure)
+        return name, texts, f"A / B, {about}" + (f"; {_difference(change, kind, 1.0)}" if change else "")
 
     has_seconds = a.lost_part is not None and b.lost_part is not None
     cost = ("lost_part", "of a step") if has_seconds else ("expert_time_lost", "of expert time")

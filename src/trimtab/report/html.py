@@ -72,7 +72,7 @@ def page_of(report: Page, figures: Mapping[str, Any] | None = None) -> str:
 
 
 def _figures_element(figures: Mapping[str, Any]) -> str:
-    return f'<script type="application/json" id="figures">{in_script(json_text(figures))}</script>'
+    return f'<script type="application/json" id="result">{in_script(json_text(figures))}</script>'
 
 
 def _script() -> str:

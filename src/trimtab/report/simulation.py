@@ -132,7 +132,7 @@ def answer(simulated: SimulatedCase) -> str:
     static_s = simulated.seconds("static")
     waiting_s = simulated.outcomes["static"].simulated.causes_s[WAITING]
     cost = f"Imbalance costs {waiting_s / static_s:.0%} of each step"
-    where = f"on {case.cluster.ranks} {case.cluster.name} ranks"
+    where = f"on {plural(case.cluster.ranks, f'{case.cluster.name} rank')}"
     ideal = static_s / simulated.seconds("balanced")
     return " ".join(
         filter(

@@ -71,14 +71,14 @@ function drawingOf(figure) {
 }
 
 for (const canvas of document.querySelectorAll("main figure canvas")) {
-  const title = canvas.getAttribute("aria-label").split(/[.:]/)[0];
+  const title = canvas.getAttribute("aria-label").split(". ")[0];
   offer(canvas.parentElement, "png", title, () => pictureOf(canvas));
 }
 for (const figure of document.querySelectorAll("main .chart")) {
   const drawing = figure.querySelector("svg");
   offer(drawing, "svg", drawing.getAttribute("aria-label"), () => drawingOf(figure));
 }
-if (byId("figures")) {
-  const json = () => new Blob([byId("figures").textContent], { type: "application/json" });
+if (byId("result")) {
+  const json = () => new Blob([byId("result").textContent], { type: "application/json" });
   offer(document.querySelector("header nav"), "json", "all figures", json);
 }

@@ -14,7 +14,7 @@ function startGrid(figure) {
 
   function draw() {
     const table = heatColours(), ink = colourOf("var(--ink)"), muted = colourOf("var(--muted)");
-    const cell = clamp(Math.floor(448 / rows), 2, 48);
+    const cell = clamp(Math.floor(448 / rows), 2, 36);
     const context = canvas.getContext("2d");
     context.font = "11px system-ui, sans-serif";
     const shown = canvas.parentElement.clientWidth;

@@ -84,7 +84,7 @@ function startHeatMap() {
     const line = colourOf("var(--line)");
     views = maps.map((map, index) => {
       const { M, R } = map, { tokens, ratios, mean, worst } = values(map);
-      const cell = clamp(Math.floor(448 / R), 2, 48);
+      const cell = clamp(Math.floor(448 / R), 2, 36);
       const { context, width } = prepared(canvases[index], GUTTER.top + R * cell + GUTTER.bottom);
       const plot = { x: GUTTER.left, y: GUTTER.top, w: width - GUTTER.left - 1, h: R * cell };
       const small = document.createElement("canvas");
