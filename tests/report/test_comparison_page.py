@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from helpers.reports import some_analysis, some_comparison
 from trimtab.analysis import Analysis
 from trimtab.analysis.cost_estimate import CostEstimate
 from trimtab.analysis.trace_comparison import compare_traces, figures
+from trimtab.report.charts import Line, LineChart, line_chart
 from trimtab.report.comparison_report import (
     ComparisonReport,
     comparison_notes,
@@ -89,6 +91,17 @@ def test_both_are_in_one_chart_and_their_heat_maps_have_one_scale() -> None:
     for part, analysis in zip(values["maps"], (report.comparison.first, report.comparison.second), strict=True):
         M, L, R = part["M"], part["L"], part["R"]
         assert (array_of(page, part["array"]).reshape(L, R, M).transpose(2, 0, 1) == analysis.loads_MLR).all()
+
+
+def test_names_below_a_chart_of_many_layers_do_not_overlap() -> None:
+    chart = line_chart(LineChart("t", "layer", [str(layer) for layer in range(94)], [Line("a", [0.5] * 94)]))
+    names = [(float(x), text) for x, text in re.findall(r'<text x="([\d.]+)"[^>]*middle">(\d+)</text>', chart)]
+    assert names[0][1] == "0"
+    assert len(names) > 5
+    # Digits of a font of 12px are about 7 wide.
+    assert all(right - left > 7 * (len(a) + len(b)) / 2 for (left, a), (right, b) in pairwise(names))
+    few = line_chart(LineChart("t", "layer", ["3", "5", "7"], [Line("a", [0.5] * 3)]))
+    assert re.findall(r'middle">(\d+)</text>', few) == ["3", "5", "7"]
 
 
 @pytest.mark.parametrize("odd", [{"ranks": 1}, {"micro_steps": 1, "steps": 1, "layers": 1}, {"experts": 1, "ranks": 1}])
