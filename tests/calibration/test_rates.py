@@ -181,7 +181,7 @@ def test_dense_parts_are_timed_in_as_many_layers_and_without_experts() -> None:
     hidden, weights = torch.rand(3, HIDDEN, requires_grad=True), torch.rand(3, 2, requires_grad=True)
     assert torch.equal(model.model.layers[0].mlp.experts(hidden, torch.zeros(3, 2), weights), hidden)
     # All layers are back after each, in which gradients begin at zero.
-    gradients = {}
+    gradients: dict[tuple[int, int], torch.Tensor] = {}
     for layers in (2, 1, 0, 2):
         torch.manual_seed(0)
         assert dense_rates._variant(context, model, layers, 2, 5)() == {"forward_s": 1.0, "backward_s": 1.0}
