@@ -162,7 +162,7 @@ def test_a_batch_that_does_not_fit_is_refused_in_one_line() -> None:
         (trace, mask[:2], r"attention_mask has shape \(2, 9\); for the trace's 3 sequences it should be \[3, tokens\]"),
         (trace.select([0, 1, 0]), mask, "7 ones in row 2; sequence 2 of the trace has 8 routed tokens"),
         (RoutingTrace.from_sequences(ids, num_experts=16), mask, "has 2 MoE layers, 16 experts, top-3; this qwen3_moe"),
-        (RoutingTrace.from_sequences([x[:, :1] for x in ids], num_experts=8), mask, "the trace has 1 MoE layers"),
+        (RoutingTrace.from_sequences([x[:, :1] for x in ids], num_experts=8), mask, "the trace has 1 MoE layer,"),
         (RoutingTrace.from_sequences([x[..., :2] for x in ids], num_experts=8), mask, "8 experts, top-2; this"),
         (
             RoutingTrace.from_sequences(ids, num_experts=8, layer_indices=[1, 2]),

@@ -39,8 +39,8 @@ def add(commands: Any) -> None:
     add_run(parser, of=analyze, step="all of the trace", what_for=", for seconds")
     add_simulated_steps(parser, of=analyze, most=MOST_STEPS)
     parser.add_argument(
-        "--compare", type=Path, nargs="+", metavar="TRACE",
-        help="another trace of the same layers and experts; print, write and show both and their difference",
+        "--compare", type=Path, nargs="+", metavar="FILE",
+        help="another trace of the same layers and experts; both and their difference are shown (default: none)",
     )  # fmt: skip
     option = partial(add_options, parser, of=analyze)
     option("--jobs", type=positive, help="local processes that count")
