@@ -1,0 +1,1 @@
+"""How many ranks of a rollout should compute attention, and how many experts."""
