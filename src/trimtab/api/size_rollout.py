@@ -13,7 +13,7 @@ from trimtab.api.arguments import ModelSource, Overrides, check_optional, check_
 from trimtab.cluster.spec_files import load_node
 from trimtab.errors import InputError
 from trimtab.report.number_text import bytes_text, seconds
-from trimtab.report.rollout import engine_settings, rollout_answer
+from trimtab.report.rollout_sizing import engine_settings, rollout_answer
 from trimtab.simulator.comparison_case import step_of
 from trimtab.sizing.decode_costs import DecodeCosts
 from trimtab.sizing.deployments import MICRO_BATCHES, Deployment, Search

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.array_type import Array
 from trimtab.cli.options import add_options, add_output, add_trace, whole
 from trimtab.console import console
 from trimtab.errors import InputError
 from trimtab.files import is_stream, write_atomically
-from trimtab.planner.placement.serving_placement import count_parts, fill_slots, slot_loads
+from trimtab.planner.placement.serving_placement import count_parts, engine_map, fill_slots, slot_loads
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.report.number_text import bytes_text
+from trimtab.report.number_text import bytes_text, plural
 from trimtab.report.tables import facts
+from trimtab.sizing.held_out import later_max_over_mean, refresh_after, steps_parts
 from trimtab.trace import TraceReader
 from trimtab.trace.exports.arrays import write_npz, write_safetensors
 from trimtab.trace.exports.megatron import write_megatron
@@ -83,25 +83,27 @@ def _place(options: argparse.Namespace, trace: TraceReader) -> list[tuple[str, s
         raise InputError("--num-layers is for sglang-placement; vLLM's maps have MoE layers only")
     counts_MLE = count_parts(trace)
     slots_LP = fill_slots(counts_MLE, experts + redundant, ranks, nodes_of)
-    if options.to == "vllm-placement":
-        content: Any = slots_LP.tolist()
-    else:
-        content = {"physical_to_logical_map": with_dense_layers(slots_LP, layers, num_layers, experts).tolist()}
+    content = engine_map(options.to.removesuffix("-placement"), slots_LP, layers, num_layers, experts)
     write_atomically(options.output, json.dumps(content) + "\n")
     usual_LP = np.broadcast_to(np.arange(experts + redundant) % experts, slots_LP.shape)
     before, after = (float(max_over_mean(slot_loads(counts_MLE, each, ranks)).mean()) for each in (usual_LP, slots_LP))
     return [
         ("placement", f"{experts} experts and {redundant} redundant ones of a layer on {ranks} ranks"),
         ("busiest rank / mean", f"{after:.3f}; in the engine's own order {before:.3f}"),
+        *_later(trace, experts + redundant, ranks, nodes_of),
     ]
 
 
-def with_dense_layers(slots_LP: Array, layers: Array, num_layers: int, num_experts: int) -> Array:
-    """Slots `[num_layers, P]` of all decoder layers; those without experts have SGLang's default order.
-
-    Args:
-        layers: `[L]` the decoder layer of each row of `slots_LP`.
-    """
-    all_LP = np.tile(np.arange(slots_LP.shape[1]) % num_experts, (num_layers, 1))
-    all_LP[layers] = slots_LP
-    return all_LP
+def _later(trace: TraceReader, slots: int, ranks: int, nodes_of: int) -> list[tuple[str, str]]:
+    """Placements of a step, judged on routing that they were not made from."""
+    if trace.facts.lengths.size < 2:
+        return []
+    steps = steps_parts(trace)
+    (_, *later), usual = later_max_over_mean(steps, slots, ranks, nodes_of)
+    if len(np.unique(trace.facts.steps)) == 1:
+        text = f"{later[0]:.3f} on the second half, if made from the first; in the engine's own order {usual:.3f}"
+        return [("held out", text)]
+    ages = ", ".join(f"{value:.3f} after {plural(age, 'step')}" for age, value in enumerate(later, 1))
+    after = refresh_after([0.0, *later])
+    pays = f"not within {plural(len(later), 'step')}" if after is None else f"after {plural(after, 'step')}"
+    return [("held out", f"{ages}; in the engine's own order {usual:.3f}"), ("a refresh pays", pays)]

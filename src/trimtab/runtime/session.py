@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from trimtab.array_type import Array
 from trimtab.runtime.gradients import SessionGradients
 from trimtab.runtime.ranks.lockstep import FIRST_HOMES, LOGICAL, SUSPEND
 from trimtab.runtime.ranks.recorder import Recorder
@@ -155,6 +157,24 @@ class Session(SessionSteps, SessionState, SessionGradients):
         """
         self._lockstep.agree(LOGICAL)
         return dict(self.logical.weights(model, everywhere=True))
+
+    def sync_placement(self, step: int) -> Path | None:
+        """Write the rollout engine's map of experts from the routing of all plans since the last call. Collective, if
+        `rollout_placement` is set. Call it before the engine loads the weights of `step`, which is the step after them.
+
+        Returns:
+            The file, on the first rank; None on others, and if there was no plan.
+        """
+        if self.rollout_placement is None:
+            return None
+
+        def over_ranks(counts: Array) -> Array:
+            total = torch.from_numpy(counts)
+            dist.all_reduce(total, group=self.topology.control)
+            return total.numpy()
+
+        self.rollout_placement.make(step - 1, over_ranks)
+        return self.rollout_placement.sync(step) if self.topology.rank == 0 else None
 
     @property
     def logical(self) -> LogicalState:

@@ -28,6 +28,7 @@ from trimtab.runtime.session_settings import Mode, Paths, SessionSettings
 from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
+from trimtab.sizing.rollout_placement import RolloutPlacement
 
 
 class SessionBase:
@@ -38,6 +39,7 @@ class SessionBase:
         topology: process groups, and this rank's numbers in them.
         layers: the layers that a model of torch modules calls, in the order of `add_layer`.
         counters: counts what `Session.take_metrics` reports.
+        rollout_placement: counts the routing of every plan, for `Session.sync_placement`; None by default.
         auxiliary_loss: returns the model options that make a loss or a bias depend on the routes of all tokens; empty
             if there are none. Set by integrations, which know the model.
     """
@@ -50,6 +52,7 @@ class SessionBase:
         num_experts, num_slots = settings.num_experts, settings.slots_per_rank
         self.layers: list[ExpertLayer] = []
         self.auxiliary_loss: Callable[[], str] = str
+        self.rollout_placement: RolloutPlacement | None = None
         self._initial_E: Array = self.topology.initial_placement(1, num_experts).home[0]
         physical = num_experts + self.topology.num_ranks * num_slots
         self._lockstep = Lockstep(

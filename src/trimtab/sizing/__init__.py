@@ -1,1 +1,1 @@
-"""How many ranks of a rollout should compute attention, and how many experts."""
+"""Ranks of a rollout: how many compute attention and how many experts, and which experts each has."""

@@ -7,6 +7,8 @@ makes ranks and nodes more even in every part of the trace, not only on average.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from trimtab.array_type import Array
@@ -17,6 +19,8 @@ from trimtab.trace.counting import count_experts
 from trimtab.trace.store import TraceReader
 
 PARTS = 32
+# Engines and the argument of `trace export --to`.
+ENGINES = ("sglang", "vllm")
 
 
 def count_parts(trace: TraceReader, num_parts: int = PARTS) -> Array:
@@ -71,3 +75,17 @@ def slot_loads(counts_MLE: Array, slots_LP: Array, num_ranks: int) -> Array:
         shares_MP = counts_MLE[:, layer, expert_P] / copies_E[expert_P]
         loads_MLR[:, layer] = shares_MP.reshape(num_parts, num_ranks, -1).sum(axis=2)
     return loads_MLR
+
+
+def engine_map(engine: str, slots_LP: Array, layers: Array, num_layers: int, num_experts: int) -> Any:
+    """What the engine reads as JSON: SGLang's `--init-expert-location`, or vLLM's list for each MoE layer.
+
+    Args:
+        layers: `[L]` the decoder layer of each row of `slots_LP`.
+        num_layers: decoder layers; those without experts have SGLang's default order.
+    """
+    if engine == "vllm":
+        return slots_LP.tolist()
+    all_LP = np.tile(np.arange(slots_LP.shape[1]) % num_experts, (num_layers, 1))
+    all_LP[layers] = slots_LP
+    return {"physical_to_logical_map": all_LP.tolist()}

@@ -1,0 +1,206 @@
+"""Placements for a rollout engine: renewed step by step, judged on later steps, and read by SGLang's own loader."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from helpers.framework_batches import MODEL, miles, random_sequences
+from helpers.planned_steps import Step, make
+from helpers.rank_tests import runs_on_ranks
+from trimtab import InputError, RoutingTrace
+from trimtab.observe import Observer
+from trimtab.planner.placement.serving_placement import count_parts
+from trimtab.sizing.held_out import later_max_over_mean, refresh_after, steps_parts
+from trimtab.sizing.rollout_placement import RolloutPlacement
+from trimtab.trace import PRESETS, synthesize_preset
+from trimtab.trace.in_memory import MemoryReader
+
+# Where SGLang's wheel is unpacked.
+SGLANG = os.environ.get("SGLANG", "")
+
+
+def some_steps(steps: int = 3, drift: float = 0.3) -> RoutingTrace:
+    preset = replace(PRESETS["qwen3-30b-math"], drift=drift, zipf=(1.0, 1.2))
+    return synthesize_preset(
+        preset, num_sequences=40, mean_length=24, max_length=48, num_layers=2, num_experts=16, top_k=4,
+        num_steps=steps, seed=0,
+    )  # fmt: skip
+
+
+def of_step(trace: RoutingTrace, step: int) -> RoutingTrace:
+    return trace.select(np.flatnonzero(trace.steps == step))
+
+
+def plain_max_over_mean(trace: RoutingTrace, slots_LP: list[list[int]], ranks: int) -> float:
+    """The mean over layers and 32 parts of sequences taken in turn; every row is counted on its own."""
+    found = []
+    for part in range(32):
+        for layer, slots_P in enumerate(slots_LP):
+            loads, places = [0.0] * ranks, {e: [p for p, s in enumerate(slots_P) if s == e] for e in range(16)}
+            for sequence in range(part, trace.num_sequences, 32):
+                start, end = trace.sequence_starts[sequence : sequence + 2]
+                for expert in trace.expert_ids[start:end, layer].ravel().tolist():
+                    for place in places[expert]:
+                        loads[place * ranks // len(slots_P)] += 1 / len(places[expert])
+            if sum(loads):
+                found.append(max(loads) * ranks / sum(loads))
+            else:
+                found.append(1.0)
+    return float(np.mean(found))
+
+
+def test_the_map_of_a_step_is_written_with_the_weights_of_the_next(tmp_path: Path) -> None:
+    trace, path = some_steps(), tmp_path / "map.json"
+    layers = int(trace.layer_indices.max()) + 1
+    placement = RolloutPlacement(path, ranks=4, redundant=4, num_layers=layers + 1)
+    assert placement.make(0) == {}
+    assert placement.sync(0) is None
+    maps = []
+    for step in range(3):
+        for part in np.array_split(np.arange(of_step(trace, step).num_sequences), 3):
+            placement.add(of_step(trace, step).select(part))
+        figures = placement.make(step)
+        # Its own step's weights are older than the routing.
+        assert placement.sync(step) is None
+        assert placement.sync(step + 1) == path
+        rows = json.loads(path.read_text())["physical_to_logical_map"]
+        assert len(rows) == layers + 1
+        assert all(set(row) == set(range(16)) and len(row) == 20 for row in rows)
+        maps.append([rows[layer] for layer in trace.layer_indices])
+        own = plain_max_over_mean(of_step(trace, step), maps[step], 4)
+        assert figures["placement_max_over_mean"] == pytest.approx(own)
+        if step:
+            held_out = plain_max_over_mean(of_step(trace, step), maps[step - 1], 4)
+            assert figures["placement_held_out"] == pytest.approx(held_out)
+            assert held_out > own
+    assert maps[0] != maps[1]
+
+
+def test_vllm_is_warned_of_once_and_gets_its_own_format(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trace = some_steps(1)
+    placement = RolloutPlacement(tmp_path / "map", ranks=4, engine="vllm")
+    with caplog.at_level(logging.WARNING, "trimtab"):
+        for step in range(2):
+            placement.add(trace)
+            placement.make(step)
+            assert placement.sync(step + 1) == tmp_path / "map"
+    assert [sorted(row) for row in json.loads((tmp_path / "map").read_text())] == [list(range(16))] * 2
+    assert len(caplog.records) == 1
+    assert "prime-rl pull request 3583" in caplog.text
+
+
+def test_wrong_engines_and_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="engine: 'trt' should be one of sglang, vllm"):
+        RolloutPlacement(tmp_path / "map.json", ranks=4, engine="trt")
+    with pytest.raises(InputError, match=r"only if it is named \*.json"):
+        RolloutPlacement(tmp_path / "map.pt", ranks=4)
+
+
+def test_an_observer_makes_the_map_of_every_step(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    placement = RolloutPlacement(tmp_path / "map.json", ranks=2, redundant=2)
+    with pytest.raises(InputError, match="2 ranks don't divide 8 experts and 3 redundant ones"):
+        Observer(
+            "slime", ranks=2, num_experts=8, placement=RolloutPlacement(tmp_path / "no.json", ranks=2, redundant=3)
+        )
+    with Observer("miles", ranks=2, model=MODEL, placement=placement) as observer:
+        for step in range(2):
+            observer.record(miles(random_sequences(rng, 12)), step)
+            assert observer.flush(300)
+        figures = observer.metrics()
+    assert {"placement_max_over_mean", "placement_held_out"} <= {name.split("/")[-1] for name in figures}
+    assert placement.sync(1) is None
+    assert placement.sync(2) == tmp_path / "map.json"
+
+
+@runs_on_ranks(2)
+def test_a_session_writes_the_map_of_all_ranks(tmp_path: Path) -> None:
+    session, _, _ = make(slots_per_rank=2)
+    step = Step(0, moves=False)
+    assert session.sync_placement(1) is None
+    session.rollout_placement = RolloutPlacement(tmp_path / "map.json", ranks=2)
+    # No plan yet.
+    assert session.sync_placement(1) is None
+    step.apply(session)
+    written = session.sync_placement(2)
+    assert written == (tmp_path / "map.json" if dist.get_rank() == 0 else None)
+    if written:
+        alone = RolloutPlacement(tmp_path / "alone.json", ranks=2)
+        counts = []
+        for rank in range(2):
+            alone.add(step.trace.select(step.schedule.sequences_of(rank)))
+            counts.append(alone._counts_MLE)
+            alone._counts_MLE, alone._sequences = None, 0
+        alone._counts_MLE = counts[0] + counts[1]
+        alone.make(1)
+        alone.sync(2)
+        assert (tmp_path / "map.json").read_text() == (tmp_path / "alone.json").read_text()
+    session.close()
+
+
+def test_placements_are_judged_on_later_steps() -> None:
+    parts = steps_parts(MemoryReader(some_steps(4)))
+    assert [each.shape for each in parts] == [(32, 2, 16)] * 4
+    by_age, usual = later_max_over_mean(parts, 20, 4, 4)
+    assert len(by_age) == 4
+    assert by_age[0] < min(by_age[1:]) <= max(by_age[1:]) < usual
+    # Routing that does not change: later steps are like the first.
+    same = later_max_over_mean([parts[0]] * 3, 20, 4, 4)[0]
+    assert same == pytest.approx([same[0]] * 3)
+    halves = steps_parts(MemoryReader(some_steps(1)))
+    assert len(halves) == 2
+    total = count_parts(MemoryReader(some_steps(1))).sum()
+    assert sum(each.sum() for each in halves) == total
+
+
+@pytest.mark.parametrize(
+    ("by_age", "expected"), [([1.0, 1.1, 1.2], 1), ([1.0, 1.1, 1.1005, 1.112], 2), ([1.0, 1.1, 1.1], None)]
+)
+def test_a_refresh_pays_from_one_percent(by_age: list[float], expected: int | None) -> None:
+    assert refresh_after(by_age) == expected
+
+
+@pytest.mark.skipif(not SGLANG, reason="SGLANG should name the folder of SGLang 0.5.3's unpacked wheel")
+def test_sglangs_loader_reads_the_file(tmp_path: Path) -> None:
+    """`compute_initial_expert_location_metadata` of release 0.5.3, with stand-ins for the modules that it imports."""
+    trace, path = some_steps(1), tmp_path / "map.json"
+    placement = RolloutPlacement(path, ranks=4, redundant=4)
+    placement.add(trace)
+    placement.make(0)
+    assert placement.sync(1) == path
+    names = ("configs.model_config", "eplb", "model_loader", "server_args", "eplb.eplb_algorithms")
+    stand_ins = {f"sglang.srt.{name}": mock.MagicMock() for name in names} | {
+        name: mock.MagicMock() for name in ("sglang", "sglang.srt", "sglang.srt.configs")
+    }
+    file = Path(SGLANG) / "sglang" / "srt" / "eplb" / "expert_location.py"
+    with mock.patch.dict(sys.modules, stand_ins):
+        spec = importlib.util.spec_from_file_location("sglang_expert_location", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        with mock.patch.dict(sys.modules, {"sglang_expert_location": module}):
+            spec.loader.exec_module(module)
+    layers = int(trace.layer_indices.max()) + 1
+    sizes = module.ModelConfigForExpertLocation(num_layers=layers, num_logical_experts=16)
+    arguments = SimpleNamespace(
+        init_expert_location=str(path), device="cpu", ep_num_redundant_experts=4, ep_size=4,
+        ep_dispatch_algorithm="dynamic",
+    )  # fmt: skip
+    with mock.patch.object(module.ModelConfigForExpertLocation, "from_model_config", return_value=sizes):
+        found = module.compute_initial_expert_location_metadata(arguments, None)
+    assert found.physical_to_logical_map.tolist() == json.loads(path.read_text())["physical_to_logical_map"]
+    copies = found.logical_to_all_physical_map_num_valid
+    assert copies.sum(dim=1).tolist() == [20] * layers
+    assert copies.min() == 1
