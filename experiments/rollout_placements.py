@@ -26,15 +26,22 @@ from trimtab.trace.in_memory import MemoryReader
 PAGE = Path(__file__).parents[1] / "docs" / "rollout.md"
 EXAMPLES = ("--json docs/benchmarks/rollout.json --pages",)
 RANKS = 8
-TRACE: dict[str, Any] = {"num_sequences": 128, "mean_length": 256, "max_length": 512, "num_layers": 4}
-SIZED: dict[str, Any] = {"preset": "qwen3-30b-mixed", "num_experts": 256, "top_k": 8}
-# One kind of GPU, then two: attention is bound by memory, experts by compute.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "one-kind": {"model": "deepseek-v3", "cluster": "h200x8", "gpus": 128, "context": 8000, "gpu_hour": 3.5},
-    "two-kinds": {
-        "model": "deepseek-v3", "cluster": "h20x8", "expert_cluster": "h200x8", "gpus": 128, "context": 8000,
-        "gpu_hour": 1.2, "expert_gpu_hour": 3.5,
-    },
+TRACE: dict[str, Any] = {"num_sequences": 256, "mean_length": 512, "max_length": 1024, "num_layers": 4}
+# Preset, experts and top-k of the routing, and arguments of `size_rollout`.
+SETTINGS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
+    "one-kind": (
+        "qwen3-30b-mixed",
+        (256, 8),
+        {"model": "deepseek-v3", "cluster": "h200x8", "gpus": 128, "context": 8000, "gpu_hour": 3.5},
+    ),
+    "two-kinds": (
+        "gpt-oss-20b-reasoning",
+        (128, 4),
+        {
+            "model": "gpt-oss-120b", "cluster": "h20x8", "expert_cluster": "h100x8", "gpus": 64, "context": 4000,
+            "gpu_hour": 1.2, "expert_gpu_hour": 2.5,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -67,9 +74,9 @@ def placement(name: str, redundant: int) -> dict[str, Any]:
 
 def sizing(name: str) -> dict[str, Any]:
     """What `trimtab rollout --json` writes of one setting."""
-    preset, sizes = PRESETS[SIZED["preset"]], {key: SIZED[key] for key in ("num_experts", "top_k")}
-    trace = synthesize_preset(preset, **TRACE, **sizes, num_steps=2, seed=0)
-    return trimtab.size_rollout(trace, **SETTINGS[name]).figures()
+    preset, (num_experts, top_k), setting = SETTINGS[name]
+    trace = synthesize_preset(PRESETS[preset], **TRACE, num_experts=num_experts, top_k=top_k, num_steps=2, seed=0)
+    return trimtab.size_rollout(trace, **setting).figures()
 
 
 def blocks(figures: Mapping[str, Any]) -> dict[str, str]:

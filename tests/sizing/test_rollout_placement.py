@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -20,6 +21,7 @@ from helpers.framework_batches import MODEL, miles, random_sequences
 from helpers.planned_steps import Step, make
 from helpers.rank_tests import runs_on_ranks
 from trimtab import InputError, RoutingTrace
+from trimtab.array_type import Array
 from trimtab.observe import Observer
 from trimtab.planner.placement.serving_placement import count_parts
 from trimtab.sizing.held_out import later_max_over_mean, refresh_after, steps_parts
@@ -125,6 +127,11 @@ def test_an_observer_makes_the_map_of_every_step(tmp_path: Path) -> None:
     assert placement.sync(2) == tmp_path / "map.json"
 
 
+def kept_in(totals: list[Array], counts: Array) -> Array:
+    totals.append(counts)
+    return counts
+
+
 @runs_on_ranks(2)
 def test_a_session_writes_the_map_of_all_ranks(tmp_path: Path) -> None:
     session, _, _ = make(slots_per_rank=2)
@@ -137,14 +144,14 @@ def test_a_session_writes_the_map_of_all_ranks(tmp_path: Path) -> None:
     written = session.sync_placement(2)
     assert written == (tmp_path / "map.json" if dist.get_rank() == 0 else None)
     if written:
-        alone = RolloutPlacement(tmp_path / "alone.json", ranks=2)
-        counts = []
+        # Each rank takes its sequences in turn into the parts, from the first.
+        alone, totals = RolloutPlacement(tmp_path / "alone.json", ranks=2), list[Array]()
         for rank in range(2):
-            alone.add(step.trace.select(step.schedule.sequences_of(rank)))
-            counts.append(alone._counts_MLE)
-            alone._counts_MLE, alone._sequences = None, 0
-        alone._counts_MLE = counts[0] + counts[1]
-        alone.make(1)
+            own = RolloutPlacement(tmp_path / "own.json", ranks=2)
+            own.add(step.trace.select(step.schedule.sequences_of(rank)))
+            own.make(1, partial(kept_in, totals))
+        alone.add(step.trace)
+        alone.make(1, lambda _: totals[0] + totals[1])
         alone.sync(2)
         assert (tmp_path / "map.json").read_text() == (tmp_path / "alone.json").read_text()
     session.close()

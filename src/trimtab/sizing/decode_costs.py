@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster import AttentionLayers, ClusterSpec, ModelSpec
 from trimtab.cluster.attention import LIMITED, STATE_OPERATIONS
 from trimtab.cluster.operations import LOGIT_BYTES, TENSOR_PASSES, TOKEN_PASSES, even_share
 
-# vLLM's default of gpu_memory_utilization up to 0.10; the rest is for activations, graphs and the CUDA context.
+# vLLM's long-time default of gpu_memory_utilization; the rest is for activations, graphs and the CUDA context.
 MEMORY_PART = 0.9
+Values = Any
+"""A number, or an array of any shape."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class DecodeCosts:
     model: ModelSpec
     context: float
 
-    def attention_s(self, sequences: Array | float, tp: int) -> Array | float:
+    def attention_s(self, sequences: Values, tp: int) -> Values:
         """Seconds of a MoE layer outside its routed experts: attention, shared experts, router, norms.
 
         Args:
@@ -44,7 +49,7 @@ class DecodeCosts:
         exchanges = 1 + (model.shared_width > 0)
         return self._block_s(sequences, tp, exchanges, moe=True) + beside
 
-    def outer_s(self, sequences: Array | float, tp: int) -> Array | float:
+    def outer_s(self, sequences: Values, tp: int) -> Values:
         """Seconds of all dense layers, output head and sampling; `sequences` as in `attention_s`."""
         model, memory = self.model, self.cluster.memory_bytes_per_s
         feed_forward = model.feed_forward_matrices * model.hidden_size * model.dense_width
@@ -52,7 +57,7 @@ class DecodeCosts:
         head = self._product_s(model.vocab_size * model.hidden_size, sequences, tp)
         return model.dense_layers * dense + head + sequences * LOGIT_BYTES * model.vocab_size / tp / memory
 
-    def _block_s(self, sequences: Array | float, tp: int, exchanges: int, *, moe: bool) -> Array | float:
+    def _block_s(self, sequences: Values, tp: int, exchanges: int, *, moe: bool) -> Values:
         """Attention of a layer, the mean of those with or without experts, and the exchanges of tensor parallelism."""
         model, cluster, wide = self.model, self.cluster, self.model.weight_bytes
         layers = max(1, model.moe_layers if moe else model.dense_layers)
@@ -61,18 +66,18 @@ class DecodeCosts:
             part = (block.in_moe_layers if moe else block.in_dense_layers) / layers
             read = sequences * self._read_values(block) * wide / self._shards(block, tp) / cluster.memory_bytes_per_s
             computed = sequences * self._operations(block) / tp / cluster.attention_flops
-            attention = (read + computed + abs(read - computed)) / 2  # The larger.
-            seconds = seconds + part * (self._product_s(block.parameters, sequences, tp) + attention)
+            products = self._product_s(block.parameters, sequences, tp)
+            seconds = seconds + part * (products + np.maximum(read, computed))
         if tp > 1:
             token_bytes = TENSOR_PASSES * (tp - 1) / tp * model.hidden_size * wide
             seconds = seconds + exchanges * (cluster.dispatch_s + sequences * token_bytes / _link(cluster))
         return seconds
 
-    def _product_s(self, parameters: float, tokens: Array | float, tp: int) -> Array | float:
+    def _product_s(self, parameters: float, tokens: Values, tp: int) -> Values:
         """Tokens through weights that `tp` ranks share: the longer of reading them and of computing."""
         read = parameters * self.model.weight_bytes / tp / self.cluster.memory_bytes_per_s
         computed = 2 * parameters / tp * tokens / self.cluster.dense_flops
-        return (read + computed + abs(read - computed)) / 2
+        return np.maximum(read, computed)
 
     def _reach(self, block: AttentionLayers) -> float:
         return min(self.context, self.model.reach) if block.kind in LIMITED else self.context
@@ -97,7 +102,7 @@ class DecodeCosts:
         """Ranks that share out the cache: each has whole heads; all have a latent vector."""
         return tp if block.kind == "linear" else min(tp, block.cache_heads or 1)
 
-    def attention_bytes(self, sequences: Array | float, tp: int) -> Array | float:
+    def attention_bytes(self, sequences: Values, tp: int) -> Values:
         """Weights outside the routed experts, and KV cache, of a rank.
 
         Args:

@@ -101,13 +101,14 @@ class Deployment:
     def attention_idle(self) -> float:
         """Part of the time for which attention ranks wait."""
         busy = self.micro_batches * (self.moe_layers * self.attention_s + self.outer_s)
-        return 1 - (busy + self.colocated * self.micro_batches * self.moe_layers * self.expert_s) / self.token_s
+        busy += self.colocated * self.micro_batches * self.moe_layers * self.expert_s
+        return max(0.0, 1 - busy / self.token_s)
 
     @property
     def expert_idle(self) -> float:
         """Part of the time for which the busiest expert rank of each layer waits."""
         busy = self.micro_batches * self.moe_layers * self.expert_s
-        return self.attention_idle if self.colocated else 1 - busy / self.token_s
+        return self.attention_idle if self.colocated else max(0.0, 1 - busy / self.token_s)
 
 
 def layer_seconds(attention_s: Array, expert_s: Array, exchange_s: Array, micro_batches: int) -> Array:
