@@ -51,7 +51,10 @@ TEXTS: dict[str, dict[str, tuple[Any, ...]]] = {
         "ids_permuted": (PermutedIds, analysis.figures),
     },
     "plan": {"": (PlanResult, PlanResult.figures), "cluster": (ClusterSpec,)},
-    "rollout": {"": (RolloutSizing.figures,), "deployments": (Deployment, RolloutSizing.figures)},
+    "rollout": {
+        "": (RolloutSizing.figures,),
+        "settings": (RolloutSizing.figures,), "deployments": (Deployment, RolloutSizing.figures),
+    },
     "simulate": {
         "": (SimulationResult.figures,), "sweep": (SimulationResult.figures,), "policies": (comparison.figures,),
         "settings": (StepSettings, SimulationResult.figures), "cluster": (ClusterSpec,), "model": (ModelSpec,),

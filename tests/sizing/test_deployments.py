@@ -218,13 +218,13 @@ def test_settings_are_what_the_plugin_accepts() -> None:
     result = size(gpus=12)
     found = result.best(colocated=False)
     assert found is not None
-    lines = [line for line in result.settings if line.startswith("vllm")]
+    lines = [line for line in result.commands if line.startswith("vllm")]
     for role, line in zip(("attention", "ffn"), lines, strict=True):
         config = json.loads(line.split("--additional-config ")[1].strip("'"))["afd"]
         assert set(config) == {"role", "connector", "host", "port", "num_attention_ranks", "num_ffn_ranks"}
         assert config["role"] == role
         assert (config["num_attention_ranks"], config["num_ffn_ranks"]) == (found.attention_ranks, found.expert_ranks)
-    assert sum("--afd-role" in line for line in result.settings) == (
+    assert sum("--afd-role" in line for line in result.commands) == (
         2 if max(found.attention_ranks, found.expert_ranks) <= 8 else 0
     )
 
@@ -256,7 +256,7 @@ def test_one_gpu_has_no_separate_ranks() -> None:
     result = size(gpus=1)
     assert result.best(colocated=False) is None
     assert result.answer.startswith("Colocate: attention and experts on different ranks don't fit")
-    assert result.settings == []
+    assert result.commands == []
 
 
 def test_the_command_prints_what_the_function_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,6 +103,27 @@ def test_vllm_is_warned_of_once_and_gets_its_own_format(tmp_path: Path, caplog: 
     assert "prime-rl pull request 3583" in caplog.text
 
 
+def test_a_step_that_fails_is_not_counted_with_the_next(tmp_path: Path) -> None:
+    trace, maps = some_steps(2), []
+
+    def fail(counts: Array) -> Array:
+        raise RuntimeError("a rank is gone")
+
+    for name, has_failed in (("one", True), ("other", False)):
+        placement = RolloutPlacement(tmp_path / f"{name}.json", ranks=4)
+        if has_failed:
+            placement.add(of_step(trace, 0))
+            with pytest.raises(RuntimeError, match="a rank is gone"):
+                placement.make(0, fail)
+            assert placement.sync(1) is None
+        placement.add(of_step(trace, 1))
+        placement.make(1)
+        written = placement.sync(2)
+        assert written is not None
+        maps.append(written.read_text())
+    assert maps[0] == maps[1]
+
+
 def test_wrong_engines_and_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="engine: 'trt' should be one of sglang, vllm"):
         RolloutPlacement(tmp_path / "map.json", ranks=4, engine="trt")

@@ -54,7 +54,7 @@ class RolloutSizing:
         return rollout_answer(self.best(colocated=True), self.best(colocated=False))
 
     @property
-    def settings(self) -> list[str]:
+    def commands(self) -> list[str]:
         """Commands that start engines with the best separate ranks."""
         search = self.search
         nodes = search.attention.cluster.ranks_per_node, search.experts.cluster.ranks_per_node
@@ -63,14 +63,15 @@ class RolloutSizing:
     def figures(self) -> dict[str, Any]:
         """What `trimtab rollout --json` writes.
 
-        trace: name of the trace's file or files.
         answer: whether separate ranks pay, and which side waits.
+        settings: of the search.
+        trace: name of the trace's file or files.
         model: name of the model.
         context: tokens in the KV cache of a sequence, the mean.
         most_gpus: of a deployment.
         most_token_ms: limit of the time per output token, in milliseconds.
         deployments: the best, without and with copies of hot experts, colocated and separate.
-        settings: commands that start engines with the best separate ranks.
+        commands: those that start engines with the best separate ranks.
         gpus: all ranks. tokens_per_s: of all ranks.
         """
         search = self.search
@@ -80,16 +81,18 @@ class RolloutSizing:
         )  # fmt: skip
         return {
             "schema": "trimtab-rollout-1",
-            "trace": self.source,
             "answer": self.answer,
-            "model": search.attention.model.name,
-            "context": search.attention.context,
-            "most_gpus": search.most_gpus,
-            "most_token_ms": search.most_token_s * 1e3,
+            "settings": {
+                "trace": self.source,
+                "model": search.attention.model.name,
+                "context": search.attention.context,
+                "most_gpus": search.most_gpus,
+                "most_token_ms": search.most_token_s * 1e3,
+            },
             "deployments": [
                 asdict(each) | {name: getattr(each, name) for name in derived} for each in self.deployments
             ],
-            "settings": self.settings,
+            "commands": self.commands,
         }
 
     def __repr__(self) -> str:

@@ -50,5 +50,5 @@ def run(options: argparse.Namespace) -> None:
     console = write_figures(options, result.figures())
     console.print(f"[bold]{escape(result.answer)}[/bold]", "", sep="\n")
     console.print(*map(terminal_table, rollout_tables(result.deployments)), sep="\n")
-    if result.settings:
-        console.print("[bold]Settings[/bold]\n" + escape("\n".join(result.settings)), soft_wrap=True)
+    if result.commands:
+        console.print("[bold]Commands[/bold]\n" + escape("\n".join(result.commands)), soft_wrap=True)

@@ -90,9 +90,11 @@ class RolloutPlacement:
             Max/mean of rank loads of this step: `placement_max_over_mean` with its own placement, and
             `placement_held_out` with the one of the step before, if there was one. Empty without routing.
         """
-        if self._counts_MLE is None:
+        own_MLE, before = self._counts_MLE, self._made
+        if own_MLE is None:
             return {}
-        counts_MLE, before = over_ranks(self._counts_MLE), self._made
+        # First, so that the next step doesn't have this one's counts if it fails.
+        counts_MLE = over_ranks(own_MLE)
         self._counts_MLE, self._sequences = None, 0
         slots_LP = fill_slots(counts_MLE, counts_MLE.shape[2] + self._redundant, self._ranks, self._ranks_per_node)
         self._made = step, slots_LP
