@@ -21,7 +21,7 @@ from trimtab.cli.parser import Parser
 from trimtab.report.number_text import bytes_text, plural, seconds
 from trimtab.sizing.held_out import LATER_STEPS, later_max_over_mean, refresh_after, steps_parts
 from trimtab.trace import PRESETS, synthesize_preset
-from trimtab.trace.in_memory import MemoryReader
+from trimtab.trace.store import MemoryReader
 
 PAGE = Path(__file__).parents[1] / "docs" / "rollout.md"
 EXAMPLES = ("--json docs/benchmarks/rollout.json --pages",)

@@ -27,7 +27,7 @@ from trimtab.planner.placement.serving_placement import count_parts
 from trimtab.sizing.held_out import later_max_over_mean, refresh_after, steps_parts
 from trimtab.sizing.rollout_placement import RolloutPlacement
 from trimtab.trace import PRESETS, synthesize_preset
-from trimtab.trace.in_memory import MemoryReader
+from trimtab.trace.store import MemoryReader
 
 # Where SGLang's wheel is unpacked.
 SGLANG = os.environ.get("SGLANG", "")

@@ -19,8 +19,7 @@ from trimtab.sizing.decode_costs import DecodeCosts
 from trimtab.sizing.deployments import MICRO_BATCHES, Deployment, Search
 from trimtab.sizing.expert_times import ExpertTimes
 from trimtab.trace import RoutingTrace
-from trimtab.trace.in_memory import open_trace
-from trimtab.trace.store import Source
+from trimtab.trace.store import Source, open_trace
 
 # MegaScale-Infer's limit of the time between tokens (arXiv 2504.02263), in milliseconds.
 TOKEN_MS = 150

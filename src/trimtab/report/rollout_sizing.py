@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from trimtab.report.number_text import NONE, bytes_text, plural, seconds
-from trimtab.report.table_data import Row, TableData
+from trimtab.report.tables import Row, TableData
 from trimtab.sizing.deployments import Deployment
 
 # Part of the throughput from which separate ranks are advised, as for strategies of `advise`.

@@ -10,7 +10,7 @@ from trimtab.array_type import Array
 from trimtab.planner.placement.serving_placement import count_parts, fill_slots, slot_loads
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.trace import TraceReader
-from trimtab.trace.in_memory import MemoryReader
+from trimtab.trace.store import MemoryReader
 
 # Steps after its own for which a placement is judged, and the rise of max/mean from which a refresh pays.
 LATER_STEPS, LEAST_RISE = 4, 0.01
