@@ -174,7 +174,8 @@ def metrics_page() -> str:
                 figure_table(_read_class("runtime/plan_report.py", "RankMemory"), "in `metrics.jsonl`"),
                 "## Of a session",
                 "`session.take_metrics()`, this rank's counters since the last call:",
-                _bullets(counters),
+                figure_table(_read_class("runtime/transfer/counters.py", "Counters"), "in `take_metrics()`"),
+                _bullets(counters.partition("; ")[2]),
                 "## Of an observed step",
                 "See [observe](../observe.md#figures).",
                 "## Of `trimtab.plan`",
@@ -204,7 +205,8 @@ def _read_class(file: str, name: str) -> dict[str, tuple[str, str, str]]:
     (kind,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
     found = {}
     for node in kind.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.value or node.target).startswith("measured("):
+            assert isinstance(node.value, ast.Call)
             texts = [ast.literal_eval(each) for each in node.value.args]
             key = next((ast.literal_eval(word.value) for word in node.value.keywords if word.arg == "key"), "")
             assert isinstance(node.target, ast.Name)

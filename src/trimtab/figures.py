@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -29,9 +29,9 @@ class Figure:
     key: str
 
 
-def measured(text: str, unit: str = "", *, key: str = "") -> Any:
+def measured(text: str, unit: str = "", *, key: str = "", default: Any = MISSING) -> Any:
     """A field of a dataclass that is a figure; see `Figure`."""
-    return field(metadata={"figure": (unit, text, key)})
+    return field(default=default, metadata={"figure": (unit, text, key)})
 
 
 class _Computed(cached_property[T]):

@@ -60,6 +60,7 @@ def test_advise_prints_a_recommendation_in_80_columns_and_writes_files(
     [
         (["--step-tokens", "many"], "'many' should be a number of tokens, such as 20M"),
         (["--step-tokens", "-5"], "'-5' should be a number of tokens"),
+        (["--step-tokens", "inf"], "'inf' should be a number of tokens"),
         (["--sampled", "2"], "'2' should be above 0, and at most 1"),
         (["--sampled", "nan"], "'nan' should be above 0"),
         (["--sampled", "0.5", "--step-tokens", "20k"], "not allowed with argument"),

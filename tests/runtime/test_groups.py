@@ -63,10 +63,11 @@ def places(state: State, expert_ranks: Ranks, dp_ranks: Ranks | None, nodes: lis
     topology = session.topology
     total = torch.tensor([float(1 << dist.get_rank())])
     dist.all_reduce(total, group=topology.data)
-    groups = ("experts", "weights", "gradients", "control", "expert_control", "node_control")
+    names = "experts weights gradients control expert_control node_control planning planning_data"
     return {
-        **{name: dist.get_process_group_ranks(getattr(topology, name)) for name in groups},
+        **{name: dist.get_process_group_ranks(getattr(topology, name)) for name in names.split()},
         **{name: getattr(topology, name) for name in ("rank", "group", "groups", "data_rank", "ranks_per_node")},
+        "leaders": topology.leaders and dist.get_process_group_ranks(topology.leaders),
         "home_experts": session.home_experts.tolist(),
         "data": int(total),
         "is_given": topology.experts is groups_of(state, expert_ranks),
@@ -78,8 +79,9 @@ def places(state: State, expert_ranks: Ranks, dp_ranks: Ranks | None, nodes: lis
 PLACES: dict[str, tuple[Ranks, Ranks | None, list[int] | None, dict[str, list[Any]]]] = {
     "groups of ranks that are not neighbours": (((0, 2), (1, 3)), ((0, 1), (2, 3)), None, {
         "group": [0, 1, 0, 1], "rank": [0, 0, 1, 1], "groups": [2] * 4, "data_rank": [0, 2, 1, 3],
-        "is_given": [True] * 4, "control": [[0, 2, 1, 3]] * 4, "data": [0b1111] * 4,
-        **dict.fromkeys(("experts", "weights", "expert_control", "node_control"), [[0, 2], [1, 3]] * 2),
+        "is_given": [True] * 4, "data": [0b1111] * 4, "leaders": [[0, 1], [0, 1], None, None],
+        **dict.fromkeys(("control", "planning_data"), [[0, 2, 1, 3]] * 4),
+        **dict.fromkeys(("experts", "weights", "expert_control", "node_control", "planning"), [[0, 2], [1, 3]] * 2),
         "home_experts": [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2,
     }),
     # Ranks are numbered by node; homes at the start follow the framework's group.

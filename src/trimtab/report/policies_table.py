@@ -17,6 +17,7 @@ OURS = "trimtab"
 EPLB_COLUMN, IDEAL_COLUMN, FITS_COLUMN, FAR_COLUMN = "over eplb", "of ideal", "fits", "far rows"
 MOVES_COLUMN = "moves left out"
 TIME_COLUMNS = ("step time", "speed-up", FITS_COLUMN, EPLB_COLUMN, IDEAL_COLUMN, MOVES_COLUMN, "memory")
+SWEEP_COLUMNS = ("fastest", "fits", "trimtab", "eplb", "static", "ideal")
 BALANCE_COLUMNS = ("max/mean", "p99", "replicas", FAR_COLUMN)
 
 
@@ -94,13 +95,14 @@ def sweep_table(cases: Sequence[SimulatedCase]) -> TableData:
     def time(case: SimulatedCase, name: str) -> str:
         return digits(factor * case.seconds(name)) if name in case.outcomes else NONE
 
+    is_named = any(case.dispatcher for case in cases)
     rows = tuple(
         Row(
             str(case.ranks),
             (
                 str(case.slots),
                 str(case.micro_steps or case.outcomes["static"].plan.num_micro_steps),
-                case.dispatcher or NONE,
+                *([str(case.dispatcher)] if is_named else []),
                 f"{case.fastest} {time(case, case.fastest)}",
                 _fits_text(case),
                 *(time(case, name) for name in ("trimtab", "eplb", "static", "balanced")),
@@ -108,10 +110,8 @@ def sweep_table(cases: Sequence[SimulatedCase]) -> TableData:
         )
         for case in cases
     )
-    columns = (
-        "ranks", "slots", "micro-steps", "sent", "fastest", "fits", "trimtab", "eplb", "static", "ideal",
-    )  # fmt: skip
-    return without_empty_columns(TableData(f"{unit} of a step in every case", columns, rows))
+    columns = ("ranks", "slots", "micro-steps", *(["sent"] if is_named else []), *SWEEP_COLUMNS)
+    return TableData(f"{unit} of a step in every case", columns, rows)
 
 
 def _fits_text(case: SimulatedCase) -> str:

@@ -109,29 +109,20 @@ class Session(SessionSteps, SessionState, SessionGradients):
         """This rank's counters since the last call. Not a collective.
 
         Returns:
-            `transfer/exposed_s`: seconds for which compute waited for replicas or their gradients; `transfer/cpu_s`:
-            CPU seconds of copying threads; `transfer/refresh_s`: seconds of copying changed weights;
-            `transfer/*_bytes`: bytes that this rank sent or copied, but `transfer/peer_memory_bytes`: memory of this
-            rank that others of its node read replicas from, 0 if they get messages; `moe/unplanned_micro_steps`:
-            micro-steps that ran without a plan; `moe/late_micro_steps`: micro-steps that ran without replicas, since
-            these were not planned yet; `plan/waited_s`: seconds for which micro-steps waited for them. If replicas are
-            planned while the step
-            runs: `plan/background_s`: seconds of planning and exchanging on the thread; `moe/planned_replicas`: of all
-            slices so far; if all are there, `moe/planned_max_vio`: max/mean - 1 of rank loads, mean over instances, and
-            `moe/max_vio_error`: that above the expectation in `PlanReport`. Of the last complete step:
-            `plan/predicted_s` and `plan/measured_s`, without moves and optimizer; `plan/cost_scale`: factor of the
-            planner's costs for the next; `plan/measured_gain`: of the best strategy over doing nothing, if that was
-            measured;
-            in mode `live`: `live/calls` of layers; `live/replicas` in them, and `live/used_replicas`, the part with
-            rows; `live/max_vio_before` and `live/max_vio_after`, max/mean - 1 of rank loads without and with them, mean
-            over calls; `live/choosing_s`, seconds of choosing; of calls with replicas on this rank, `live/homes_s`,
-            seconds of home experts, and `live/covered`, the part in which compute then waited less than 5% of that
-            time for weights;
-            `moe/mixed_instances`: planned instances with unknown rows, or with rows that may deviate;
-            `moe/deviating_rows`: rows of recorded tokens that were computed by other experts; `moe/replay_agreement`,
-            if recorded rows were replayed: the part of them whose expert the router chose, too;
-            `moe/live_layer_calls`: calls of layers outside micro-steps while there was a plan;
-            `moe/abandoned_backwards`: failed backwards through layers.
+            The figures of `Counters`, by their keys; `transfer/cpu_s`: CPU seconds of copying threads;
+            `transfer/peer_memory_bytes`: memory of this rank that others of its node read replicas from, 0 if they get
+            messages; `moe/replay_agreement`, if recorded rows were replayed: the part of them whose expert the router
+            chose, too. If replicas are planned while the step runs: `plan/background_s`: seconds of planning and
+            exchanging on the thread; `moe/planned_replicas`: of all slices so far; if all are there,
+            `moe/planned_max_vio`: max/mean - 1 of rank loads, mean over instances, and `moe/max_vio_error`: that above
+            the expectation in `PlanReport`. Of the last complete step: `plan/predicted_s` and `plan/measured_s`,
+            without moves and optimizer; `plan/cost_scale`: factor of the planner's costs for the next;
+            `plan/measured_gain`: of the best strategy over doing nothing, if that was measured; in mode `live`:
+            `live/calls` of layers; `live/replicas` in them, and `live/used_replicas`, the part with rows;
+            `live/max_vio_before` and `live/max_vio_after`, max/mean - 1 of rank loads without and with them, mean over
+            calls; `live/choosing_s`, seconds of choosing; of calls with replicas on this rank, `live/homes_s`, seconds
+            of home experts, and `live/covered`, the part in which compute then waited less than 5% of that time for
+            weights.
         """
         metrics = self.counters.metrics() | {"transfer/cpu_s": self._experts.take_cpu_s()}
         metrics |= self._feedback.metrics() | {"transfer/peer_memory_bytes": self._experts.peer_memory_bytes}

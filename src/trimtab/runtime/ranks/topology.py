@@ -204,17 +204,17 @@ class Topology:
         group, rank = divmod(members.index(dist.get_rank()), num_ranks)
         mine = ranks_GR[group]
         make = partial(group_of, timeout=timeout, backend=dist.get_backend(like))
-        control = group_of(members, "control", timeout=timeout, backend="gloo")
+        on_host = partial(group_of, timeout=timeout, backend="gloo")
+        control = on_host(members, "control")
         if data is None and groups > 1:
             data = make(members, "data")
         experts = experts or make(mine, "experts")
-        expert_control = control if groups == 1 else group_of(mine, "control", timeout=timeout, backend="gloo")
+        expert_control = control if groups == 1 else on_host(mine, "control")
         if expert_dp_group is None and groups > 1:
             expert_dp_group = make([ranks_R[rank] for ranks_R in ranks_GR], "expert data parallel")
-        planning = group_of(mine, "planning", timeout=timeout, backend="gloo")
+        planning = on_host(mine, "planning")
         first = rank // ranks_per_node * ranks_per_node
-        leads = rank == 0 and groups > 1
-        neighbours = mine[first : first + ranks_per_node]
+        neighbours, firsts = mine[first : first + ranks_per_node], [ranks_R[0] for ranks_R in ranks_GR]
         return cls(
             data=data or experts,
             experts=experts,
@@ -223,14 +223,10 @@ class Topology:
             gradients=make(mine, "gradients"),
             control=control,
             expert_control=expert_control,
-            node_control=expert_control
-            if ranks_per_node == num_ranks
-            else group_of(neighbours, "control", timeout=timeout, backend="gloo"),
-            leaders=group_of([ranks_R[0] for ranks_R in ranks_GR], "control", timeout=timeout, backend="gloo")
-            if leads
-            else None,
+            node_control=expert_control if ranks_per_node == num_ranks else on_host(neighbours, "control"),
+            leaders=on_host(firsts, "control") if rank == 0 and groups > 1 else None,
             planning=planning,
-            planning_data=planning if groups == 1 else group_of(members, "planning", timeout=timeout, backend="gloo"),
+            planning_data=planning if groups == 1 else on_host(members, "planning"),
             rank=rank,
             num_ranks=num_ranks,
             ranks_per_node=ranks_per_node,

@@ -105,21 +105,13 @@ class _Entry:
             return [self.name]
         return [self.numbered.with_number(expert) for expert in self.layer.places.experts_RH[:, self.row].tolist()]
 
-    @property
-    def own_name(self) -> str:
-        """The name of this rank's tensor in the logical state."""
-        if self.layer is None or self.numbered is None:
-            return self.name
-        return self.numbered.with_number(int(self.layer.home_experts[self.row]))
+    def own_name(self, rank: int) -> str:
+        """The name of a rank's tensor in the logical state."""
+        return self.name if self.numbered is None else self.whole_names[rank]
 
     def whole(self, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The rows of the logical state from those of all ranks, by name.
-
-        Args:
-            parts: the rows `[n, b]` of each rank: H of a stack, else one.
-        """
-        assert self.layer is not None
-        if not self.is_stack:
+        """The rows of the logical state by name, from the rows `[n, b]` of each rank: H of a stack, else one."""
+        if self.layer is None or not self.is_stack:
             return dict(zip(self.whole_names, parts, strict=True))
         experts_RH = self.layer.places.experts_RH
         whole = parts[0].new_empty(experts_RH.size, parts[0].shape[1])
@@ -196,11 +188,10 @@ class LogicalState:
         if unknown := sorted(state.keys() - expected):
             raise InputError(f"there is a tensor {unknown[0]!r}; this model has none of that name")
         for entry, target in entries:
-            value = entry.own(state[entry.own_name])
+            name = entry.own_name(self._topology.rank)
+            value = entry.own(state[name])
             if value.shape != target.shape:
-                raise InputError(
-                    f"tensor {entry.own_name!r} has shape {_shape(value)}; this model has {_shape(target)}"
-                )
+                raise InputError(f"tensor {name!r} has shape {_shape(value)}; this model has {_shape(target)}")
             target.copy_(value)
         self._changed()
 
@@ -266,9 +257,9 @@ class LogicalState:
             if name not in known:
                 raise InputError(f"there is optimizer state of {name!r}; this model has no such parameter")
         mine = {
-            parameter: {key: entry.own_value(value) for key, value in state[entry.own_name].items()}
+            parameter: {key: entry.own_value(value) for key, value in state[name].items()}
             for entry, parameter in entries
-            if entry.own_name in state
+            if (name := entry.own_name(self._topology.rank)) in state
         }
         packed = optimizer.state_dict()
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -319,11 +310,8 @@ class LogicalState:
         # As bytes, since backends do not support all dtypes of optimizer state.
         data = rows.detach().reshape(len(rows), -1).contiguous().view(torch.uint8)
         group = self._topology.experts
-        parts = (
-            [torch.empty_like(data) for _ in range(self._topology.num_ranks)]
-            if everywhere or self._topology.rank == 0
-            else None
-        )
+        is_here = everywhere or self._topology.rank == 0
+        parts = [torch.empty_like(data) for _ in range(self._topology.num_ranks)] if is_here else None
         if everywhere:
             dist.all_gather(parts, data, group=group)
         else:

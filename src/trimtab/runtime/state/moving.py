@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -52,7 +51,7 @@ def move_experts(
         `[R]` bytes of rows that each rank of an expert-parallel group sent.
     """
     moved = _moved(layers, places_L)
-    moves = [_Move.of(layer, places_L[layer.index], topology) for layer in moved]
+    moves = [_Move(layer, places_L[layer.index], topology) for layer in moved]
     slices = [
         part
         for layer, move in zip(moved, moves, strict=True)
@@ -150,48 +149,29 @@ def _bytes_of_row(rows: StateRows) -> int:
     return rows.nbytes // len(rows) if isinstance(rows, torch.Tensor) else rows[0].nbytes
 
 
-@dataclass(frozen=True, eq=False)
 class _Move:
     """The move of one layer's experts.
 
     Attributes:
         before, after: places of all experts.
         moved: the experts whose places differ, ascending.
-        rank, num_ranks: this rank, and R.
         device: the device of the layer.
+        sent_R: `[R]` number of experts that leave each rank; as many arrive there.
+        leaving: for each rank the rows of this rank that go there, ascending by expert. This rank is one of them, if
+            experts change their row on it.
+        arriving: for each rank the rows of this rank that are for what comes from there, ascending by expert.
     """
 
-    before: ExpertPlaces
-    after: ExpertPlaces
-    moved: Array
-    rank: int
-    num_ranks: int
-    device: torch.device
+    def __init__(self, layer: HomeExperts, after: ExpertPlaces, topology: Topology) -> None:
+        self.before, self.after, self.device = layer.places, after, layer.device
+        self.moved = self.before.moved(after)
+        self.sent_R: Array = np.bincount(self.before.home_E[self.moved], minlength=topology.num_ranks)
+        self.leaving = self._rows(self.before, after, topology)
+        self.arriving = self._rows(after, self.before, topology)
 
-    @classmethod
-    def of(cls, layer: HomeExperts, after: ExpertPlaces, topology: Topology) -> _Move:
-        before = layer.places
-        return cls(before, after, before.moved(after), topology.rank, topology.num_ranks, layer.device)
-
-    @cached_property
-    def leaving(self) -> list[_Rows]:
-        """For each rank the rows of this rank that go there, ascending by expert. This rank is one of them, if experts
-        change their row on it."""
-        return self._rows(self.before, self.after)
-
-    @cached_property
-    def arriving(self) -> list[_Rows]:
-        """For each rank the rows of this rank that are for what comes from there, ascending by expert."""
-        return self._rows(self.after, self.before)
-
-    @cached_property
-    def sent_R(self) -> Array:
-        """`[R]` number of experts that leave each rank; as many arrive there."""
-        return np.bincount(self.before.home_E[self.moved], minlength=self.num_ranks)
-
-    def _rows(self, here: ExpertPlaces, there: ExpertPlaces) -> list[_Rows]:
-        experts = self.moved[here.home_E[self.moved] == self.rank]
-        rows_R = [here.rows_E[experts[there.home_E[experts] == other]].tolist() for other in range(self.num_ranks)]
+    def _rows(self, here: ExpertPlaces, there: ExpertPlaces, topology: Topology) -> list[_Rows]:
+        experts = self.moved[here.home_E[self.moved] == topology.rank]
+        rows_R = [here.rows_E[experts[there.home_E[experts] == other]].tolist() for other in range(topology.num_ranks)]
         # One copy to the device.
         indices = torch.tensor([row for rows in rows_R for row in rows], dtype=torch.int64, device=self.device)
         return [*zip(rows_R, indices.split([*map(len, rows_R)]), strict=True)]

@@ -10,55 +10,71 @@ from functools import partial
 
 import torch
 
+from trimtab.figures import by_key, measured, with_documented_figures
 from trimtab.runtime.ranks.lockstep import Lockstep
 from trimtab.runtime.ranks.recorder import WAITING, Recorder
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.streams import Wait
 
 
+@with_documented_figures
 @dataclass(eq=False)
 class Counters:
-    """Counters of a rank since they were last cleared.
+    """Counters of a rank since they were last cleared; their metrics are those of `Session.take_metrics`.
 
-    Attributes:
-        peer_bytes: replica weights that this rank sent to others, or copied from other ranks' memory.
-        host_bytes: replica weights that this rank copied from its node's mirror.
-        mirror_bytes: weights that this rank sent to the mirrors of other nodes.
-        gradient_bytes: replica gradients that this rank sent to home ranks.
-        moved_bytes: rows of experts that this rank sent to new homes.
-        refresh_s: seconds of copying changed weights to staging memory and mirrors.
-        waited_s: seconds for which compute waited for transfers.
-        waits: (start, end) events of waits on the device that are not in `waited_s` yet.
-        unplanned_micro_steps: micro-steps that ran without a plan.
-        late_micro_steps: micro-steps that ran without replicas, since these were not planned yet.
-        planning_waited_s: seconds for which micro-steps waited for their replicas to be planned.
-        live_calls: calls of layers on live routing, outside of any micro-step, while there was a plan.
-        mixed_instances: planned instances with unknown rows, or with rows that may deviate: ranks exchange counts.
-        deviating_rows: rows of recorded tokens that the loop sent to other experts than the recorded ones.
-        agreeing: recorded rows whose expert the router chose, too; on the device.
-        compared: recorded rows that were compared with the router's choice.
-        abandoned_backwards: failed backwards through layers; their replica gradients in transfer were dropped.
-        recorder: the active Recorder, or None.
-        lockstep: compares the ranks' logs while this rank waits on the host.
+    `waits` are (start, end) events of waits on the device that are not in `waited_s` yet. Of `compared` recorded rows
+    the router has chosen the expert of `agreeing`, too, which is on the device. `recorder` is the active one, or None;
+    `lockstep` compares the ranks' logs while this rank waits on the host.
     """
 
-    peer_bytes: int = 0
-    host_bytes: int = 0
-    mirror_bytes: int = 0
-    gradient_bytes: int = 0
-    moved_bytes: int = 0
-    refresh_s: float = 0.0
-    waited_s: float = 0.0
+    waited_s: float = measured(
+        "for which compute waited for replicas or their gradients", "s", key="transfer/exposed_s", default=0.0
+    )
+    refresh_s: float = measured(
+        "of copying changed weights to staging memory and mirrors", "s", key="transfer/refresh_s", default=0.0
+    )
+    peer_bytes: int = measured(
+        "replica weights that this rank sent to others, or copied from other ranks' memory", "bytes",
+        key="transfer/peer_bytes", default=0,
+    )  # fmt: skip
+    host_bytes: int = measured(
+        "replica weights that this rank copied from its node's mirror", "bytes", key="transfer/host_bytes", default=0
+    )
+    mirror_bytes: int = measured(
+        "weights that this rank sent to the mirrors of other nodes", "bytes", key="transfer/mirror_bytes", default=0
+    )
+    gradient_bytes: int = measured(
+        "replica gradients that this rank sent to home ranks", "bytes", key="transfer/gradient_bytes", default=0
+    )
+    moved_bytes: int = measured(
+        "rows of experts that this rank sent to new homes", "bytes", key="transfer/moved_bytes", default=0
+    )
+    unplanned_micro_steps: int = measured(
+        "micro-steps that ran without a plan", key="moe/unplanned_micro_steps", default=0
+    )
+    late_micro_steps: int = measured(
+        "micro-steps that ran without replicas, since these were not planned yet", key="moe/late_micro_steps", default=0
+    )
+    planning_waited_s: float = measured(
+        "for which micro-steps waited for their replicas to be planned", "s", key="plan/waited_s", default=0.0
+    )
+    live_calls: int = measured(
+        "calls of layers outside of any micro-step, while there was a plan", key="moe/live_layer_calls", default=0
+    )
+    mixed_instances: int = measured(
+        "planned instances with unknown rows, or with rows that may deviate: ranks exchange counts",
+        key="moe/mixed_instances", default=0,
+    )  # fmt: skip
+    deviating_rows: int = measured(
+        "rows of recorded tokens that were computed by other experts", key="moe/deviating_rows", default=0
+    )
+    abandoned_backwards: int = measured(
+        "failed backwards through layers, whose replica gradients in transfer were dropped",
+        key="moe/abandoned_backwards", default=0,
+    )  # fmt: skip
     waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    unplanned_micro_steps: int = 0
-    late_micro_steps: int = 0
-    planning_waited_s: float = 0.0
-    live_calls: int = 0
-    mixed_instances: int = 0
-    deviating_rows: int = 0
     agreeing: torch.Tensor | int = 0
     compared: int = 0
-    abandoned_backwards: int = 0
     recorder: Recorder | None = None
     lockstep: Lockstep | None = None
 
@@ -89,14 +105,6 @@ class Counters:
         while self.waits[0][1].query() and len(self.waits) > 1:
             self._take_first()
 
-    @property
-    def exposed_s(self) -> float:
-        """Seconds for which compute waited for transfers. On CUDA it waits for the device."""
-        while self.waits:
-            self.waits[0][1].synchronize()
-            self._take_first()
-        return self.waited_s
-
     def _take_first(self) -> None:
         start, end = self.waits.pop(0)
         self.waited_s += start.elapsed_time(end) / 1e3
@@ -118,30 +126,13 @@ class Counters:
             self.agreeing = agree_NKK.sum() + self.agreeing
         self.compared += num_compared * live_NK.shape[1]
 
-    @property
-    def replay_agreement(self) -> float:
-        """The part of recorded rows whose expert the router chose, too; NaN if none was compared. Waits for a GPU."""
-        return float(self.agreeing) / self.compared if self.compared else float("nan")
-
     def metrics(self) -> dict[str, float]:
-        """All counters, by the names of `Session.take_metrics`."""
-        return {
-            "transfer/exposed_s": self.exposed_s,
-            "transfer/refresh_s": self.refresh_s,
-            "transfer/peer_bytes": self.peer_bytes,
-            "transfer/host_bytes": self.host_bytes,
-            "transfer/mirror_bytes": self.mirror_bytes,
-            "transfer/gradient_bytes": self.gradient_bytes,
-            "transfer/moved_bytes": self.moved_bytes,
-            "moe/unplanned_micro_steps": self.unplanned_micro_steps,
-            "moe/late_micro_steps": self.late_micro_steps,
-            "plan/waited_s": self.planning_waited_s,
-            "moe/live_layer_calls": self.live_calls,
-            "moe/mixed_instances": self.mixed_instances,
-            "moe/deviating_rows": self.deviating_rows,
-            **({"moe/replay_agreement": self.replay_agreement} if self.compared else {}),
-            "moe/abandoned_backwards": self.abandoned_backwards,
-        }
+        """All counters by the names of `Session.take_metrics`. On CUDA it waits for the device."""
+        while self.waits:
+            self.waits[0][1].synchronize()
+            self._take_first()
+        agreement = {"moe/replay_agreement": float(self.agreeing) / self.compared} if self.compared else {}
+        return by_key(self) | agreement
 
     def clear(self) -> None:
         """Reset all counters."""

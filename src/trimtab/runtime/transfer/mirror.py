@@ -117,19 +117,16 @@ class NodeMirror:
                 elif receiver == here.rank:
                     messages += [Message(home, receiver, target) for target in self._rows[layer, expert]]
                 else:
-                    is_sender = home == here.rank
-                    messages += [
-                        Message(home, receiver, tensor[row] if is_sender else None) for tensor in sources[layer]
-                    ]
+                    sent = [tensor[row] if home == here.rank else None for tensor in sources[layer]]
+                    messages += [Message(home, receiver, tensor) for tensor in sent]
         rounds = rounds_of_rank(messages, here.rank)
         staging = self._staging(rounds)
         for messages in rounds:
             self._exchange(messages, staging)
-        sent = [message for messages in rounds for message in messages if message.sender == here.rank]
         if self._pinned:
             torch.cuda.synchronize()
         dist.barrier(group=here.expert_control)
-        return sum(_tensor(message).nbytes for message in sent)
+        return sum(_tensor(m).nbytes for messages in rounds for m in messages if m.sender == here.rank)
 
     def _staging(self, rounds: Sequence[Sequence[Message]]) -> torch.Tensor | None:
         """Device memory for what arrives in one round; None if messages arrive in the mirror itself."""
