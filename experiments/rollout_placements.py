@@ -18,8 +18,8 @@ from benchmarks.harness import main, show
 from experiments.page_tables import markdown_table, replace_tables
 from trimtab.cli.options import add_options
 from trimtab.cli.parser import Parser
+from trimtab.planner.rollout_placement import LATER_STEPS, count_steps, judge_placements
 from trimtab.report.number_text import bytes_text, plural, seconds
-from trimtab.sizing.held_out import LATER_STEPS, later_max_over_mean, refresh_after, steps_parts
 from trimtab.trace import PRESETS, synthesize_preset
 from trimtab.trace.store import MemoryReader
 
@@ -66,10 +66,8 @@ def run(options: argparse.Namespace) -> None:
 def placement(name: str, redundant: int) -> dict[str, Any]:
     """Max/mean of rank loads by steps since the placement's own, and in the engine's order."""
     trace = synthesize_preset(PRESETS[name], **TRACE, num_steps=LATER_STEPS + 1, seed=0)
-    steps = steps_parts(MemoryReader(trace))
-    by_age, usual = later_max_over_mean(steps, trace.num_experts + redundant, RANKS, RANKS)
-    after = refresh_after(by_age)
-    return {"preset": name, "redundant": redundant, "usual": usual, "by_age": by_age, "refresh_after": after}
+    judged = judge_placements(count_steps(MemoryReader(trace)), trace.num_experts + redundant, RANKS, RANKS)
+    return {"preset": name, "redundant": redundant} | judged._asdict()
 
 
 def sizing(name: str) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from trimtab.errors import InputError
 from trimtab.files import is_stream, write_atomically
 from trimtab.planner.placement.serving_placement import count_parts, engine_map, fill_slots, slot_loads
 from trimtab.planner.plan.workload import max_over_mean
+from trimtab.planner.rollout_placement import count_steps, judge_placements
 from trimtab.report.number_text import bytes_text, plural
 from trimtab.report.tables import skew_table, terminal_facts, trace_facts
-from trimtab.sizing.held_out import later_max_over_mean, refresh_after, steps_parts
 from trimtab.trace import PRESETS, RoutingTrace, TraceReader, id_dtype, synthesize_preset, write_trace
 from trimtab.trace.exports.arrays import write_npz, write_safetensors
 from trimtab.trace.exports.megatron import write_megatron
@@ -248,14 +248,11 @@ def _place(options: argparse.Namespace, trace: TraceReader) -> list[tuple[str, s
         raise InputError(f"{options.output}: SGLang takes a file for a placement only if it is named *.json")
     ranks, nodes_of, redundant = options.ranks, options.ranks_per_node or options.ranks, options.redundant or 0
     layers, experts = trace.empty.layer_indices, trace.empty.num_experts
-    num_layers = options.num_layers or int(layers.max()) + 1
-    if num_layers <= layers.max():
-        raise InputError(f"--num-layers is {num_layers}; the trace has decoder layer {layers.max()}")
     if options.to == "vllm-placement" and options.num_layers is not None:
         raise InputError("--num-layers is for sglang-placement; vLLM's maps have MoE layers only")
     counts_MLE = count_parts(trace)
     slots_LP = fill_slots(counts_MLE, experts + redundant, ranks, nodes_of)
-    content = engine_map(options.to.removesuffix("-placement"), slots_LP, layers, num_layers, experts)
+    content = engine_map(options.to.removesuffix("-placement"), slots_LP, layers, experts, options.num_layers)
     write_atomically(options.output, json.dumps(content) + "\n")
     usual_LP = np.broadcast_to(np.arange(experts + redundant) % experts, slots_LP.shape)
     before, after = (float(max_over_mean(slot_loads(counts_MLE, each, ranks)).mean()) for each in (usual_LP, slots_LP))
@@ -270,12 +267,10 @@ def _later(trace: TraceReader, slots: int, ranks: int, nodes_of: int) -> list[tu
     """Placements of a step, judged on routing that they were not made from."""
     if trace.facts.lengths.size < 2:
         return []
-    steps = steps_parts(trace)
-    (_, *later), usual = later_max_over_mean(steps, slots, ranks, nodes_of)
+    usual, (_, *later), after = judge_placements(count_steps(trace), slots, ranks, nodes_of)
+    usual_text = f"in the engine's own order {usual:.3f}"
     if len(np.unique(trace.facts.steps)) == 1:
-        text = f"{later[0]:.3f} on the second half, if made from the first; in the engine's own order {usual:.3f}"
-        return [("held out", text)]
+        return [("held out", f"{later[0]:.3f} on the second half, if made from the first; {usual_text}")]
     ages = ", ".join(f"{value:.3f} after {plural(age, 'step')}" for age, value in enumerate(later, 1))
-    after = refresh_after([0.0, *later])
     pays = f"not within {plural(len(later), 'step')}" if after is None else f"after {plural(after, 'step')}"
-    return [("held out", f"{ages}; in the engine's own order {usual:.3f}"), ("a refresh pays", pays)]
+    return [("held out", f"{ages}; {usual_text}"), ("a refresh pays", pays)]

@@ -15,7 +15,7 @@ from trimtab.cluster import ClusterSpec, ModelSpec, default_model, model_like
 from trimtab.errors import InputError
 from trimtab.observe.borrowed import Sample, fingerprint
 from trimtab.observe.step_figures import StepCounts, StepFigures
-from trimtab.sizing.rollout_placement import RolloutPlacement
+from trimtab.planner.rollout_placement import RolloutPlacement
 from trimtab.trace import ImportOptions, RoutingTrace, TraceWriter
 from trimtab.trace.formats.normalise import Summary, normalise
 from trimtab.trace.formats.records import Dropped, Record

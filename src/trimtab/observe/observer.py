@@ -24,8 +24,8 @@ from trimtab.observe.borrowed import Room
 from trimtab.observe.frameworks import FRAMEWORKS
 from trimtab.observe.observation import Call, Observation
 from trimtab.observe.sinks import Sink
+from trimtab.planner.rollout_placement import RolloutPlacement
 from trimtab.rank_variables import rank_variable
-from trimtab.sizing.rollout_placement import RolloutPlacement
 from trimtab.trace import ImportOptions, TraceWriter
 from trimtab.trace.message_text import clip, reason
 

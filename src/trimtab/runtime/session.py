@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from trimtab.array_type import Array
+from trimtab.errors import InputError
 from trimtab.runtime.gradients import SessionGradients
-from trimtab.runtime.ranks.lockstep import FIRST_HOMES, LOGICAL, SUSPEND
+from trimtab.runtime.ranks.lockstep import FIRST_HOMES, LOGICAL, SUSPEND, SYNC_PLACEMENT
 from trimtab.runtime.ranks.recorder import Recorder
 from trimtab.runtime.session_settings import SessionSettings, takes_arguments_of
 from trimtab.runtime.session_state import SessionState
@@ -150,22 +151,38 @@ class Session(SessionSteps, SessionState, SessionGradients):
         return dict(self.logical.weights(model, everywhere=True))
 
     def sync_placement(self, step: int) -> Path | None:
-        """Write the rollout engine's map of experts from the routing of all plans since the last call. Collective, if
-        `rollout_placement` is set. Call it before the engine loads the weights of `step`, which is the step after them.
+        """Write the rollout engine's map of experts from the routing of all plans since the last call. Collective over
+        all data ranks. Call it before the engine loads the weights of `step`, which is the step after these plans.
 
         Returns:
-            The file, on the first rank; None on others, and if there was no plan.
+            The file, on the first rank; None on others, without `rollout_placement`, and if there was no plan.
+
+        Raises:
+            InputError: on all ranks, if the engine's ranks don't divide its experts.
+            RanksDisagreeError: if ranks have other placements or steps.
+            RuntimeError, OSError: on all ranks, if the file can't be written.
         """
-        if self.rollout_placement is None:
+        placement = self.rollout_placement
+        same = {"step": step, "rollout_placement": placement and placement.state}
+        self._lockstep.agree(SYNC_PLACEMENT, must_match=same, all_data_ranks=True)
+        if placement is None:
             return None
 
         def over_ranks(counts: Array) -> Array:
             total = torch.from_numpy(counts)
-            dist.all_reduce(total, group=self.topology.control)
+            self._lockstep.wait(dist.all_reduce(total, group=self.topology.control, async_op=True).wait)
             return total.numpy()
 
-        self.rollout_placement.make(step - 1, over_ranks)
-        return self.rollout_placement.sync(step) if self.topology.rank == 0 else None
+        placement.make(step - 1, over_ranks)
+        file: Path | None = None
+        problem: Exception | None = None
+        if self.topology.data_rank == 0:
+            try:
+                file = placement.sync(step)
+            except (OSError, InputError) as error:
+                problem = error
+        self._lockstep.agree(SYNC_PLACEMENT, problem=problem, all_data_ranks=True)
+        return file
 
     @property
     def logical(self) -> LogicalState:

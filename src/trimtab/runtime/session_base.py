@@ -31,7 +31,7 @@ from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
 
 if TYPE_CHECKING:
-    from trimtab.sizing.rollout_placement import RolloutPlacement
+    from trimtab.planner.rollout_placement import RolloutPlacement
 
 
 class SessionBase:

@@ -10,7 +10,8 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -22,15 +23,18 @@ from helpers.planned_steps import Step, make
 from helpers.rank_tests import runs_on_ranks
 from trimtab import InputError, RoutingTrace
 from trimtab.array_type import Array
+from trimtab.errors import RanksDisagreeError
 from trimtab.observe import Observer
-from trimtab.planner.placement.serving_placement import count_parts
-from trimtab.sizing.held_out import later_max_over_mean, refresh_after, steps_parts
-from trimtab.sizing.rollout_placement import RolloutPlacement
+from trimtab.planner.placement.serving_placement import fill_slots, slot_loads
+from trimtab.planner.plan.workload import max_over_mean
+from trimtab.planner.rollout_placement import RolloutPlacement, count_steps, judge_placements, refresh_after
 from trimtab.trace import PRESETS, synthesize_preset
 from trimtab.trace.store import MemoryReader
 
 # Where SGLang's wheel is unpacked.
 SGLANG = os.environ.get("SGLANG", "")
+# Sequences of a step of `some_steps`.
+HALVES = (range(20), range(20, 40))
 
 
 def some_steps(steps: int = 3, drift: float = 0.3) -> RoutingTrace:
@@ -129,6 +133,18 @@ def test_wrong_engines_and_files_are_refused(tmp_path: Path) -> None:
         RolloutPlacement(tmp_path / "map.json", ranks=4, engine="trt")
     with pytest.raises(InputError, match=r"only if it is named \*.json"):
         RolloutPlacement(tmp_path / "map.pt", ranks=4)
+    for name in ("ranks", "ranks_per_node", "num_layers"):
+        numbers: dict[str, Any] = {"ranks": 4, name: 0}
+        with pytest.raises(InputError, match=f"{name}: it should be at least 1"):
+            RolloutPlacement(tmp_path / "map.json", **numbers)
+    with pytest.raises(InputError, match="redundant: it should be at least 0"):
+        RolloutPlacement(tmp_path / "map.json", ranks=4, redundant=-1)
+    placement = RolloutPlacement(tmp_path / "map.json", ranks=4, num_layers=1)
+    placement.add(some_steps(1))
+    placement.make(0)
+    with pytest.raises(InputError, match="--num-layers is 1; the trace has decoder layer 1"):
+        placement.sync(1)
+    assert not (tmp_path / "map.json").exists()
 
 
 def test_an_observer_makes_the_map_of_every_step(tmp_path: Path) -> None:
@@ -175,45 +191,79 @@ def test_a_session_writes_the_map_of_all_ranks(tmp_path: Path) -> None:
         alone.make(1, lambda _: totals[0] + totals[1])
         alone.sync(2)
         assert (tmp_path / "map.json").read_text() == (tmp_path / "alone.json").read_text()
+    # What one rank can't write fails on all of them, and the next call works.
+    (tmp_path / "folder.json").mkdir(exist_ok=True)
+    session.rollout_placement.path = tmp_path / "folder.json"
+    step.apply(session)
+    with pytest.raises(InputError, match=r"folder\.json"):
+        session.sync_placement(2)
+    session.rollout_placement.path = tmp_path / "map.json"
+    assert bool(session.sync_placement(2)) == (dist.get_rank() == 0)
+    # Ranks that don't agree raise in place of a hang.
+    if dist.get_rank():
+        session.rollout_placement = None
+    with pytest.raises(RanksDisagreeError, match="rollout_placement"):
+        session.sync_placement(3)
     session.close()
 
 
 def test_placements_are_judged_on_later_steps() -> None:
-    parts = steps_parts(MemoryReader(some_steps(4)))
-    assert [each.shape for each in parts] == [(32, 2, 16)] * 4
-    by_age, usual = later_max_over_mean(parts, 20, 4, 4)
-    assert len(by_age) == 4
-    assert by_age[0] < min(by_age[1:]) <= max(by_age[1:]) < usual
+    trace = some_steps(4)
+    steps = count_steps(MemoryReader(trace))
+    assert [each.shape for each in steps] == [(32, 2, 16)] * 4
+    for number, counts_MLE in enumerate(steps):
+        assert counts_MLE.sum() == of_step(trace, number).expert_ids.size
+    judged = judge_placements(steps, 20, 4, 4)
+    assert len(judged.by_age) == 4
+    assert judged.by_age[0] < min(judged.by_age[1:]) <= max(judged.by_age[1:]) < judged.usual
+    # Each pair on its own: the placement of step 1, in step 3, is one of the two of age 2.
+    slots = [fill_slots(steps[step], 20, 4, 4) for step in range(2)]
+    pairs = [max_over_mean(slot_loads(steps[step + 2], slots[step], 4)).mean() for step in range(2)]
+    assert judged.by_age[2] == pytest.approx(np.mean(pairs))
     # Routing that does not change: later steps are like the first.
-    same = later_max_over_mean([parts[0]] * 3, 20, 4, 4)[0]
-    assert same == pytest.approx([same[0]] * 3)
-    halves = steps_parts(MemoryReader(some_steps(1)))
-    assert len(halves) == 2
-    total = count_parts(MemoryReader(some_steps(1))).sum()
-    assert sum(each.sum() for each in halves) == total
+    same = judge_placements([steps[0]] * 3, 20, 4, 4)
+    assert same.by_age == pytest.approx([same.by_age[0]] * 3)
+    assert same.refresh_after is None
+    halves = count_steps(MemoryReader(of_step(trace, 0)))
+    assert [each.sum() for each in halves] == [of_step(trace, 0).select(half).expert_ids.size for half in HALVES]
+
+
+def test_only_the_last_steps_count() -> None:
+    trace = some_steps(7)
+    steps = count_steps(MemoryReader(trace))
+    assert [each.sum() for each in steps] == [of_step(trace, step).expert_ids.size for step in range(2, 7)]
 
 
 @pytest.mark.parametrize(
     ("by_age", "expected"), [([1.0, 1.1, 1.2], 1), ([1.0, 1.1, 1.1005, 1.112], 2), ([1.0, 1.1, 1.1], None)]
 )
 def test_a_refresh_pays_from_one_percent(by_age: list[float], expected: int | None) -> None:
-    assert refresh_after(by_age) == expected
+    ages = np.subtract.outer(np.arange(len(by_age)), np.arange(len(by_age))).T
+    table_SS = np.where(ages < 0, np.nan, np.array(by_age)[ages])
+    assert refresh_after(table_SS) == expected
+    # Steps that are uneven by themselves don't matter.
+    assert refresh_after(table_SS * np.linspace(1, 3, len(by_age))) == expected
 
 
-@pytest.mark.skipif(not SGLANG, reason="SGLANG should name the folder of SGLang 0.5.3's unpacked wheel")
+@pytest.mark.skipif(not SGLANG, reason="SGLANG should name the folder of SGLang 0.5.23's unpacked wheel")
 def test_sglangs_loader_reads_the_file(tmp_path: Path) -> None:
-    """`compute_initial_expert_location_metadata` of release 0.5.3, with stand-ins for the modules that it imports."""
+    """`compute_initial_expert_location_metadata` of release 0.5.23, whose settings come from a stand-in."""
     trace, path = some_steps(1), tmp_path / "map.json"
     placement = RolloutPlacement(path, ranks=4, redundant=4)
     placement.add(trace)
     placement.make(0)
     assert placement.sync(1) == path
-    names = ("configs.model_config", "eplb", "model_loader", "server_args", "eplb.eplb_algorithms")
-    stand_ins = {f"sglang.srt.{name}": mock.MagicMock() for name in names} | {
-        name: mock.MagicMock() for name in ("sglang", "sglang.srt", "sglang.srt.configs")
-    }
+    context: Any = ModuleType("sglang.srt.runtime_context")
+    moe = SimpleNamespace(
+        init_expert_location=str(path), ep_num_redundant_experts=4, ep_dispatch_algorithm="static",
+        moe_a2a_backend="none", ep_join_mode="none",
+    )  # fmt: skip
+    context.get_exec = lambda: SimpleNamespace(moe=moe)
+    context.get_parallel = lambda: SimpleNamespace(ep_size=4, elastic_ep_initial_size=None, nnodes=1)
+    context.get_device = lambda: SimpleNamespace(device="cpu")
+    context.get_resources = SimpleNamespace
     file = Path(SGLANG) / "sglang" / "srt" / "eplb" / "expert_location.py"
-    with mock.patch.dict(sys.modules, stand_ins):
+    with mock.patch.dict(sys.modules, {context.__name__: context}):
         spec = importlib.util.spec_from_file_location("sglang_expert_location", file)
         assert spec is not None
         assert spec.loader is not None
@@ -222,13 +272,10 @@ def test_sglangs_loader_reads_the_file(tmp_path: Path) -> None:
             spec.loader.exec_module(module)
     layers = int(trace.layer_indices.max()) + 1
     sizes = module.ModelConfigForExpertLocation(num_layers=layers, num_logical_experts=16)
-    arguments = SimpleNamespace(
-        init_expert_location=str(path), device="cpu", ep_num_redundant_experts=4, ep_size=4,
-        ep_dispatch_algorithm="dynamic",
-    )  # fmt: skip
     with mock.patch.object(module.ModelConfigForExpertLocation, "from_model_config", return_value=sizes):
-        found = module.compute_initial_expert_location_metadata(arguments, None)
+        found = module.compute_initial_expert_location_metadata(None, moe_ep_rank=1)
     assert found.physical_to_logical_map.tolist() == json.loads(path.read_text())["physical_to_logical_map"]
+    assert (found.num_layers, found.num_logical_experts, found.num_local_physical_experts) == (layers, 16, 5)
     copies = found.logical_to_all_physical_map_num_valid
     assert copies.sum(dim=1).tolist() == [20] * layers
     assert copies.min() == 1
