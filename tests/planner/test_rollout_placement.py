@@ -255,7 +255,7 @@ def test_sglangs_loader_reads_the_file(tmp_path: Path) -> None:
     assert placement.sync(1) == path
     context: Any = ModuleType("sglang.srt.runtime_context")
     moe = SimpleNamespace(
-        init_expert_location=str(path), ep_num_redundant_experts=4, ep_dispatch_algorithm="static",
+        init_expert_location=str(path), ep_num_redundant_experts=4, ep_dispatch_algorithm="dynamic",
         moe_a2a_backend="none", ep_join_mode="none",
     )  # fmt: skip
     context.get_exec = lambda: SimpleNamespace(moe=moe)
@@ -263,7 +263,8 @@ def test_sglangs_loader_reads_the_file(tmp_path: Path) -> None:
     context.get_device = lambda: SimpleNamespace(device="cpu")
     context.get_resources = SimpleNamespace
     file = Path(SGLANG) / "sglang" / "srt" / "eplb" / "expert_location.py"
-    with mock.patch.dict(sys.modules, {context.__name__: context}):
+    packages = {name: ModuleType(name) for name in ("sglang", "sglang.srt")}
+    with mock.patch.dict(sys.modules, {**packages, context.__name__: context}):
         spec = importlib.util.spec_from_file_location("sglang_expert_location", file)
         assert spec is not None
         assert spec.loader is not None

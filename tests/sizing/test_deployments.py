@@ -15,10 +15,11 @@ from hypothesis import strategies as some
 
 import trimtab
 from trimtab.api.size_rollout import RolloutSizing
+from trimtab.array_type import Array
 from trimtab.cli.main import main
 from trimtab.cluster import ModelSpec, load_cluster
 from trimtab.cluster.operations import OperationCosts
-from trimtab.sizing.deployments import SEQUENCES, token_seconds
+from trimtab.sizing.deployments import SEQUENCES, colocated_seconds, token_seconds
 from trimtab.sizing.expert_times import DRAWS
 from trimtab.trace import RoutingTrace, synthesize, write_trace
 
@@ -38,11 +39,12 @@ def size(trace: RoutingTrace | None = None, **changes: Any) -> RolloutSizing:
     return trimtab.size_rollout(trace or some_trace(), **fixed | changes)
 
 
-def simulated_s(times: tuple[float, float, float, float], layers: int, micro_batches: int) -> float:
-    """Period of a token: four stages that serve first come first, one at a time, and micro-batches that never end."""
-    attention, experts, exchange, outer = times
-    stages = "attention", "there", "experts", "back"
-    path = [(stages[k], (attention, exchange, experts, exchange)[k]) for _ in range(layers) for k in range(4)]
+def simulated_s(
+    attention: float, expert_L: Array, exchange: float, outer: float, micro_batches: int, *, colocated: bool = False
+) -> float:
+    """Period of a token: stages that serve first come first, one at a time, and micro-batches that never end."""
+    stages = "attention", "there", "attention" if colocated else "experts", "back"
+    path = [(stages[k], (attention, exchange, experts, exchange)[k]) for experts in expert_L for k in range(4)]
     path[0] = ("attention", attention + outer)
     rounds, skipped, free = 14, 4, dict.fromkeys(stages, 0.0)
     queue = [(0.0, batch, batch, 0) for batch in range(micro_batches)]
@@ -67,11 +69,15 @@ def simulated_s(times: tuple[float, float, float, float], layers: int, micro_bat
 def test_the_formula_is_that_of_an_event_simulation(
     experts: float, exchange: float, outer: float, layers: int, micro_batches: int
 ) -> None:
-    expert_L = np.full(layers, experts)
-    for beside, exactness in ((outer, 0.02), (0.0, 1e-9)):
+    even_L = np.full(layers, experts)
+    uneven_L = experts * np.random.default_rng(layers).uniform(0.75, 1.25, layers)
+    for expert_L, beside, exactness in ((even_L, outer, 0.02), (even_L, 0.0, 1e-9), (uneven_L, outer, 0.06)):
         found = token_seconds(np.array(1.0), expert_L, np.array(exchange), np.array(beside), micro_batches)
-        simulated = simulated_s((1.0, experts, exchange, beside), layers, micro_batches)
-        assert found == pytest.approx(simulated, rel=exactness)
+        assert found == pytest.approx(simulated_s(1.0, expert_L, exchange, beside, micro_batches), rel=exactness)
+    for number in (1, 2):
+        found = colocated_seconds(np.array(1.0), even_L, np.array(exchange), np.array(outer), number)
+        simulated = simulated_s(1.0, even_L, exchange, outer, number, colocated=True)
+        assert found == pytest.approx(simulated, rel=1e-9)
 
 
 def test_enough_micro_batches_keep_the_busier_side_from_waiting() -> None:
@@ -149,14 +155,13 @@ def plain_best(result: RolloutSizing, colocated: bool, copies: int, token_s: flo
                         sent = total * ranks * (1 - without) * hidden * wide
                         sent *= (ranks - 1) / ranks if colocated else 1
                         exchange = cluster.dispatch_s + sent / ranks / cluster.dispatch_node_bytes_per_s
-                        spent = m * outer if colocated else 0.0
+                        spent = 0.0
                         for layer in range(3):
                             own = np.interp(total, times.tokens_P, table[:, layer])
+                            first = attention_s + (outer if layer == 0 else 0.0)
                             if colocated:
-                                compute = attention_s + own
-                                spent += max(m * max(compute, exchange), compute + 2 * exchange)
+                                spent += max(m * first, first + exchange) + max(m * own, own + exchange)
                             else:
-                                first = attention_s + (outer if layer == 0 else 0.0)
                                 spent += max(m * max(first, own, exchange), first + own + 2 * exchange)
                         if spent <= token_s:
                             gpus = attention + (0 if colocated else ranks)
@@ -218,7 +223,7 @@ def test_settings_are_what_the_plugin_accepts() -> None:
     result = size(gpus=12)
     found = result.best(colocated=False)
     assert found is not None
-    lines = [line for line in result.commands if line.startswith("vllm")]
+    lines = [line for line in result.commands if "vllm serve" in line]
     for role, line in zip(("attention", "ffn"), lines, strict=True):
         config = json.loads(line.split("--additional-config ")[1].strip("'"))["afd"]
         assert set(config) == {"role", "connector", "host", "port", "num_attention_ranks", "num_ffn_ranks"}

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from trimtab.api.arguments import ModelSource, Overrides, check_optional, check_whole, model_of, numbers
+from trimtab.cluster.model_names import hub_ids, preset_of
 from trimtab.cluster.spec_files import load_node
 from trimtab.errors import InputError
 from trimtab.report.number_text import bytes_text, seconds
 from trimtab.report.rollout_sizing import engine_settings, rollout_answer
 from trimtab.simulator.comparison_case import step_of
 from trimtab.sizing.decode_costs import DecodeCosts
-from trimtab.sizing.deployments import MICRO_BATCHES, Deployment, Search
+from trimtab.sizing.deployments import MICRO_BATCHES, SEQUENCES, Deployment, Search
 from trimtab.sizing.expert_times import ExpertTimes
 from trimtab.trace import RoutingTrace
 from trimtab.trace.store import Source, open_trace
@@ -57,7 +58,9 @@ class RolloutSizing:
         """Commands that start engines with the best separate ranks."""
         search = self.search
         nodes = search.attention.cluster.ranks_per_node, search.experts.cluster.ranks_per_node
-        return engine_settings(self.best(colocated=False), search.attention.model.name, min(nodes))
+        preset = search.attention.model.name
+        hub_id = next((each for each in hub_ids() if preset_of(each) == preset), preset)
+        return engine_settings(self.best(colocated=False), hub_id, min(nodes))
 
     def figures(self) -> dict[str, Any]:
         """What `trimtab rollout --json` writes.
@@ -153,7 +156,7 @@ def size_rollout(
     decoded, earlier = step_of(reader.read(), step)
     tokens = float(_mean_context(decoded) if context is None else context)
     costs = [DecodeCosts(load_node(name or cluster), spec, tokens) for name in (cluster, expert_cluster)]
-    times = ExpertTimes(decoded, earlier[-1] if earlier else decoded, min(MOST_TOKENS, gpus * 1024))
+    times = ExpertTimes(decoded, earlier[-1] if earlier else decoded, min(MOST_TOKENS, gpus * SEQUENCES[-1]))
     prices = None if gpu_hour is None else (gpu_hour, gpu_hour if expert_gpu_hour is None else expert_gpu_hour)
     search = Search(times, costs[0], costs[1], gpus, token_ms / 1e3, slots, tuple(numbers_of), prices)
     deployments, fastest = [], []

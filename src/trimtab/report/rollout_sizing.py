@@ -38,6 +38,8 @@ def rollout_answer(colocated: Deployment | None, separate: Deployment | None) ->
     )
     if separate.micro_batches < separate.least_micro_batches:
         waiting += f"; {separate.least_micro_batches:.1f} micro-batches would keep the busier side from waiting"
+    if separate.attention_ranks == separate.expert_ranks and separate.attention_idle > separate.expert_idle:
+        waiting += "; fewer attention ranks than expert ranks would wait less, but afd-plugin does not connect them"
     if colocated is None:
         return f"Disaggregate: {ranks_text(separate)}; colocated ranks don't fit; {waiting}."
     gain = separate.worth / colocated.worth
@@ -99,9 +101,9 @@ def engine_settings(found: Deployment | None, model: str, ranks_per_node: int) -
             "num_attention_ranks": found.attention_ranks, "num_ffn_ranks": found.expert_ranks,
         }  # fmt: skip
         lines.append(
-            f"vllm serve {model} --data-parallel-size {ranks // tp} --tensor-parallel-size {tp} "
-            f"--enable-expert-parallel --enable-dbo --max-num-seqs {found.batch * found.tp} "
-            f"--additional-config '{json.dumps({'afd': config})}'"
+            f"VLLM_USE_V2_MODEL_RUNNER=0 vllm serve {model} --data-parallel-size {ranks // tp} "
+            f"--tensor-parallel-size {tp} --enable-expert-parallel --enable-dbo "
+            f"--max-num-seqs {found.batch * found.tp} --additional-config '{json.dumps({'afd': config})}'"
         )
     if max(found.attention_ranks, found.expert_ranks) <= ranks_per_node:
         lines.append("# SGLang (Qwen3-MoE, pull request 36258), one node a side:")

@@ -1,8 +1,9 @@
 """`DecodeCosts`: seconds and bytes of decoding one token of every sequence, on ranks of one kind.
 
-A product with few tokens reads its weights for longer than it computes, so it takes the longer of both. Rates are those
-of the cluster's file, each with its source there; what is read and written beside products is that of training's
-forward (`trimtab.cluster.operations`).
+A product with few tokens reads its weights for longer than it computes; it takes the longer of both (roofline), as does
+attention over its cache. Sizes of caches: grouped heads (arXiv 2305.13245), latent vectors with absorbed projections
+(DeepSeek-V2, arXiv 2405.04434). Rates and fixed times are those of the cluster's file, each with its source there; what
+is read and written beside products is that of training's forward (`trimtab.cluster.operations`).
 """
 
 from __future__ import annotations
@@ -64,13 +65,17 @@ class DecodeCosts:
         seconds = cluster.layer_s + sequences * TOKEN_PASSES * model.hidden_size * wide / cluster.memory_bytes_per_s
         for block in model.attention_blocks:
             part = (block.in_moe_layers if moe else block.in_dense_layers) / layers
-            read = sequences * self._read_values(block) * wide / self._shards(block, tp) / cluster.memory_bytes_per_s
+            # A linear layer writes its state, too.
+            times = 2 if block.kind == "linear" else 1
+            values = sequences * times * self._cached(block, self._reach(block)) / self._shards(block, tp)
+            read = values * wide / cluster.memory_bytes_per_s
             computed = sequences * self._operations(block) / tp / cluster.attention_flops
             products = self._product_s(block.parameters, sequences, tp)
             seconds = seconds + part * (products + np.maximum(read, computed))
         if tp > 1:
             token_bytes = TENSOR_PASSES * (tp - 1) / tp * model.hidden_size * wide
-            seconds = seconds + exchanges * (cluster.dispatch_s + sequences * token_bytes / _link(cluster))
+            link = cluster.node_bytes_per_s or cluster.host_bytes_per_s
+            seconds = seconds + exchanges * (cluster.dispatch_s + sequences * token_bytes / link)
         return seconds
 
     def _product_s(self, parameters: float, tokens: Values, tp: int) -> Values:
@@ -82,12 +87,9 @@ class DecodeCosts:
     def _reach(self, block: AttentionLayers) -> float:
         return min(self.context, self.model.reach) if block.kind in LIMITED else self.context
 
-    def _cache_width(self, block: AttentionLayers) -> float:
-        return block.cache_width or self.model.key_value_width
-
-    def _read_values(self, block: AttentionLayers) -> float:
-        """Values that a query reads; a linear layer also writes its state. Index keys of `sparse` don't count."""
-        return 2 * block.state if block.kind == "linear" else self._cache_width(block) * self._reach(block)
+    def _cached(self, block: AttentionLayers, tokens: float) -> float:
+        """Values in the cache of so many tokens of a sequence, in one layer. Index keys of `sparse` don't count."""
+        return block.state if block.kind == "linear" else (block.cache_width or self.model.key_value_width) * tokens
 
     def _operations(self, block: AttentionLayers) -> float:
         """Of a query; all heads multiply latent vectors in place of keys and of values (absorbed projections)."""
@@ -110,8 +112,7 @@ class DecodeCosts:
         """
         wide, cache = self.model.weight_bytes, 0.0
         for block in self.model.attention_blocks:
-            kept = self.context if block.kind == "sparse" else self._reach(block)
-            values = block.state if block.kind == "linear" else self._cache_width(block) * kept
+            values = self._cached(block, self.context if block.kind == "sparse" else self._reach(block))
             cache += (block.in_moe_layers + block.in_dense_layers) * values / self._shards(block, tp)
         return wide * (math.ceil(self.model.dense_parameters / tp) + sequences * cache)
 
@@ -158,7 +159,3 @@ def exchange_s(attention: DecodeCosts, experts: DecodeCosts, tokens: Array, send
     near_ranks = min(senders, ranks) if is_one_node else ranks
     near_s = near / (near_ranks * other.dispatch_node_bytes_per_s)
     return max(cluster.dispatch_s, other.dispatch_s) + row * (far / far_rate + near_s)
-
-
-def _link(cluster: ClusterSpec) -> float:
-    return cluster.node_bytes_per_s or cluster.host_bytes_per_s

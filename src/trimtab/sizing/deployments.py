@@ -111,29 +111,32 @@ class Deployment:
         return self.attention_idle if self.colocated else max(0.0, 1 - busy / self.token_s)
 
 
-def layer_seconds(attention_s: Array, expert_s: Array, exchange_s: Array, micro_batches: int) -> Array:
-    """Seconds of a layer, for all micro-batches, on separate ranks."""
-    slowest = np.maximum(np.maximum(attention_s, expert_s), exchange_s)
-    return np.maximum(micro_batches * slowest, attention_s + expert_s + 2 * exchange_s)
-
-
 def token_seconds(attention_s: Array, expert_L: Array, exchange_s: Array, outer_s: Array, micro_batches: int) -> Array:
     """Seconds `[...]` of a token in layers with expert times `[..., L]`, on separate ranks.
 
     Dense layers and output head come before the first layer's attention. Exact where layers are alike and nothing is
-    outside of them; within 2% with 24 or more layers and up to 1.5 `attention_s` outside. Where layers differ, up to
-    some percent too long, as a micro-batch may use slack of another layer.
+    outside of them; within 2% with 24 or more layers and up to 1.5 `attention_s` outside. Where layers differ by up to
+    25%, at most 5% too long, as a micro-batch may use slack of another layer.
     """
-    first = layer_seconds(attention_s + outer_s, expert_L[..., 0], exchange_s, micro_batches)
-    others = layer_seconds(attention_s[..., None], expert_L[..., 1:], exchange_s[..., None], micro_batches)
-    return first + others.sum(axis=-1)
+
+    def layer(attention_s: Array, expert_s: Array, exchange_s: Array) -> Array:
+        slowest = np.maximum(np.maximum(attention_s, expert_s), exchange_s)
+        return np.maximum(micro_batches * slowest, attention_s + expert_s + 2 * exchange_s)
+
+    first = layer(attention_s + outer_s, expert_L[..., 0], exchange_s)
+    return first + layer(attention_s[..., None], expert_L[..., 1:], exchange_s[..., None]).sum(axis=-1)
 
 
 def colocated_seconds(attention_s: Array, expert_L: Array, exchange_s: Array, outer_s: Array, batches: int) -> Array:
-    """Seconds `[...]` of a token where every rank computes both: compute of all micro-batches, or one and its links."""
-    compute = attention_s[..., None] + expert_L
-    layers = np.maximum(batches * np.maximum(compute, exchange_s[..., None]), compute + 2 * exchange_s[..., None])
-    return layers.sum(axis=-1) + batches * outer_s
+    """As `token_seconds`, where every rank computes both, attention of all micro-batches before experts of the first.
+    Exact for one or two micro-batches and layers that are alike."""
+
+    def half(compute_s: Array, exchange_s: Array) -> Array:
+        """Until the first micro-batch can go on: its exchange has ended, and the others are computed."""
+        return np.maximum(batches * compute_s, compute_s + exchange_s)
+
+    attention = half(attention_s + outer_s, exchange_s) + (expert_L.shape[-1] - 1) * half(attention_s, exchange_s)
+    return attention + half(expert_L, exchange_s[..., None]).sum(axis=-1)
 
 
 @dataclass(frozen=True)
@@ -164,10 +167,10 @@ class Search:
         """Searches of colocated ranks, one for each kind."""
         if self.attention == self.experts:
             return (self,)
-        price = self.prices or (0.0, 0.0)
-        both = ((self.attention, price[0]), (self.experts, price[1]))
+        prices_of = self.prices and [(price, price) for price in self.prices]
         return tuple(
-            replace(self, attention=costs, experts=costs, prices=self.prices and (each, each)) for costs, each in both
+            replace(self, attention=costs, experts=costs, prices=prices_of and prices_of[kind])
+            for kind, costs in enumerate((self.attention, self.experts))
         )
 
     def find(self, *, colocated: bool, copies: bool) -> tuple[Deployment | None, Deployment | None]:
@@ -214,20 +217,19 @@ class Search:
         model, sequences_B = self.attention.model, np.array(SEQUENCES, float)
         expert_bytes = self.experts.expert_bytes(model.num_experts // ranks + copies)
         bytes_B = np.asarray(self.attention.attention_bytes(tp * micro_batches * sequences_B, tp))
-        fits_B = bytes_B + colocated * expert_bytes <= self.attention.usable_bytes
-        sequences_B, bytes_B = sequences_B[fits_B], bytes_B[fits_B]
         tokens_B = attention_ranks * sequences_B
-        within = tokens_B <= self.times.tokens_P[-1]
-        sequences_B, bytes_B, tokens_B = sequences_B[within], bytes_B[within], tokens_B[within]
+        fits_B = bytes_B + colocated * expert_bytes <= self.attention.usable_bytes
+        fits_B &= tokens_B <= self.times.tokens_P[-1]
+        sequences_B, bytes_B, tokens_B = sequences_B[fits_B], bytes_B[fits_B], tokens_B[fits_B]
         if not len(sequences_B):
             return
         seconds_PL, uneven_P = table
         expert_BL = np.stack([np.interp(tokens_B, self.times.tokens_P, row_P) for row_P in seconds_PL.T], axis=1)
         attention_B = np.asarray(self.attention.attention_s(tp * sequences_B, tp))
         outer_B = np.asarray(self.attention.outer_s(tp * sequences_B, tp))
-        exchange_B = exchange_s(
-            self.attention, self.experts, tokens_B, attention_ranks, 0 if colocated else ranks
-        )  # A token of a tensor-parallel group is sent by one of its ranks.
+        # A token of a tensor-parallel group is sent by one of its ranks.
+        receivers = 0 if colocated else ranks
+        exchange_B = exchange_s(self.attention, self.experts, tokens_B, attention_ranks, receivers)
         seconds = colocated_seconds if colocated else token_seconds
         layers_BL = np.repeat(expert_BL, -(-model.moe_layers // expert_BL.shape[1]), axis=1)[:, : model.moe_layers]
         token_B = seconds(attention_B, layers_BL, exchange_B, outer_B, micro_batches)

@@ -38,11 +38,6 @@ class ExpertTimes:
         steps = int(np.ceil(2 * np.log2(max(2, most_tokens)))) + 1
         self.tokens_P = np.unique(np.round(2 ** (np.arange(steps) / 2)).astype(np.int64))
 
-    @property
-    def num_layers(self) -> int:
-        """Layers that stand for all."""
-        return len(self._layers)
-
     @cached_property
     def counts_PDLE(self) -> Array:
         """Rows of every expert in D draws of micro-batches of P sizes."""
@@ -52,15 +47,17 @@ class ExpertTimes:
         """The expert in each slot, `[L, P]`: in order without copies, as engines do, else as the earlier step needs."""
         experts = self._earlier_MLE.shape[2]
         if not copies:
-            return np.tile(np.arange(experts), (self.num_layers, 1))
+            return np.tile(np.arange(experts), (len(self._layers), 1))
         node = ranks_per_node if ranks % ranks_per_node == 0 else ranks
         return fill_slots(self._earlier_MLE, experts + copies * ranks, ranks, node)
 
     def table(self, costs: OperationCosts, slots_LP: Array, ranks: int) -> tuple[Array, Array]:
         """Seconds of the busiest rank `[P, L]`, and max/mean of ranks' rows `[P]`, means over draws."""
-        seconds_PL, uneven_P = [], []
+        seconds_PL, uneven_P, layer_L1 = [], [], np.arange(len(slots_LP))[:, None]
+        copies_LE = np.stack([np.bincount(slots_P, minlength=self.counts_PDLE.shape[3]) for slots_P in slots_LP])
         for counts_DLE in self.counts_PDLE:
-            rows_DLS = _rows(counts_DLE, slots_LP)
+            # Copies share their expert's rows equally.
+            rows_DLS = (counts_DLE / copies_LE)[:, layer_L1, slots_LP]
             by_rank = (*rows_DLS.shape[:2], ranks, -1)
             seconds_PL.append(costs.copy_seconds(rows_DLS).reshape(by_rank).sum(axis=-1).max(axis=-1).mean(axis=0))
             uneven_P.append(max_over_mean(rows_DLS.reshape(by_rank).sum(axis=-1)).mean())
@@ -72,7 +69,7 @@ class ExpertTimes:
         starts, lengths = trace.sequence_starts[:-1], np.diff(trace.sequence_starts)
         prompts = np.where(trace.prompt_lengths < lengths, trace.prompt_lengths, 0)
         used = np.flatnonzero(lengths)
-        counts_DLE = np.zeros((DRAWS, self.num_layers, trace.num_experts), np.int64)
+        counts_DLE = np.zeros((DRAWS, len(self._layers), trace.num_experts), np.int64)
         for counts_LE in counts_DLE:
             sequences = used[(rng.integers(len(used)) + np.arange(tokens)) % len(used)]
             first, rows = prompts[sequences], lengths[sequences]
@@ -81,9 +78,3 @@ class ExpertTimes:
                 ids = trace.expert_ids[places, layer].ravel()
                 counts_E += np.bincount(ids[ids < trace.num_experts], minlength=trace.num_experts)
         return counts_DLE
-
-
-def _rows(counts_DLE: Array, slots_LP: Array) -> Array:
-    """`[D, L, P]` rows of every slot, if copies share their expert's rows equally."""
-    copies_LE = np.stack([np.bincount(slots_P, minlength=counts_DLE.shape[2]) for slots_P in slots_LP])
-    return np.take_along_axis(counts_DLE / copies_LE, np.broadcast_to(slots_LP, (len(counts_DLE), *slots_LP.shape)), 2)
