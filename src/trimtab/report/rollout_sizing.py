@@ -92,7 +92,7 @@ def engine_settings(found: Deployment | None, model: str, ranks_per_node: int) -
     if found is None:
         return []
     sides = {"attention": (found.attention_ranks, found.tp), "ffn": (found.expert_ranks, 1)}
-    lines = ["# vLLM with afd-plugin (DeepSeek models), two micro-batches, one command a side:"]
+    lines = ["# vLLM with afd-plugin (it runs DeepSeek models only), two micro-batches, one command a side:"]
     if found.micro_batches != AFD_MICRO_BATCHES:
         lines.append(f"# it runs 2, this deployment has {found.micro_batches}: --micro-batches 2 sizes for it")
     for role, (ranks, tp) in sides.items():
@@ -106,7 +106,7 @@ def engine_settings(found: Deployment | None, model: str, ranks_per_node: int) -
             f"--max-num-seqs {found.batch * found.tp} --additional-config '{json.dumps({'afd': config})}'"
         )
     if max(found.attention_ranks, found.expert_ranks) <= ranks_per_node:
-        lines.append("# SGLang (Qwen3-MoE, pull request 36258), one node a side:")
+        lines.append("# SGLang (it runs Qwen3-MoE only; pull request 36258, in no release yet), one node a side:")
         for role, (ranks, tp) in (("attn", sides["attention"]), ("ffn", sides["ffn"])):
             data = f" --dp-size {ranks // tp} --enable-dp-attention" if ranks > tp and role == "attn" else ""
             lines.append(

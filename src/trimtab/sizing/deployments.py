@@ -167,9 +167,8 @@ class Search:
         """Searches of colocated ranks, one for each kind."""
         if self.attention == self.experts:
             return (self,)
-        prices_of = self.prices and [(price, price) for price in self.prices]
         return tuple(
-            replace(self, attention=costs, experts=costs, prices=prices_of and prices_of[kind])
+            replace(self, attention=costs, experts=costs, prices=self.prices and (self.prices[kind], self.prices[kind]))
             for kind, costs in enumerate((self.attention, self.experts))
         )
 
