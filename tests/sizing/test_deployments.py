@@ -111,7 +111,7 @@ def plain_best(result: RolloutSizing, colocated: bool, copies: int, token_s: flo
                         load = 0.0
                         for expert in slots_P[rank * per_rank : (rank + 1) * per_rank]:
                             rows = counts_DLE[draw, layer, expert] / np.count_nonzero(slots_P == expert)
-                            tiles = np.ceil(rows / cluster.tile_rows) * cluster.tile_rows
+                            tiles = np.ceil(rows / 16) * 16
                             compute = tiles * 2 * MODEL.expert_parameters / cluster.expert_flops
                             read = MODEL.expert_bytes / cluster.memory_bytes_per_s
                             passes = rows * 5 * (hidden + MODEL.expert_width) * wide / cluster.memory_bytes_per_s

@@ -9,7 +9,7 @@ is read and written beside products is that of training's forward (`trimtab.clus
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,12 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster import AttentionLayers, ClusterSpec, ModelSpec
 from trimtab.cluster.attention import LIMITED, STATE_OPERATIONS
-from trimtab.cluster.operations import LOGIT_BYTES, TENSOR_PASSES, TOKEN_PASSES, even_share
+from trimtab.cluster.operations import LOGIT_BYTES, TENSOR_PASSES, TOKEN_PASSES, OperationCosts, even_share
 
 # vLLM's long-time default of gpu_memory_utilization; the rest is for activations, graphs and the CUDA context.
 MEMORY_PART = 0.9
+# Rows of a tile where experts have few: the block of vLLM's Triton kernel for up to as many tokens as experts.
+TILE_ROWS = 16
 Values = Any
 """A number, or an array of any shape."""
 
@@ -69,7 +71,7 @@ class DecodeCosts:
             times = 2 if block.kind == "linear" else 1
             values = sequences * times * self._cached(block, self._reach(block)) / self._shards(block, tp)
             read = values * wide / cluster.memory_bytes_per_s
-            computed = sequences * self._operations(block) / tp / cluster.attention_flops
+            computed = sequences * self._query_s(block) / tp
             products = self._product_s(block.parameters, sequences, tp)
             seconds = seconds + part * (products + np.maximum(read, computed))
         if tp > 1:
@@ -91,14 +93,16 @@ class DecodeCosts:
         """Values in the cache of so many tokens of a sequence, in one layer. Index keys of `sparse` don't count."""
         return block.state if block.kind == "linear" else (block.cache_width or self.model.key_value_width) * tokens
 
-    def _operations(self, block: AttentionLayers) -> float:
-        """Of a query; all heads multiply latent vectors in place of keys and of values (absorbed projections)."""
+    def _query_s(self, block: AttentionLayers) -> float:
+        """Computing a query on one rank. With latent attention all heads multiply the latent vectors in place of keys
+        and of values, at the rate of dense products (FlashMLA: 660 TFLOP/s on H800, 120 to 130 on H20)."""
+        cluster, heads = self.cluster, self.model.attention_heads
         if block.kind == "linear":
-            return STATE_OPERATIONS * block.state
-        heads = self.model.attention_heads
+            return STATE_OPERATIONS * block.state / cluster.attention_flops
         is_latent = block.cache_width and not block.cache_heads
         width = 2 * heads * block.cache_width if is_latent else block.width
-        return 2 * (width * self._reach(block) + block.index_width * self.context)
+        rate = cluster.dense_flops if is_latent else cluster.attention_flops
+        return 2 * (width * self._reach(block) + block.index_width * self.context) / rate
 
     def _shards(self, block: AttentionLayers, tp: int) -> int:
         """Ranks that share out the cache: each has whole heads; all have a latent vector."""
@@ -115,6 +119,11 @@ class DecodeCosts:
             values = self._cached(block, self.context if block.kind == "sparse" else self._reach(block))
             cache += (block.in_moe_layers + block.in_dense_layers) * values / self._shards(block, tp)
         return wide * (math.ceil(self.model.dense_parameters / tp) + sequences * cache)
+
+    def expert_costs(self) -> OperationCosts:
+        """Of routed experts: training's forward in smaller tiles."""
+        tile_rows = min(self.cluster.tile_rows, TILE_ROWS)
+        return OperationCosts.of(replace(self.cluster, tile_rows=tile_rows), self.model)
 
     def expert_bytes(self, slots: int) -> int:
         """Weights of the experts and copies of a rank, `slots` in each layer."""

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.cluster.operations import OperationCosts
 from trimtab.sizing.decode_costs import DecodeCosts, exchange_s
-from trimtab.sizing.expert_times import ExpertTimes
+from trimtab.sizing.expert_times import ExpertTimes, Table
 
 # Sequences of a rank in a micro-batch.
 SEQUENCES = tuple(sorted({value << power for power in range(11) for value in (2, 3)} | {1}))
@@ -184,39 +183,29 @@ class Search:
 
     def sizes(self, *, colocated: bool, copies: int) -> Iterator[Deployment]:
         """The best within the limit and the fastest of every number of ranks, tensor parallelism and micro-batches."""
-        model = self.attention.model
+        model, per_node = self.attention.model, self.attention.cluster.ranks_per_node
+        widths = [tp for tp in TENSOR_RANKS if tp <= per_node and not (model.attention_heads or tp) % tp]
         for ranks in range(1, self.most_gpus + 1):
-            if model.num_experts % ranks or self.experts.expert_bytes(model.num_experts // ranks + copies) > (
-                self.experts.usable_bytes
-            ):
+            expert_bytes = self.experts.expert_bytes(model.num_experts // ranks + copies)
+            if model.num_experts % ranks or expert_bytes > self.experts.usable_bytes:
                 continue
             slots_LP = self.times.slots_LP(ranks, copies, self.experts.cluster.ranks_per_node)
-            table = self.times.table(OperationCosts.of(self.experts.cluster, model), slots_LP, ranks)
+            table = self.times.table(self.experts.expert_costs(), slots_LP, ranks)
             # afd-plugin's connector wants a multiple of the expert ranks.
-            senders = [ranks] if colocated else range(ranks, self.most_gpus - ranks + 1, ranks)
-            for attention_ranks in senders:
-                for tp in TENSOR_RANKS:
-                    if attention_ranks % tp or (model.attention_heads or tp) % tp:
-                        continue
-                    if tp <= self.attention.cluster.ranks_per_node:
-                        for number in COLOCATED_MICRO_BATCHES if colocated else self.micro_batches:
-                            yield from self._batches(attention_ranks, ranks, tp, number, copies, table, colocated)
+            for senders in [ranks] if colocated else range(ranks, self.most_gpus - ranks + 1, ranks):
+                for tp in widths:
+                    for number in COLOCATED_MICRO_BATCHES if colocated else self.micro_batches:
+                        if senders % tp == 0:
+                            yield from self._batches(senders, ranks, tp, number, copies, table, colocated)
 
     def _batches(
-        self,
-        attention_ranks: int,
-        ranks: int,
-        tp: int,
-        micro_batches: int,
-        copies: int,
-        table: tuple[Array, Array],
-        colocated: bool,
+        self, senders: int, ranks: int, tp: int, micro_batches: int, copies: int, table: Table, colocated: bool
     ) -> Iterator[Deployment]:
         """The best within the limit and the fastest of all batches that fit."""
         model, sequences_B = self.attention.model, np.array(SEQUENCES, float)
         expert_bytes = self.experts.expert_bytes(model.num_experts // ranks + copies)
         bytes_B = np.asarray(self.attention.attention_bytes(tp * micro_batches * sequences_B, tp))
-        tokens_B = attention_ranks * sequences_B
+        tokens_B = senders * sequences_B
         fits_B = bytes_B + colocated * expert_bytes <= self.attention.usable_bytes
         fits_B &= tokens_B <= self.times.tokens_P[-1]
         sequences_B, bytes_B, tokens_B = sequences_B[fits_B], bytes_B[fits_B], tokens_B[fits_B]
@@ -227,8 +216,7 @@ class Search:
         attention_B = np.asarray(self.attention.attention_s(tp * sequences_B, tp))
         outer_B = np.asarray(self.attention.outer_s(tp * sequences_B, tp))
         # A token of a tensor-parallel group is sent by one of its ranks.
-        receivers = 0 if colocated else ranks
-        exchange_B = exchange_s(self.attention, self.experts, tokens_B, attention_ranks, receivers)
+        exchange_B = exchange_s(self.attention, self.experts, tokens_B, senders, 0 if colocated else ranks)
         seconds = colocated_seconds if colocated else token_seconds
         layers_BL = np.repeat(expert_BL, -(-model.moe_layers // expert_BL.shape[1]), axis=1)[:, : model.moe_layers]
         token_B = seconds(attention_B, layers_BL, exchange_B, outer_B, micro_batches)
@@ -238,7 +226,7 @@ class Search:
             yield Deployment(
                 cluster=self.attention.cluster.name,
                 expert_cluster=self.experts.cluster.name,
-                attention_ranks=attention_ranks,
+                attention_ranks=senders,
                 expert_ranks=ranks,
                 colocated=colocated,
                 tp=tp,
@@ -253,6 +241,6 @@ class Search:
                 attention_bytes=float(bytes_B[place]) + colocated * expert_bytes,
                 expert_bytes=float(bytes_B[place] * colocated) + expert_bytes,
                 max_over_mean=float(np.interp(tokens_B[place], self.times.tokens_P, uneven_P)),
-                money_per_s=prices and (attention_ranks * prices[0] + ranks * prices[1]) / 3600,
+                money_per_s=prices and (senders * prices[0] + ranks * prices[1]) / 3600,
                 moe_layers=model.moe_layers,
             )

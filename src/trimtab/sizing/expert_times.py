@@ -19,6 +19,8 @@ from trimtab.trace.counting import count_experts
 
 # Draws of a micro-batch, and layers, evenly chosen, that stand for all.
 DRAWS, MOST_LAYERS = 4, 8
+Table = tuple[Array, Array]
+"""Seconds of the busiest rank `[P, L]`, and max/mean of ranks' rows `[P]`, of P numbers of tokens; means over draws."""
 
 
 class ExpertTimes:
@@ -51,8 +53,8 @@ class ExpertTimes:
         node = ranks_per_node if ranks % ranks_per_node == 0 else ranks
         return fill_slots(self._earlier_MLE, experts + copies * ranks, ranks, node)
 
-    def table(self, costs: OperationCosts, slots_LP: Array, ranks: int) -> tuple[Array, Array]:
-        """Seconds of the busiest rank `[P, L]`, and max/mean of ranks' rows `[P]`, means over draws."""
+    def table(self, costs: OperationCosts, slots_LP: Array, ranks: int) -> Table:
+        """Times of experts with these slots."""
         seconds_PL, uneven_P, layer_L1 = [], [], np.arange(len(slots_LP))[:, None]
         copies_LE = np.stack([np.bincount(slots_P, minlength=self.counts_PDLE.shape[3]) for slots_P in slots_LP])
         for counts_DLE in self.counts_PDLE:
