@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 from experiments.page_tables import read_page, tables_of_page
-from experiments.rollout_placements import PAGE, RANKS, SETTINGS, TRACE, blocks
+from experiments.rollout_figures import PAGE, RANKS, SETTINGS, TRACE, blocks
 
 
 def test_the_page_has_the_stored_figures() -> None:
     stored = json.loads((PAGE.parent / "benchmarks" / "rollout.json").read_text())
     assert (stored["trace"], stored["ranks"], [*stored["sizings"]]) == (TRACE, RANKS, [*SETTINGS])
-    for name, (_, _, setting) in SETTINGS.items():
+    for name, (_, setting) in SETTINGS.items():
         stored_settings = stored["sizings"][name]["settings"]
         assert [stored_settings[key] for key in ("model", "most_gpus")] == [setting["model"], setting["gpus"]]
     made = blocks(stored)

@@ -42,6 +42,9 @@ def test_compute_counts_where_it_takes_longer() -> None:
     slow = replace(CLUSTER, memory_bytes_per_s=1e15, dense_flops=1e6, attention_flops=1e6)
     # Two operations for each weight, and for each value that is multiplied: query heads, keys and values of 50 tokens.
     assert DecodeCosts(slow, MODEL, 50).attention_s(7, 1) == pytest.approx(7 * 2 * (30_400 + 200 * 50) / 1e6)
+    slow = replace(slow, attention_flops=5e6)
+    assert DecodeCosts(slow, MODEL, 50).attention_s(7, 1) == pytest.approx(7 * 2 * (30_400 + 200 * 50 / 5) / 1e6)
+    # All heads multiply the cache of latent vectors, in dense products.
     latent = replace(MODEL, cache_heads=0)
     assert DecodeCosts(slow, latent, 50).attention_s(7, 1) == pytest.approx(7 * 2 * (30_400 + 2 * 10 * 40 * 50) / 1e6)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import importlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from trimtab.sizing.deployments import SEQUENCES, colocated_seconds, token_secon
 from trimtab.sizing.expert_times import DRAWS
 from trimtab.trace import RoutingTrace, synthesize, write_trace
 
+# A folder with afd-plugin's source.
+AFD_PLUGIN = os.environ.get("AFD_PLUGIN", "")
 MODEL = ModelSpec(
     "small", num_experts=8, top_k=2, hidden_size=4096, expert_width=8192, moe_layers=3, dense_layers=1,
     dense_width=8192, vocab_size=50_000, attention_heads=32, cache_width=2048, cache_heads=8,
@@ -232,6 +236,19 @@ def test_settings_are_what_the_plugin_accepts() -> None:
     assert sum("--afd-role" in line for line in result.commands) == (
         2 if max(found.attention_ranks, found.expert_ranks) <= 8 else 0
     )
+
+
+@pytest.mark.skipif(not AFD_PLUGIN, reason="AFD_PLUGIN should name a folder with afd-plugin's source at 2e4378f2")
+@pytest.mark.parametrize("gpus", [2, 6, 12])
+def test_the_plugin_accepts_the_settings(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(AFD_PLUGIN)
+    read = importlib.import_module("afd_plugin.config").afd_config_from_mapping
+    lines = [line for line in size(gpus=gpus).commands if "vllm serve" in line]
+    for role, line in zip(("attention", "ffn"), lines, strict=True):
+        config = json.loads(line.split("--additional-config ")[1].strip("'"))["afd"]
+        read(config, expected_role=role)
+        with pytest.raises(ValueError, match="multiple"):
+            read(config | {"num_attention_ranks": 2 * config["num_attention_ranks"] + 1, "num_ffn_ranks": 2})
 
 
 @pytest.mark.parametrize(
