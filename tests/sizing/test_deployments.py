@@ -75,7 +75,7 @@ def test_the_formula_is_that_of_an_event_simulation(
 ) -> None:
     even_L = np.full(layers, experts)
     uneven_L = experts * np.random.default_rng(layers).uniform(0.75, 1.25, layers)
-    for expert_L, beside, exactness in ((even_L, outer, 0.02), (even_L, 0.0, 1e-9), (uneven_L, outer, 0.06)):
+    for expert_L, beside, exactness in ((even_L, outer, 0.02), (even_L, 0.0, 1e-9), (uneven_L, outer, 0.1)):
         found = token_seconds(np.array(1.0), expert_L, np.array(exchange), np.array(beside), micro_batches)
         assert found == pytest.approx(simulated_s(1.0, expert_L, exchange, beside, micro_batches), rel=exactness)
     for number in (1, 2):
@@ -173,7 +173,8 @@ def plain_best(result: RolloutSizing, colocated: bool, copies: int, token_s: flo
     return best
 
 
-@pytest.mark.parametrize("token_ms", [2, 20])
+# The last one is limited by memory.
+@pytest.mark.parametrize("token_ms", [2, 20, 1000])
 def test_the_search_finds_the_best_of_all_sizes(token_ms: int) -> None:
     result = size(token_ms=token_ms)
     for colocated in (True, False):
@@ -217,6 +218,7 @@ def test_money_decides_between_kinds() -> None:
     colocated = cheap.best(colocated=True)
     assert colocated is not None
     assert colocated.cluster == colocated.expert_cluster == "h20x8"
+    assert colocated.tokens_per_money == pytest.approx(colocated.tokens_per_s * 3600 / colocated.gpus)
     assert cheap.answer.startswith("Colocate: disaggregation does not pay")
     dear = size(cluster="h20x8", expert_cluster="h100x8", gpu_hour=100.0, expert_gpu_hour=1.0).best(colocated=True)
     assert dear is not None

@@ -114,8 +114,8 @@ def token_seconds(attention_s: Array, expert_L: Array, exchange_s: Array, outer_
     """Seconds `[...]` of a token in layers with expert times `[..., L]`, on separate ranks.
 
     Dense layers and output head come before the first layer's attention. Exact where layers are alike and nothing is
-    outside of them; within 2% with 24 or more layers and up to 1.5 `attention_s` outside. Where layers differ by up to
-    25%, at most 5% too long, as a micro-batch may use slack of another layer.
+    outside of them; within 2% with 24 or more layers and up to 1.5 `attention_s` outside. Where experts of layers
+    differ by up to 25%, on average 0.2% and at most some percent too long, as micro-batches use slack of other layers.
     """
 
     def layer(attention_s: Array, expert_s: Array, exchange_s: Array) -> Array:
