@@ -25,9 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.harness import Figures, main, show
 from benchmarks.tables import Columns, figure_table, named_rows, with_interval
 from trimtab.calibration.alternating_rounds import alternate, median_with_interval
-from trimtab.calibration.random_experts import this_device
-from trimtab.calibration.small_model import small_config
-from trimtab.calibration.timing import Clock
+from trimtab.calibration.calibration_settings import small_config
+from trimtab.calibration.measurement import Clock, this_device
 from trimtab.cli.options import add_options, given
 from trimtab.cli.parser import Parser
 from trimtab.integrations.transformers import RoutingRecord, record_routing

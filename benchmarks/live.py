@@ -35,7 +35,7 @@ from benchmarks.pairs import summarise_pairs
 from benchmarks.tables import Columns, figure_table, interval, named_rows, quantity
 from trimtab.array_type import Array
 from trimtab.calibration.alternating_rounds import alternate
-from trimtab.calibration.small_model import HIDDEN, LAYERS, TOP_K, WIDTH, small_config
+from trimtab.calibration.calibration_settings import HIDDEN, LAYERS, TOP_K, WIDTH, small_config
 from trimtab.cli.options import add_options, given, positive
 from trimtab.cli.parser import Parser
 from trimtab.errors import InputError

@@ -31,7 +31,7 @@ from rich.progress import track
 from benchmarks.planner import PlannerCase, build_case
 from benchmarks.tables import Columns, figure_table, interval, quantity
 from trimtab.array_type import Array
-from trimtab.calibration.random_experts import random_experts, run_experts
+from trimtab.calibration.measurement import random_experts, run_experts
 from trimtab.cluster import QWEN3_30B, ModelSpec
 from trimtab.planner import PlanSettings, StepPlan
 from trimtab.policies import FasterMoe

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.harness import Figures, main, settings_of, show
 from benchmarks.tables import Columns, figure_table, interval, named_rows
 from trimtab.calibration.alternating_rounds import alternate, median_with_interval
-from trimtab.calibration.small_model import EXPERTS, SEQUENCE_LENGTH, small_config
+from trimtab.calibration.calibration_settings import EXPERTS, SEQUENCE_LENGTH, small_config
 from trimtab.cli.options import add_options, given, positive
 from trimtab.cli.parser import Parser
 from trimtab.errors import InputError

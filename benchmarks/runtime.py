@@ -32,7 +32,16 @@ from benchmarks.runtime_variants import Variant, build_variants, time_blocks
 from benchmarks.tables import Columns, figure_table, interval, named_rows, quantity, with_interval
 from trimtab.array_type import Array
 from trimtab.calibration.alternating_rounds import BOOTSTRAP_SAMPLES, alternate, median_with_interval
-from trimtab.calibration.small_model import EXPERTS, HIDDEN, LAYERS, SEQUENCE_LENGTH, TOKENS, TOP_K, WIDTH, small_config
+from trimtab.calibration.calibration_settings import (
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    SEQUENCE_LENGTH,
+    TOKENS,
+    TOP_K,
+    WIDTH,
+    small_config,
+)
 from trimtab.cli.options import add_options, positive
 from trimtab.cli.parser import Parser
 from trimtab.errors import InputError

@@ -26,10 +26,9 @@ from benchmarks.harness import Figures, main
 from benchmarks.tables import Cell, Columns, Row, figure_table, quantity
 from benchmarks.transfer_plans import measure_critical_path, measure_planned_layer
 from trimtab.calibration.alternating_rounds import medians
-from trimtab.calibration.link_rates import mirror_of
-from trimtab.calibration.random_experts import add_random_layer, random_experts, run_experts, this_device
-from trimtab.calibration.rank_figures import measure_on_ranks
-from trimtab.calibration.timing import Clock
+from trimtab.calibration.calibrate import measure_on_ranks
+from trimtab.calibration.measurement import Clock, add_random_layer, random_experts, run_experts, this_device
+from trimtab.calibration.transfer_rates import mirror_of
 from trimtab.cli.options import add_options
 from trimtab.cli.parser import Parser
 from trimtab.cluster import QWEN3_30B, ModelSpec

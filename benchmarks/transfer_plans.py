@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from trimtab.array_type import Array
-from trimtab.calibration.random_experts import add_random_layer, random_experts, random_inputs, run_experts
-from trimtab.calibration.timing import Clock
+from trimtab.calibration.measurement import Clock, add_random_layer, random_experts, random_inputs, run_experts
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.doctor.planned_micro_step import OneRankPlan
 from trimtab.planner import Placement, StepPlan, Workload, pack_by_length, plan_step

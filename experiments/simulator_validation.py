@@ -22,9 +22,8 @@ from benchmarks.runtime import RuntimeBenchmark, run_benchmark
 from benchmarks.tables import Columns, figure_table, named_rows, quantity
 from trimtab.calibration.alternating_rounds import median_with_interval
 from trimtab.calibration.calibrate import calibrate
-from trimtab.calibration.calibration_result import CalibrationResult
+from trimtab.calibration.calibration_result import CalibrationResult, calibration_table
 from trimtab.calibration.calibration_settings import CalibrationSettings, settings_for
-from trimtab.calibration.calibration_table import calibration_table
 from trimtab.cli.options import add_options
 from trimtab.cli.output import write_figures
 from trimtab.cli.parser import Parser

@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from trimtab.calibration.calibration_result import MEASURABLE, CalibrationResult, Figure, fitted_cost, fitted_rate
-from trimtab.calibration.calibration_table import calibration_table
+from trimtab.calibration.calibration_result import (
+    MEASURABLE,
+    CalibrationResult,
+    Figure,
+    calibration_table,
+    fitted_cost,
+    fitted_rate,
+)
 from trimtab.calibration.fits import Fit
 from trimtab.cli.main import main
 from trimtab.cluster import ClusterSpec, load_cluster, write_cluster

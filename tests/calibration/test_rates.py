@@ -19,21 +19,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trimtab.calibration import dense_rates, exchange_rates, expert_rates, link_rates
+from trimtab.calibration import compute_rates, transfer_rates
 from trimtab.calibration.calibration_settings import (
     GPU_SEQUENCE_LENGTH,
     GPU_TOKENS,
+    SEQUENCE_LENGTH,
+    TOKENS,
     CalibrationSettings,
     settings_for,
+    small_config,
 )
-from trimtab.calibration.dense_rates import DenseFit, measure_dense
-from trimtab.calibration.exchange_rates import ExchangeFits, measure_exchange
-from trimtab.calibration.expert_rates import ExpertFit, measure_experts
+from trimtab.calibration.compute_rates import DenseFit, ExpertFit, measure_dense, measure_experts
 from trimtab.calibration.fits import Fit
-from trimtab.calibration.link_rates import LinkRates, measure_links
-from trimtab.calibration.measurement_context import MeasurementContext
-from trimtab.calibration.memory_rates import measure_memory
-from trimtab.calibration.small_model import SEQUENCE_LENGTH, TOKENS, small_config
+from trimtab.calibration.measurement import MeasurementContext
+from trimtab.calibration.transfer_rates import ExchangeFits, LinkRates, measure_exchange, measure_links, measure_memory
 from trimtab.cluster import ModelSpec
 from trimtab.runtime.transfer.streams import BackgroundCopies
 from trimtab.trace import RoutingTrace
@@ -94,7 +93,7 @@ def test_rates_of_an_all_to_all_are_bytes_to_other_ranks() -> None:
     # One node has no links to others, and a node of one rank none inside.
     for per_node, sends in ((4, ([True] * 4, None)), (1, (None, [False, True, True, True]))):
         topology = SimpleNamespace(rank=0, num_ranks=4, ranks_per_node=per_node, experts=None)
-        with mock.patch.object(exchange_rates, "_measure", lambda _, sends: sends):
+        with mock.patch.object(transfer_rates, "_measure_exchange", lambda _, sends: sends):
             measured: Any = measure_exchange(context_of(topology=topology))
         assert (measured.near, measured.far) == sends
 
@@ -112,9 +111,9 @@ def test_rates_of_experts_are_operations_of_three_matrices(monkeypatch: pytest.M
         return {name: times(trace) for name, trace in variants.items()}
 
     session = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(expert_rates, "Session", lambda **_: session)
-    monkeypatch.setattr(expert_rates, "add_random_layer", lambda *_: None)
-    monkeypatch.setattr(expert_rates, "_variant", lambda context, session, layer, trace: trace)
+    monkeypatch.setattr(compute_rates, "Session", lambda **_: session)
+    monkeypatch.setattr(compute_rates, "add_random_layer", lambda *_: None)
+    monkeypatch.setattr(compute_rates, "_expert_variant", lambda context, session, layer, trace: trace)
     topology = SimpleNamespace(rank=0, num_ranks=1)
     found = measure_experts(context_of(topology=topology, tokens=512, medians=medians), 1e30)
     assert found.fit.rates == pytest.approx((4e9,), rel=1e-6)
@@ -135,11 +134,11 @@ def test_exchanges_are_subtracted_from_the_time_of_experts(monkeypatch: pytest.M
 
     layer: Any = mock.Mock(parameters=[], side_effect=lambda *_: spend(12.0))
     session: Any = SimpleNamespace(plan=lambda *_: None, micro_step=lambda _: nullcontext())
-    monkeypatch.setattr(expert_rates, "exchange_rows", lambda *_: spend(1.0))
+    monkeypatch.setattr(compute_rates, "exchange_rows", lambda *_: spend(1.0))
     clock = SimpleNamespace(now=lambda: now[0], seconds=lambda start, end: end - start)
     context = context_of(clock=clock, begin=clock.now, random=lambda *shape: torch.zeros(shape))
     trace = RoutingTrace.from_sequences([np.arange(8).reshape(4, 1, 2)], num_experts=8)
-    run = expert_rates._variant(context, session, layer, trace)
+    run = compute_rates._expert_variant(context, session, layer, trace)
     assert run() == {"forward_s": 10.0, "backward_s": 20.0}
 
 
@@ -160,12 +159,36 @@ def test_rates_of_dense_parts_are_operations_of_projections_and_pairs(
     def medians(variants: dict[str, tuple[int, int, int]]) -> dict[str, dict[str, float]]:
         return {name: times(*point) for name, point in variants.items()}
 
-    monkeypatch.setattr(dense_rates, "_without_experts", lambda *_: None)
-    monkeypatch.setattr(dense_rates, "_variant", lambda context, model, *point: point)
+    monkeypatch.setattr(compute_rates, "_without_experts", lambda *_: None)
+    monkeypatch.setattr(compute_rates, "_dense_variant", lambda context, model, *point: point)
     found = measure_dense(context_of(model=model, tokens=1024, sequence_length=32, medians=medians), {}, 1e30)
     assert found.fit.rates == pytest.approx((rate, attention_rate), rel=1e-6)
     assert found.fit.fixed_s == pytest.approx((layer_s,), rel=1e-4)
     assert found.backward == pytest.approx(1.75)
+
+
+def test_dense_parts_are_timed_in_as_many_layers_and_without_experts() -> None:
+    now = iter(range(100))
+    clock = SimpleNamespace(now=lambda: next(now), seconds=lambda start, end: float(end - start))
+    context = context_of(clock=clock, begin=clock.now)
+    model = compute_rates._without_experts(CONFIG | {"num_hidden_layers": 7}, context)
+    assert len(model.model.layers) == 2
+    assert max(parameter.ndim for parameter in model.parameters()) == 2
+    ran: list[int] = []
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
+    hidden, weights = torch.rand(3, HIDDEN, requires_grad=True), torch.rand(3, 2, requires_grad=True)
+    assert torch.equal(model.model.layers[0].mlp.experts(hidden, torch.zeros(3, 2), weights), hidden)
+    # All layers are back after each, in which gradients begin at zero.
+    gradients: dict[tuple[int, int], torch.Tensor] = {}
+    for layers in (2, 1, 0, 2):
+        torch.manual_seed(0)
+        assert compute_rates._dense_variant(context, model, layers, 2, 5)() == {"forward_s": 1.0, "backward_s": 1.0}
+        assert ran == [*range(layers)]
+        ran.clear()
+        assert len(model.model.layers) == 2
+        gradients[layers, len(gradients)] = model.lm_head.weight.grad.clone()
+    assert torch.equal(gradients[2, 0], gradients[2, 3])
 
 
 def test_rates_of_links_are_bytes_that_were_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +202,11 @@ def test_rates_of_links_are_bytes_that_were_copied(monkeypatch: pytest.MonkeyPat
 
     stacks = [torch.zeros(2, 2 * WIDTH, HIDDEN), torch.zeros(2, HIDDEN, WIDTH)]
     layer = SimpleNamespace(homes=SimpleNamespace(parameters=stacks, sources=stacks))
-    monkeypatch.setattr(link_rates, "Session", lambda **_: SimpleNamespace(homes=[layer.homes]))
-    monkeypatch.setattr(link_rates, "add_random_layer", lambda *_: layer)
+    monkeypatch.setattr(transfer_rates, "Session", lambda **_: SimpleNamespace(homes=[layer.homes]))
+    monkeypatch.setattr(transfer_rates, "add_random_layer", lambda *_: layer)
     mirror = SimpleNamespace(row=lambda *_: [stack[0] for stack in stacks], close=lambda: None)
-    monkeypatch.setattr(link_rates, "mirror_of", lambda *_: mirror)
-    monkeypatch.setattr(link_rates, "BackgroundCopies", Counting)
+    monkeypatch.setattr(transfer_rates, "mirror_of", lambda *_: mirror)
+    monkeypatch.setattr(transfer_rates, "BackgroundCopies", Counting)
     sent: list[int] = []
     monkeypatch.setattr(dist, "P2POp", lambda send, tensor, **_: (send, tensor.nbytes))
 

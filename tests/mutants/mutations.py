@@ -1,6 +1,13 @@
 """`find_mutations`: the single mistakes that can be made in a source file, by the kind of mistake.
 
-Messages, annotations, docstrings, assertions and decorators are left alone: a mistake there changes no result.
+Left alone is what changes no result:
+
+* messages, annotations, docstrings, assertions (also `zip(..., strict=True)`) and decorators;
+* `<` of a running minimum, `if cost < best: best = cost`, and `>` of a maximum: of equal numbers either is right;
+* how long a polling loop sleeps.
+
+A number above 100 is doubled, and one below 1e-6 becomes a million times as large: one more, or twice a guard against
+rounding, is no mistake that anyone could notice.
 """
 
 from __future__ import annotations
@@ -193,6 +200,11 @@ class _Finder(ast.NodeVisitor):
     def visit_If(self, node: ast.If) -> None:
         if ast.unparse(node.test) == "TYPE_CHECKING":
             return
+        if _is_running_extreme(node):
+            self.generic_visit(node.test)
+            for statement in node.body:
+                self.visit(statement)
+            return
         self._negate(node.test)
         self.generic_visit(node)
 
@@ -248,9 +260,10 @@ class _Finder(ast.NodeVisitor):
         if isinstance(node.value, bool):
             self._replace(node, "constant", str(not node.value))
         elif isinstance(node.value, int):
-            self._replace(node, "constant", str(node.value + 1))
+            self._replace(node, "constant", str(node.value + 1 if node.value <= 100 else node.value * 2))
         elif isinstance(node.value, float):
-            self._replace(node, "constant", repr(node.value * 2 if node.value else 1.0))
+            times = 1e6 if node.value < 1e-6 else 2
+            self._replace(node, "constant", repr(node.value * times if node.value else 1.0))
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         index = ast.unparse(node.slice)
@@ -264,7 +277,7 @@ class _Finder(ast.NodeVisitor):
         self.visit(node.value)
 
     def visit_Call(self, node: ast.Call) -> None:
-        if _is_logging(node):
+        if _is_logging(node) or ast.unparse(node.func) == "time.sleep":
             return
         name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
         if name in NAMES and name != "pop":
@@ -279,6 +292,8 @@ class _Finder(ast.NodeVisitor):
             new.args = [] if node.args else [ast.Constant(0)]
             self._replace(node, "first/last", new)
         self._swap_arguments(node, name)
+        if name == "zip":
+            node.keywords = [keyword for keyword in node.keywords if keyword.arg != "strict"]
         self.generic_visit(node)
 
     def _swap_arguments(self, node: ast.Call, name: str) -> None:
@@ -291,6 +306,18 @@ class _Finder(ast.NodeVisitor):
                 new = copy.deepcopy(node)
                 new.args[first], new.args[first + 1] = new.args[first + 1], new.args[first]
                 self._replace(node, "swapped arguments", new)
+
+
+def _is_running_extreme(node: ast.If) -> bool:
+    """Whether a statement is `if a < b: b = a`, or the same with `>`."""
+    match node:
+        case ast.If(
+            test=ast.Compare(left=left, ops=[ast.Lt() | ast.Gt()], comparators=[right]),
+            body=[ast.Assign(targets=[target], value=value)],
+            orelse=[],
+        ):
+            return ast.unparse(target) == ast.unparse(right) and ast.unparse(value) == ast.unparse(left)
+    return False
 
 
 def _is_constant(node: ast.AST, kind: type) -> bool:

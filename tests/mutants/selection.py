@@ -14,10 +14,16 @@ from mutants.mutations import Mutation
 # Of the tests of a mistake together, as recorded; and where kernels run as Python, many times slower.
 SECONDS, SECONDS_AS_PYTHON = 30.0, 0.5
 MOST_TESTS = 150
+# Of a test, beside its own seconds.
+LEAST_S = 0.1
 
 
 class Selection:
-    """Chooses tests that call the function of a mistake; specific ones first, which call few others."""
+    """Chooses tests that call the function of a mistake.
+
+    In turns the most specific of them, which calls the fewest other functions, and the one that calls most functions of
+    the mistake's folder for its seconds, such as a comparison of many whole results.
+    """
 
     def __init__(self, functions: FunctionMap) -> None:
         self._functions = functions
@@ -38,15 +44,20 @@ class Selection:
                 return [], 0.0
             callers = self._callers(self._functions_in(importers))
             files |= importers
-        own = f"test_{Path(mutation.file).stem}.py"
+        own, folder = f"test_{Path(mutation.file).stem}.py", "/".join(mutation.file.split("/")[:3])
 
-        def order(test: str) -> tuple[bool, int, float]:
+        def specific(test: str) -> tuple[bool, int, float]:
             file = test.partition("::")[0]
             return Path(file).name != own, len(self._functions.functions[test]), self._functions.seconds[test]
 
+        def broad(test: str) -> float:
+            called = sum(name.startswith(folder) for name in self._functions.functions[test])
+            return -called / (self._functions.seconds[test] + LEAST_S)
+
         chosen: list[str] = []
         left = limit = SECONDS_AS_PYTHON if as_python else SECONDS
-        for test in sorted(callers, key=order):
+        turns = zip(sorted(callers, key=specific), sorted(callers, key=broad), strict=True)
+        for test in dict.fromkeys(test for turn in turns for test in turn):
             seconds = self._functions.seconds[test]
             if len(chosen) < MOST_TESTS and (seconds <= left or not chosen):
                 chosen.append(test)

@@ -59,6 +59,23 @@ def test_every_kind_of_mistake() -> None:
     }
 
 
+def test_what_changes_no_result_is_left_alone() -> None:
+    assert mistakes("for a, b in zip(x, y, strict=True): time.sleep(0.1)\nif cost < best: best = cost\n") == {
+        "dropped statement": ["time.sleep(0.1) -> pass"]
+    }
+    assert set(mistakes("if cost < best: best, at = cost, n\n")) == {"comparison"}
+    assert set(mistakes("if cost < best: best = cost\nelse: cost = 0\n")) == {"comparison", "constant"}
+
+
+def test_numbers_change_so_that_it_can_be_noticed() -> None:
+    assert mistakes("x = 100, 101, 2.5, 1e-9\n")["constant"] == [
+        "100 -> 101",
+        "101 -> 202",
+        "2.5 -> 5.0",
+        "1e-9 -> 0.001",
+    ]
+
+
 def test_mistakes_of_the_source_parse_and_change_one_place() -> None:
     files = {path: path.read_bytes() for path in random.Random(time.time()).sample([*(ROOT / "src").rglob("*.py")], 20)}
     signatures = read_signatures(files.values())

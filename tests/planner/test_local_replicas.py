@@ -20,10 +20,13 @@ from trimtab.array_type import Array
 from trimtab.planner import PlanSettings
 from trimtab.planner.replicas.exchanges import MOST_GIVERS, exchange_replicas
 from trimtab.planner.replicas.kernel_values import Homes, InstanceRows, Limits, Placing, Prices, Shares
-from trimtab.planner.replicas.local_replicas import fill_free_slots, place_local_replicas
-from trimtab.planner.replicas.replica_cost import cost_of_replicas
+from trimtab.planner.replicas.local_replicas import (
+    cost_of_replicas,
+    fill_free_slots,
+    place_local_replicas,
+    shift_shares,
+)
 from trimtab.planner.replicas.replica_search import place_replicas
-from trimtab.planner.replicas.share_shifts import shift_shares
 
 SWEEPS = np.int64(8)
 

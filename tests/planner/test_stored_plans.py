@@ -6,7 +6,6 @@ one that is added by hand, with its `case` alone, is planned too.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.stored_results import counted, digest
 from trimtab import Placement
-from trimtab.array_type import Array
 from trimtab.cluster import StepCosts, load_cluster, load_model
 from trimtab.planner import (
     PlannedStep,
@@ -28,33 +27,10 @@ from trimtab.planner import (
     plan_sequences,
 )
 from trimtab.planner.plan.step_loads import StepLoads
-from trimtab.trace import PRESETS, synthesize_preset
 
 FILE = Path(__file__).parents[1] / "fixtures" / "plans.json"
 STORED: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
 SECONDS_OFF = 0.015
-
-
-def counted(
-    skew: str, layers: int, experts: int, top_k: int, sequences: int, seed: int, scale: int, unknown: int
-) -> SequenceCounts:
-    """Synthetic sequences of about 40 tokens, each counted `scale` times.
-
-    Args:
-        unknown: in tenths, the part of every third sequence's tokens whose routes are unknown, in every second layer.
-    """
-    trace = synthesize_preset(
-        PRESETS[skew], num_sequences=sequences, mean_length=40, max_length=120, num_layers=layers,
-        num_experts=experts, top_k=top_k, seed=seed,
-    )  # fmt: skip
-    ids_TLK = trace.expert_ids.copy()
-    for s in range(0, sequences, 3):
-        rows = np.arange(trace.sequence_starts[s], trace.sequence_starts[s + 1])
-        ids_TLK[rows[rows % 10 < unknown], ::2] = trace.no_route
-    once = SequenceCounts.from_trace(replace(trace, expert_ids=ids_TLK))
-    return SequenceCounts(
-        once.counts_SLE.astype(np.int32) * scale, once.lengths * scale, (once.unknown_SL * scale).astype(np.int32)
-    )
 
 
 def planned(case: dict[str, Any]) -> tuple[SequenceCounts, PlannedStep]:
@@ -94,14 +70,6 @@ def planned(case: dict[str, Any]) -> tuple[SequenceCounts, PlannedStep]:
     workloads = [Workload.from_sequences(sequences.select(mine), part) for mine, part in parts]
     loads = StepLoads.of_workloads(workloads, schedule, sequences.lengths)
     return sequences, plan_schedule(loads, schedule, homes, cluster, **common)
-
-
-def digest(*arrays: Array) -> str:
-    """Of integers and their shapes."""
-    of_all = hashlib.blake2b(digest_size=6)
-    for array in arrays:
-        of_all.update(repr(array.shape).encode() + array.astype("<i8").tobytes())
-    return of_all.hexdigest()
 
 
 def facts(case: dict[str, Any]) -> dict[str, Any]:

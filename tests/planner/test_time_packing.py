@@ -17,7 +17,7 @@ from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B, StepCosts
 from trimtab.planner import pack_by_length
 from trimtab.planner.plan.step_times import dense_seconds
-from trimtab.planner.schedule.emptiest_place import fill_emptiest
+from trimtab.planner.schedule.schedule import fill_emptiest
 from trimtab.planner.schedule.time_packing import pack_by_time
 
 

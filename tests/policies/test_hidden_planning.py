@@ -14,8 +14,7 @@ from trimtab.planner import PlanSettings, SequenceCounts, pack_by_length
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.step_planning import StepPlanning
 from trimtab.planner.plan.strategy import ANY, STEP, Strategy
-from trimtab.policies.hidden_planning import HiddenPlanning, largest_instance_bytes
-from trimtab.policies.planning_time import Exchange, PlanningTime, TimeAtSize
+from trimtab.policies.planning_time import Exchange, HiddenPlanning, PlanningTime, TimeAtSize, largest_instance_bytes
 
 
 def hidden(planning: PlanningTime, *, ranks: int, layers: int, threads: int = 1) -> HiddenPlanning:

@@ -168,7 +168,7 @@ def test_a_run_with_faults_of_processes_equals_an_uninterrupted_one(
 def test_a_rank_that_is_suspended_for_longer_than_ranks_compare_calls_continues(
     mode: str, straight_in: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Other ranks wait, and may say so; none takes it for dead, and nothing is planned without it."""
+    """Other ranks wait; none takes it for dead, and nothing is planned without it."""
     seed = time.time_ns() % 1_000_000
     rng = random.Random(seed)
     straight, out = straight_in(mode), tmp_path / "out"

@@ -22,6 +22,9 @@ def test_ends_beyond_which_there_are_values_are_marked() -> None:
     above = colour_legend(ColourScale(0.0, 2.4, 0.1, 3.36), times, "load", middle=1.0)
     assert texts_of(above) == ["0×", "1×", "≥ 2.4×", "load; at most 3.36×"]
     assert 'class="scale clips-above"' in above
+    assert re.findall(r"left:([\d.]+)%", above) == ["0.0", f"{100 / 2.4:.1f}", "100.0"]
+    # Twice as wide as the part above the middle, which is in the middle of the colours.
+    assert re.findall(r"background-size:([\d.]+)%", above) == [f"{200 * 1.4 / 2.4:.1f}"]
     wide = colour_legend(ColourScale(0.0, 11.0, 0.0, 9.0), times, "load", middle=1.0)
     assert texts_of(wide) == ["0×", "11×", "load"]
     below = colour_legend(ColourScale(1.0, 4.0, 0.25, 3.0), times, "a < b")

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 from helpers.equality import relative_error
 from helpers.moe_model import ALL_LISTS, Shape, TinyMoE, matches
 from helpers.planned_steps import SHAPE, Step, make, rows_of
-from helpers.rank_tests import runs_on_ranks
+from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.planner.plan.slices import SlicePlanner
 from trimtab.runtime import Session, gated_experts, step_planner
@@ -133,21 +133,25 @@ class LocalError(Exception):
         super().__init__(f"{one} and {two}")
 
 
+@pytest.mark.parametrize(("kind", "arguments"), [(LocalError, (1, 2)), (InputError, ("1 and 2",))])
 @runs_on_ranks()
-def test_any_error_of_the_first_ranks_planner_is_raised_on_all_ranks() -> None:
+def test_any_error_of_the_first_ranks_planner_is_raised_on_all_ranks(
+    kind: type[Exception], arguments: tuple[object, ...]
+) -> None:
     session, _, _ = make()
     step = Step(7)
     mine = step.trace.select(step.schedule.sequences_of(session.rank))
 
     def fail(*_: object, **__: object) -> None:
-        raise LocalError(1, 2)
+        raise kind(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_planner, "plan_schedule", fail)
-        with pytest.raises((LocalError, RuntimeError), match="1 and 2") as raised:
+        with pytest.raises((LocalError, RuntimeError, InputError), match="1 and 2") as raised:
             session.plan(mine, step.schedule)
         if session.rank:
-            assert "rank 0 failed: LocalError" in str(raised.value)
+            assert type(raised.value) is (InputError if kind is InputError else RuntimeError)
+            assert kind is InputError or "rank 0 failed: LocalError" in str(raised.value)
     session.plan(mine, step.schedule)
 
 
@@ -180,12 +184,15 @@ def test_a_plan_is_of_its_sequences_in_their_order(has_hashes: bool, wrong: str)
     planned = session.plan_sequences(trace.select(np.arange(4) + 4 * session.rank), token_budget=200)
     mine = trace.select(planned.schedule.sequences_of(session.rank))
     # On one rank, and refused on both.
-    other = mine
-    if session.rank:
-        other = mine.select(np.arange(mine.num_sequences)[::-1])
-        if wrong == "rows":
-            other = replace(mine, expert_ids=mine.expert_ids[::-1], sequence_hashes=np.zeros_like(mine.sequence_hashes))
-    with pytest.raises(InputError, match="sequence 0 of this rank's trace is not the planned one"):
+    other, first_wrong = mine, 0
+    if wrong == "order":
+        # The last two.
+        first_wrong = of_all_ranks(mine.num_sequences)[1] - 2
+    if session.rank and wrong == "order":
+        other = mine.select(np.r_[:first_wrong, first_wrong + 1, first_wrong])
+    elif session.rank:
+        other = replace(mine, expert_ids=mine.expert_ids[::-1], sequence_hashes=np.zeros_like(mine.sequence_hashes))
+    with pytest.raises(InputError, match=f"sequence {first_wrong} of this rank's trace is not the planned one"):
         session.apply_plan(planned, other)
     session.apply_plan(planned, mine)
 
@@ -211,6 +218,7 @@ def test_a_long_wait_is_told_once_with_its_call_and_ranks() -> None:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lockstep, "COMPARE_AFTER_S", 0.2)
+        patch.setattr(lockstep, "TELL_AFTER_S", 0.1)
         logging.getLogger("trimtab").addHandler(handler)
         if session.rank:
             time.sleep(1)

@@ -78,7 +78,7 @@ def test_a_strategy_that_measures_worse_than_a_simpler_one_is_dropped_for_some_s
     # It is tried again, and kept where it is faster.
     run(feedback, planned(NEAR_REPLICAS, 1.0 * feedback.scale, 2.0 * feedback.scale), 1.0)
     assert feedback.excluded == frozenset()
-    assert feedback.metrics()["plan/measured_gain"] > 0.2
+    assert 0.2 < feedback.metrics()["plan/measured_gain"] < 0.6
 
 
 def test_moves_count_for_a_strategy() -> None:

@@ -16,15 +16,15 @@ from helpers.comparison_cases import MODEL
 from helpers.equality import Case, compare_cases
 from helpers.examples import examples
 from helpers.moe_model import Shape, TinyMoE
-from helpers.planned_steps import make
+from helpers.planned_steps import Step, make
 from helpers.random_plans import random_schedule, random_trace
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
-from helpers.rank_tests import runs_on_ranks
+from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab import ClusterSpec, Placement, RoutingTrace
 from trimtab.cluster import StepCosts
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.planner import PlanSettings, Schedule
-from trimtab.runtime import Session
+from trimtab.runtime import Session, step_planner
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.step_planner import SessionPlanner
 
@@ -241,6 +241,35 @@ def test_groups_of_other_ranks(state: State, name: str) -> None:
     if rank in (0, 2):
         with pytest.raises(InputError, match=f"^{name} is not a process group of rank {rank}"):
             Session(num_experts=4, **given, **{name: pair})
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("kind", [InputError, ValueError])
+@runs_on_ranks()
+def test_an_error_of_one_groups_planner_is_raised_in_all_groups(
+    state: State, failing: int, kind: type[Exception]
+) -> None:
+    """Groups {0, 1} and {2, 3}: the first rank of one fails while it plans, and then the step is planned."""
+    session, _, _ = make(groups=2)
+    step = Step(7)
+    mine = step.trace.select(step.schedule.sequences_of(dist.get_rank()))
+    leader = 2 * failing
+
+    def fail(*_: object, **__: object) -> None:
+        raise kind("no such plan")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == leader:
+            patch.setattr(step_planner, "plan_schedule", fail)
+        with pytest.raises((InputError, RuntimeError, ValueError), match="no such plan") as raised:
+            session.plan(mine, step.schedule)
+    if kind is InputError:
+        assert isinstance(raised.value, InputError)
+    elif dist.get_rank() != leader:
+        assert f"rank {leader} failed: ValueError" in str(raised.value)
+    assert session.plan(mine, step.schedule).replicas >= 0
+    homes = of_all_ranks(session.layers[0].home_experts.tolist())
+    assert homes[:2] == homes[2:]
 
 
 def peak_of_planning(groups: int, counts_mb: int) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,10 +17,12 @@ from helpers.moe_model import Shape, TinyMoE
 from helpers.planned_steps import make, rows_of
 from helpers.random_plans import random_schedule, random_trace
 from helpers.rank_tests import runs_on_ranks
+from trimtab.cluster import ModelSpec, StepCosts
 from trimtab.errors import InputError
 from trimtab.planner import Schedule, Workload, plan_schedule
 from trimtab.runtime import Session
 from trimtab.runtime.ranks.process_groups import destroy_groups
+from trimtab.runtime.step_planner import LOCAL_CPU
 from trimtab.trace import RoutingTrace
 
 SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=8, width=6)
@@ -126,19 +129,49 @@ def test_errors_name_wrong_use() -> None:
 
 
 @runs_on_ranks()
-def test_the_planner_gets_the_lengths_of_all_ranks_in_the_order_of_the_schedule() -> None:
+def test_the_planner_gets_load_lengths_and_costs_of_the_whole_step() -> None:
     session, _ = make_session()
     trace, schedule = make_trace(3), random_schedule(np.random.default_rng(0), 8, num_ranks=2, num_micro_steps=2)
+    trace.expert_ids[::5] = trace.no_route
     seen: list[Any] = []
 
     def plan(*inputs: Any, **settings: Any) -> Any:
-        seen.extend(inputs[0].lengths_G)
+        loads = inputs[0]
+        seen.append((*loads.lengths_G, *loads.count(np.arange(2), np.arange(SHAPE.layers)), settings["costs"]))
         return plan_schedule(*inputs, **settings)
 
     with mock.patch("trimtab.runtime.step_planner.plan_schedule", plan):
         plan_own(session, trace, schedule)
     # The first rank plans.
-    assert [lengths.tolist() for lengths in seen] == [trace.sequence_lengths.tolist()] * (session.rank == 0)
+    assert len(seen) == (session.rank == 0)
+    for lengths, load, costs in seen:
+        expected = Workload.from_trace(trace, schedule)
+        assert lengths.tolist() == trace.sequence_lengths.tolist()
+        assert np.array_equal(load.token_counts_MLRE, expected.token_counts_MLRE)
+        assert np.array_equal(load.unknown_MLR, expected.unknown_MLR)
+        cluster = replace(LOCAL_CPU, ranks=2, ranks_per_node=2, slots_per_rank=session.settings.planned_slots)
+        model = ModelSpec("", 8, 2, hidden_size=SHAPE.hidden, expert_width=SHAPE.width, weight_bytes=8)
+        assert costs == StepCosts.of(cluster, model, moe_layers=SHAPE.layers, ring_layers=session.settings.ring_layers)
+
+
+@runs_on_ranks()
+def test_seconds_of_metrics_and_reports_are_within_those_that_passed() -> None:
+    session, model = make_session()
+    assert not any(session.take_metrics().values())
+    trace, schedule = make_trace(3), random_schedule(np.random.default_rng(0), 8, num_ranks=2, num_micro_steps=2)
+    mine, first = trace.select(schedule.sequences_of(session.rank)), time.perf_counter()
+    for _ in range(2):
+        start = time.perf_counter()
+        report = session.plan(mine, schedule)
+        planned_s = time.perf_counter() - start
+        run_step(session, model, trace, schedule)
+        metrics = session.take_metrics()
+        assert 0 < report.planning_s <= report.waited_s <= planned_s
+        passed_s = time.perf_counter() - first
+        seconds = {name: value for name, value in metrics.items() if name.endswith("_s") and "predicted" not in name}
+        assert {"transfer/exposed_s", "transfer/refresh_s", "transfer/cpu_s", "plan/waited_s"} <= seconds.keys()
+        assert all(0 <= value <= passed_s for value in seconds.values()), (seconds, passed_s)
+    assert metrics["plan/measured_s"] > 0
 
 
 @runs_on_ranks()

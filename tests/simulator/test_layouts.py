@@ -23,7 +23,7 @@ from trimtab.simulator import pipeline
 from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.memory import RankLoad, largest_micro_batch, rank_memory
 from trimtab.simulator.pipeline import BUBBLE, Pipeline, one_forward_one_backward
-from trimtab.simulator.sequence_pieces import cut_step, cut_trace
+from trimtab.simulator.resampling import cut_step, cut_trace
 from trimtab.simulator.step import StepSettings
 from trimtab.trace import PRESETS, synthesize_preset
 

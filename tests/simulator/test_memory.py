@@ -13,9 +13,8 @@ from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.cluster import QWEN3_30B, ModelSpec
 from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.policies import Traits
-from trimtab.simulator.memory import RankLoad, mirror_bytes, rank_memory, replica_pool_bytes, state_bytes
+from trimtab.simulator.memory import RankLoad, mirror_bytes, rank_memory, replica_pool_bytes, state_bytes, ways_to_fit
 from trimtab.simulator.step import StepSettings
-from trimtab.simulator.ways_to_fit import ways_to_fit
 
 # An expert has 600 weights, 1200 bytes; its gradient in float32 has 2400.
 MODEL = ModelSpec(

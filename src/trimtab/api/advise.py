@@ -16,10 +16,9 @@ from trimtab.report.advice import Advice, StrategyFigures, advice_table, first_a
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance
 from trimtab.report.number_text import plural
-from trimtab.simulator.break_even import break_even
 from trimtab.simulator.comparison import Outcome, fits, simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase
-from trimtab.simulator.draws import Drawn
+from trimtab.simulator.draws import Drawn, break_even
 from trimtab.simulator.memory import largest_micro_batch
 from trimtab.simulator.step import StepSettings
 from trimtab.simulator.strategies import ALL, EPLB, NOTHING, STRATEGIES, RunStrategy

@@ -15,8 +15,7 @@ from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts
 from trimtab.report.number_text import plural
 from trimtab.simulator.comparison_case import ComparisonCase, budget_for, step_of
-from trimtab.simulator.resampling import RecordedStep, ResampledTrace, whole_steps
-from trimtab.simulator.sequence_pieces import cut_step
+from trimtab.simulator.resampling import RecordedStep, ResampledTrace, cut_step, whole_steps
 from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace, TraceReader
 

@@ -10,13 +10,17 @@ other ranks.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.progress import Progress
 
 from trimtab.calibration.calibration_result import (
@@ -26,15 +30,13 @@ from trimtab.calibration.calibration_result import (
     fitted_rate,
 )
 from trimtab.calibration.calibration_settings import CalibrationSettings
-from trimtab.calibration.dense_rates import measure_dense
-from trimtab.calibration.exchange_rates import measure_exchange
-from trimtab.calibration.expert_rates import measure_experts
-from trimtab.calibration.link_rates import measure_links
-from trimtab.calibration.measurement_context import MeasurementContext
-from trimtab.calibration.memory_rates import measure_memory
-from trimtab.calibration.rank_figures import measure_on_ranks
+from trimtab.calibration.compute_rates import measure_dense, measure_experts
+from trimtab.calibration.measurement import MeasurementContext
+from trimtab.calibration.transfer_rates import measure_exchange, measure_links, measure_memory
 from trimtab.cluster import load_cluster
 from trimtab.cluster.presets import preset_like
+from trimtab.files import write_json
+from trimtab.launch import launch
 
 SEED = 0
 
@@ -127,3 +129,25 @@ def _device_bytes(device: torch.device, per_node: int) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / per_node
+
+
+def measure_on_ranks(measure: Callable[..., dict[str, Any]], args: tuple[Any, ...], *, ranks: int) -> dict[str, Any]:
+    """Call `measure(*args)` on every rank, and return what rank 0 returns. Its content must fit JSON.
+
+    Under torchrun this process is one of the ranks; ranks other than 0 get an empty dictionary.
+
+    Raises:
+        InputError: as a rank raised it.
+        RankFailedError: naming a rank that failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "figures.json"
+        launch(_write_figures, (measure, args, path), ranks=ranks)
+        figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return figures
+
+
+def _write_figures(measure: Callable[..., dict[str, Any]], args: tuple[Any, ...], path: Path) -> None:
+    figures = measure(*args)
+    if dist.get_rank() == 0:
+        write_json(path, figures)

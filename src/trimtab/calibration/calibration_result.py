@@ -1,4 +1,4 @@
-"""Measured figures, and the `ClusterSpec` with sources made of them. Needs no torch."""
+"""What a calibration found: the cluster, where each figure comes from, and the table that is printed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+
 from trimtab.calibration.fits import Fit
 from trimtab.cluster import ClusterSpec
+from trimtab.report.number_text import bytes_text, flops, rate, seconds
 
 # Fields that do not belong to a run and are not known without a measurement.
 _KNOWN = ("ranks", "ranks_per_node", "slots_per_rank", "mirror_experts", "name", "dispatch_forwards")
@@ -139,3 +143,24 @@ def fitted_cost(fit: Fit, kind: int = 0) -> Figure:
 def _three_digits(value: float) -> float:
     """Rounded: measurements are not more precise."""
     return float(f"{value:.3g}")
+
+
+def calibration_table(result: CalibrationResult) -> RenderableType:
+    """Every figure, the preset's value of it, and the error of its fit: yellow if it is too large to be trusted."""
+    table = Table("figure", title=f"This machine: {result.machine}", title_justify="left", title_style="bold")
+    for name in ("measured", result.preset.name, "fit off by"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in MEASURABLE:
+        figure = result.figures.get(name)
+        value = "not measured" if figure is None else _value(name, getattr(result.cluster, name))
+        error = "" if figure is None or figure.error is None else f"{figure.error:.1%}"
+        style = "yellow" if figure is not None and is_poor(figure) else None
+        table.add_row(name, value, _value(name, getattr(result.preset, name)), error, style=style)
+    notes = [f"{name}: {figure.note}" for name, figure in result.figures.items() if figure.note]
+    checks = [f"{name}: {_value(name, value)}" for name, value in result.checks.items()]
+    return Group(table, *notes, *(f"To compare: {check}" for check in checks))
+
+
+def _value(name: str, value: float) -> str:
+    texts = {"_flops": flops, "_bytes_per_s": rate, "_bytes": bytes_text, "_s": seconds}
+    return next((text(value) for suffix, text in texts.items() if name.endswith(suffix)), f"{value:,.3g}")

@@ -1,4 +1,4 @@
-"""`CalibrationSettings`: model and sizes to measure, and their defaults."""
+"""`CalibrationSettings`: model and sizes to measure, and their defaults; on a CPU a small Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from trimtab.calibration.small_model import SEQUENCE_LENGTH, TOKENS, small_config
 from trimtab.cluster import ModelSpec, load_model
 from trimtab.cluster.model_names import preset_of
 from trimtab.cluster.presets import read_preset
@@ -20,10 +19,32 @@ from trimtab.errors import InputError
 from trimtab.files import read_small_text
 from trimtab.integrations.transformers.families import SUPPORTED_MODEL_TYPES
 
+LAYERS, HIDDEN, WIDTH, EXPERTS, TOP_K = 4, 256, 512, 32, 4
+TOKENS, SEQUENCE_LENGTH = 2048, 128
 GPU_MODEL = "qwen3-30b-a3b"
 GPU_TOKENS = 8192
 GPU_SEQUENCE_LENGTH = 1024
 CPU_RANKS = 2
+
+
+def small_config(
+    *, layers: int = LAYERS, hidden: int = HIDDEN, width: int = WIDTH, experts: int = EXPERTS, top_k: int = TOP_K
+) -> dict[str, Any]:
+    """The model's config, as in a `config.json`. `width` is the intermediate size of an expert."""
+    return {
+        "model_type": "qwen3_moe",
+        "vocab_size": 1024,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "moe_intermediate_size": width,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "norm_topk_prob": True,
+        "dtype": "float32",
+    }
 
 
 @dataclass(frozen=True)

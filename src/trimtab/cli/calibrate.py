@@ -31,8 +31,8 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from trimtab.calibration.calibrate import calibrate
+    from trimtab.calibration.calibration_result import calibration_table
     from trimtab.calibration.calibration_settings import settings_for
-    from trimtab.calibration.calibration_table import calibration_table
 
     name = options.output.stem or "this machine"
     overrides = dict(getattr(options, "overrides", ()))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from trimtab.calibration.random_experts import this_device
+from trimtab.calibration.measurement import this_device
 from trimtab.doctor.planned_micro_step import PATHS, PlannedMicroStep, RandomDelays, StepSizes
 from trimtab.launch import launch
 from trimtab.runtime.session_settings import Paths

@@ -13,16 +13,14 @@ from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, StepCosts, default_model
 from trimtab.errors import InputError
 from trimtab.planner.placement.placement import Placement
-from trimtab.planner.plan.instances import map_layers
 from trimtab.planner.plan.pass_times import MIGRATION
-from trimtab.planner.plan.plan_settings import PlanSettings
+from trimtab.planner.plan.plan_settings import PlanSettings, refuse, require_known_routes
 from trimtab.planner.plan.planned_step import PlannedStep
 from trimtab.planner.plan.prediction import Prediction, dense_times, plan_parts, refreshing_seconds, slowest
-from trimtab.planner.plan.row_limits import refuse, require_known_routes
 from trimtab.planner.plan.slices import SliceRules
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.step_plan import StepPlan
-from trimtab.planner.plan.step_planning import PlannedLayers, StepPlanning
+from trimtab.planner.plan.step_planning import PlannedLayers, StepPlanning, map_layers
 from trimtab.planner.plan.step_times import moving_seconds
 from trimtab.planner.plan.strategy import NONE, NOTHING, STAY, Strategy, facts_of
 from trimtab.planner.plan.strategy_choice import PAST_STEPS, StrategyChoice, choose_strategy, replicas_anywhere

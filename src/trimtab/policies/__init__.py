@@ -31,7 +31,7 @@ _CLASSES = {
     "openinstruct": ("rivals.openinstruct", "OpenInstruct"),
     "waterfill": ("rivals.waterfill", "Waterfill"),
     "trimtab": ("trimtab", "Trimtab"),
-    "balanced": ("balanced", "Balanced"),
+    "balanced": ("static", "Balanced"),
 }
 
 

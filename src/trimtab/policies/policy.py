@@ -11,8 +11,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, StepCosts
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload
-from trimtab.policies.hidden_planning import HiddenPlanning
-from trimtab.policies.planning_time import NO_PLANNING, PlanningTime
+from trimtab.policies.planning_time import NO_PLANNING, HiddenPlanning, PlanningTime
 
 KnownAt = Literal["nothing", "past", "step", "micro-step", "layer"]
 
@@ -27,7 +26,7 @@ class Traits:
             has chosen. Splitting tokens over existing copies may always use the live routing.
         planning: planning time. Live planning has a published one, that of UltraEP if the balancer has none, and every
             layer waits for it. Planning from the `step` has a measured one; ranks wait only for what can't run beside
-            the rollout or the step, by the rule of `hidden_planning.py`, which is the same for all. Planning from
+            the rollout or the step, by the rule of `planning_time.py`, which is the same for all. Planning from
             `past` loads is not charged: it runs during earlier steps.
         transfers_start: when its weights may start to move: before the `step`, before the `micro-step`, or in the
             `layer` after its router; `never` if it moves none.

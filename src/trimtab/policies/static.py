@@ -1,4 +1,4 @@
-"""`static`: plain expert parallelism without replicas or moves, the baseline of every speed-up; and `scheduled`."""
+"""`static`: plain expert parallelism, the baseline of every speed-up; `scheduled`; and `balanced`, the ideal run."""
 
 from __future__ import annotations
 
@@ -27,3 +27,13 @@ class Scheduled(Static):
     """The same with sequences packed by their predicted time: what a schedule alone gains."""
 
     traits: ClassVar[Traits] = Traits(known_at="nothing", transfers_start="never", copies="none")
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """The upper bound for balancers. Its plan is that of `static`; its trait `ideal` makes the load count as even."""
+
+    traits: ClassVar[Traits] = Traits(known_at="nothing", transfers_start="never", copies="none", ideal=True)
+
+    def plan(self, view: View) -> StepPlan:
+        return Static().plan(view)

@@ -27,10 +27,10 @@ from trimtab.report.widgets import Section, facts, lead, notes_section, summary,
 from trimtab.simulator.comparison import Outcome
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.draws import Drawn, Estimate
+from trimtab.simulator.memory import ways_to_fit
 from trimtab.simulator.resampling import LEAST_SEQUENCES
 from trimtab.simulator.step import WAITING
 from trimtab.simulator.strategies import NOTHING, RunStrategy
-from trimtab.simulator.ways_to_fit import ways_to_fit
 
 # docs/simulator.md, "Accuracy".
 ERROR_BAND = (

@@ -14,10 +14,10 @@ from trimtab.report.policies_table import sweep_table
 from trimtab.report.tables import Facts
 from trimtab.simulator.comparison import FIRST_PLACEMENT_STEPS, Outcome, fits, operations
 from trimtab.simulator.comparison_case import SLACK, ComparisonCase
+from trimtab.simulator.memory import ways_to_fit
 from trimtab.simulator.recorded_operations import KINDS
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
 from trimtab.simulator.step import WAITING, StepSettings
-from trimtab.simulator.ways_to_fit import ways_to_fit
 from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import RoutingTrace
 

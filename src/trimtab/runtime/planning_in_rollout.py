@@ -99,7 +99,7 @@ class PlanningInRollout:
                 # In an order that does not depend on that of arrival.
                 self.planned = plan(SequenceCounts.concatenate([self._known[key] for key in sorted(self._known)]))
             self.homes = placement
-            self.tokens = sum(int(counts.lengths[0]) for counts in self._known.values())
+            self.tokens = sum(int(counts.lengths.sum()) for counts in self._known.values())
             self.seconds += time.perf_counter() - start
         except BaseException as error:
             self._has_failed = True

@@ -23,10 +23,9 @@ from trimtab.planner import (
     plan_schedule,
     plan_sequences,
 )
-from trimtab.planner.plan.expert_loads import ExpertLoads
-from trimtab.planner.plan.instances import plan_homes
 from trimtab.planner.plan.step_loads import StepLoads
-from trimtab.planner.plan.workload import max_over_mean
+from trimtab.planner.plan.step_planning import plan_homes
+from trimtab.planner.plan.workload import ExpertLoads, max_over_mean
 from trimtab.runtime.planning_in_rollout import PlannedAhead, PlanningInRollout, RankSequences
 from trimtab.runtime.ranks.lockstep import digest
 from trimtab.runtime.ranks.rank_calls import Leaders, on_first_rank

@@ -1,4 +1,4 @@
-"""Memory of a rank under a plan: parameters, gradients, optimizer state, activations, buffers and replicas.
+"""Memory of a rank under a plan: parameters, gradients, optimizer state, activations, buffers, replicas. Ways to fit.
 
 docs/simulator.md lists the formulas and their sources. Not counted: the CUDA context, workspaces of libraries, and
 fragmentation.
@@ -7,7 +7,7 @@ fragmentation.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,10 +15,11 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster import Layout, ModelSpec
 from trimtab.cluster.operations import GRADIENT_BYTES
-from trimtab.cluster.parallel_layout import FSDP, SELECTIVE, ZERO1, Checkpointing
+from trimtab.cluster.parallel_layout import FSDP, SELECTIVE, SHARDINGS, ZERO1, Checkpointing
 from trimtab.planner import StepPlan
 from trimtab.planner.replicas.paths import HOST
 from trimtab.policies.policy import Traits
+from trimtab.simulator.step import StepSettings
 
 # A float32 copy of weights that are narrower, which the optimizer updates.
 MASTER_BYTES = 4
@@ -297,3 +298,51 @@ def mirror_bytes(plan: StepPlan, model: ModelSpec, traits: Traits) -> int:
 def state_bytes(memory: Mapping[str, int], name: str) -> dict[str, int]:
     """Bytes of the `expert` or `dense` parameters, their gradients and their optimizer state, in `rank_memory`."""
     return {purpose.removeprefix(f"{name} "): size for purpose, size in memory.items() if purpose.startswith(name)}
+
+
+def ways_to_fit(load: RankLoad, model: ModelSpec, settings: StepSettings, device_bytes: float) -> list[str]:
+    """Changes of settings with which the rank of `load` fits; empty if none does.
+
+    First every single option that is enough, else both, then the fewest ranks per expert-parallel group with which the
+    rest may stay, else with both options, then the same of pipeline stages. Every rank has as many tokens as before.
+    """
+    ranks, now = len(load.homes_R), (settings.checkpointing, settings.sharding)
+    layers = model.moe_layers + model.dense_layers
+    more = SHARDINGS[SHARDINGS.index(settings.sharding) + 1 :]
+    singles: list[tuple[Checkpointing, str]] = [
+        (True, settings.sharding),
+        *((settings.checkpointing, sharding) for sharding in more),
+    ]
+
+    def fits(choice: tuple[Checkpointing, str], times_ranks: int = 1, pp: int = settings.layout.pp) -> bool:
+        checkpointing, sharding = choice
+        needs = rank_memory(
+            load, model, groups=settings.groups, sharding=sharding, checkpointing=checkpointing,
+            layout=replace(settings.layout, pp=pp), times_ranks=times_ranks,
+        )  # fmt: skip
+        return sum(needs.values()) <= device_bytes
+
+    def text(choice: tuple[Checkpointing, str]) -> str:
+        checkpointing, sharding = choice
+        names = ["--checkpointing"] if checkpointing is True and settings.checkpointing is not True else []
+        return " ".join((*names, f"--sharding {sharding}") if sharding != settings.sharding else names)
+
+    both: tuple[Checkpointing, str] = (True, FSDP)
+    found = [choice for choice in singles if choice != now and fits(choice)]
+    if not found:
+        found = [*[(True, sharding) for sharding in more if fits((True, sharding))][:1]]
+    texts = [f"with {text(choice)}" for choice in found]
+    powers = [2**power for power in range(1, model.num_experts.bit_length())]
+    larger = [times for times in powers if model.num_experts % (ranks * times) == 0]
+    deeper = [settings.layout.pp * times for times in powers if settings.layout.pp * times <= layers]
+
+    def first(values: list[int], enough: Callable[[tuple[Checkpointing, str], int], bool], name: str) -> list[str]:
+        """The smallest value with which the rest may stay, else with both options."""
+        for choice in dict.fromkeys((now, both)):
+            for value in values:
+                if enough(choice, value):
+                    return [f"{name.format(value)} with {text(choice)}" if text(choice) else name.format(value)]
+        return []
+
+    texts += first([ranks * times for times in larger], lambda choice, n: fits(choice, n // ranks), "from EP {}")
+    return texts + first(deeper, lambda choice, n: fits(choice, pp=n), "from --pp {}")

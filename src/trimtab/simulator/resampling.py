@@ -1,5 +1,7 @@
 """A recorded part of a step, scaled to the whole step: prompts are drawn with all their answers, with replacement.
 
+Sequences are cut, where ranks of tensor and context parallelism share one: pieces are scheduled one by one.
+
 A resampled step is more skewed than a real one, since it repeats the few recorded sequences. The excess is nearly
 proportional to 1 / sequences, so steps drawn from half of the prompts have twice the excess: 2 f(all) - f(half) is
 without it (the jackknife of Quenouille). Plans of a run, their hashes and training never see resampled steps.
@@ -16,6 +18,7 @@ from trimtab.array_type import Array
 from trimtab.planner import SequenceCounts
 from trimtab.trace import RoutingTrace
 from trimtab.trace.permuted_experts import permute_trace
+from trimtab.trace.routing import windows_array
 
 # With fewer sequences in a step the skew of a whole step can't be told from chance.
 LEAST_SEQUENCES = 48
@@ -115,3 +118,32 @@ def whole_steps(
         index_S = resample(step, [prompts[place] for place in order], rng)
         made.append((step.counts.select(index_S), ResampledTrace(step.trace, index_S)))
     return made
+
+
+def cut_trace(trace: RoutingTrace, pieces: int) -> RoutingTrace:
+    """The same tokens, with each sequence as so many sequences of neighbouring tokens and nearly the same length."""
+    starts = trace.sequence_starts[:-1, None] + trace.sequence_lengths[:, None] * np.arange(pieces) // pieces
+    return replace(
+        trace,
+        sequence_starts=np.append(starts.ravel(), trace.sequence_starts[-1]).astype(np.int64),
+        prompt_lengths=np.repeat(trace.prompt_lengths, pieces),
+        steps=np.repeat(trace.steps, pieces),
+        sequence_hashes=np.repeat(trace.sequence_hashes, pieces),
+        prompt_hashes=np.repeat(trace.prompt_hashes, pieces),
+        domains=np.repeat(trace.domains, pieces),
+        windows=windows_array([()] * (pieces * trace.num_sequences)),
+    )
+
+
+def cut_step(
+    counts: SequenceCounts, trace: RoutingTrace | ResampledTrace, pieces: int
+) -> tuple[SequenceCounts, RoutingTrace | ResampledTrace]:
+    """A step of S sequences with `pieces * S`, those of a sequence next to each other."""
+    if pieces == 1:
+        return counts, trace
+    if isinstance(trace, RoutingTrace):
+        cut = cut_trace(trace, pieces)
+        return SequenceCounts.from_trace(cut), cut
+    cut = cut_trace(trace.trace, pieces)
+    index_S = (trace.index_S[:, None] * pieces + np.arange(pieces)).ravel()
+    return SequenceCounts.from_trace(cut).select(index_S), ResampledTrace(cut, index_S)

@@ -16,9 +16,7 @@ SOURCES = (
     "planner/placement/packing.py",
     "policies/policy.py",
     "policies/static.py",
-    "policies/balanced.py",
     "policies/shared_rows.py",
-    "policies/hidden_planning.py",
     "policies/planning_time.py",
     "policies/planning_times.json",
 )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trimtab.calibration.random_experts import this_device
+from trimtab.calibration.measurement import this_device
 from trimtab.doctor.examination import check_shared_memory, describe_gpu_variables
 from trimtab.doctor.finding import Finding
 from trimtab.doctor.planned_micro_step import StepSizes

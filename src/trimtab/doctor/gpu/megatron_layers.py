@@ -23,7 +23,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trimtab.array_type import Array
-from trimtab.calibration.random_experts import this_device
+from trimtab.calibration.measurement import this_device
 from trimtab.cluster import ModelSpec
 from trimtab.integrations.megatron import MegatronSession, balance
 

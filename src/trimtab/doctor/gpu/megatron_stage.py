@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
 from trimtab.calibration.alternating_rounds import alternate
-from trimtab.calibration.random_experts import this_device
+from trimtab.calibration.measurement import this_device
 from trimtab.cluster import ModelSpec, load_model
 from trimtab.doctor.finding import Finding
 from trimtab.doctor.gpu.megatron_layers import LayerCase, MegatronLayers, start_megatron

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trimtab.calibration.random_experts import this_device
+from trimtab.calibration.measurement import this_device
 from trimtab.cluster import QWEN3_30B, ClusterSpec, ModelSpec
 from trimtab.cluster.operations import OperationCosts
 from trimtab.doctor.examination import describe_check

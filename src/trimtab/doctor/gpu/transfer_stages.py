@@ -10,10 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.calibration.exchange_rates import measure_exchange
-from trimtab.calibration.link_rates import measure_links
-from trimtab.calibration.measurement_context import MeasurementContext
-from trimtab.calibration.random_experts import add_random_layer, this_device
+from trimtab.calibration.measurement import MeasurementContext, add_random_layer, this_device
+from trimtab.calibration.transfer_rates import measure_exchange, measure_links
 from trimtab.cluster import QWEN3_30B, ClusterSpec, ModelSpec, load_cluster
 from trimtab.cluster.presets import preset_like
 from trimtab.doctor.finding import Finding

@@ -21,9 +21,8 @@ from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.files import write_atomically
 from trimtab.planner.placement.placement import Placement
-from trimtab.planner.plan.expert_loads import ExpertLoads
 from trimtab.planner.plan.row_counts import RowCounts, add_replicas, count_rows
-from trimtab.planner.plan.workload import Workload
+from trimtab.planner.plan.workload import ExpertLoads, Workload
 from trimtab.planner.replicas.paths import HOST, choose_paths, layers_of_replicas
 from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.planner.schedule.schedule import Schedule

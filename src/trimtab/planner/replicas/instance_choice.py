@@ -7,7 +7,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.planner.replicas.kernel_values import Homes, InstanceRows, Limits, Shares
 from trimtab.planner.replicas.layer_plan import plan_layer
-from trimtab.planner.replicas.leveling import level_shares
+from trimtab.planner.replicas.replica_search import level_shares
 from trimtab.planner.replicas.split import Quotas, split_tokens
 
 # Tries to level shares; each has four sweeps over the replicas.

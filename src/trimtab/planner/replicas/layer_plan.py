@@ -7,8 +7,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner.replicas.kernel_values import PARTS_PER_WHOLE, Homes, InstanceRows, Limits, Shares
-from trimtab.planner.replicas.local_replicas import fill_free_slots, place_local_replicas
-from trimtab.planner.replicas.replica_cost import cost_of_replicas
+from trimtab.planner.replicas.local_replicas import cost_of_replicas, fill_free_slots, place_local_replicas
 from trimtab.planner.replicas.replica_search import place_replicas
 from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.planner.replicas.row_limit import meet_limit

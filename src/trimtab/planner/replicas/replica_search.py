@@ -16,7 +16,6 @@ import numpy as np
 from trimtab.kernels import kernel
 from trimtab.planner.replicas.greedy_attempt import Attempt, greedy_attempt
 from trimtab.planner.replicas.kernel_values import PlacementStrategy, Shares
-from trimtab.planner.replicas.leveling import level_shares
 
 SEARCH_STEPS = 6
 # Most other orders tried; fewer for large instances, whose attempts take longer.
@@ -31,6 +30,7 @@ STRATEGIES = (
 )
 # How much ranks and experts are jittered in other orders: up to this part of the target load.
 JITTER = 8
+LEVEL_SWEEPS = 4
 
 
 @kernel
@@ -161,3 +161,37 @@ def fewest_replicas_bound(instance, loads_R, threshold_load):  # type: ignore[no
             excess -= taken * largest
             smaller_than = largest
     return needed
+
+
+@kernel
+def level_shares(instance, loads_R, smallest_share, shares, count):  # type: ignore[no-untyped-def]
+    """Shift tokens between each replica and its home to reduce the difference of their ranks' loads.
+
+    Args:
+        instance: an `InstanceRows`.
+        loads_R: `[R]` int64 rows of every rank without replicas; overwritten with those after leveling.
+        smallest_share: fewest tokens of a copy, and fewest tokens that stay at home if any do.
+        shares: `Shares`, whose first `count` replicas are changed.
+    """
+    home_E = instance.homes.home_E
+    experts_P, ranks_P, tokens_P = shares
+    at_home_E = instance.counts_E.copy()
+    for p in range(count):
+        expert, tokens = experts_P[p], tokens_P[p]
+        at_home_E[expert] -= tokens
+        loads_R[home_E[expert]] -= tokens
+        loads_R[ranks_P[p]] += tokens
+    for _ in range(LEVEL_SWEEPS):
+        for p in range(count):
+            expert, rank = experts_P[p], ranks_P[p]
+            if at_home_E[expert] == 0:
+                continue
+            home = home_E[expert]
+            # Positive: from the home to the replica.
+            tokens = (loads_R[home] - loads_R[rank]) // 2
+            tokens = min(tokens, at_home_E[expert] - smallest_share)
+            tokens = max(tokens, smallest_share - tokens_P[p])
+            tokens_P[p] += tokens
+            at_home_E[expert] -= tokens
+            loads_R[home] -= tokens
+            loads_R[rank] += tokens

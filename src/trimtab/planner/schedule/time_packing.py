@@ -14,8 +14,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, StepCosts
-from trimtab.planner.schedule.emptiest_place import fill_emptiest
-from trimtab.planner.schedule.schedule import Schedule
+from trimtab.planner.schedule.schedule import Schedule, fill_emptiest
 
 PICOSECONDS = 1e12
 

@@ -30,6 +30,8 @@ from trimtab.runtime.ranks.topology import Topology
 
 # Seconds of waiting after which a rank compares logs, and between further comparisons.
 COMPARE_AFTER_S = 5.0
+# Seconds of waiting after which it warns. The first use of kernels compiles for up to 40 s, while other ranks wait.
+TELL_AFTER_S = 60.0
 # Seconds that a rank whose exchange failed waits for the others to publish their logs.
 PUBLISHING_S = 2.0
 # Calls of the log that are kept to name a difference.
@@ -202,9 +204,10 @@ class Lockstep:
                 with self._naming_lost_ranks():
                     self._publish()
                     _raise_first_difference(self._published())
-                    if time.monotonic() - start > self._timeout_s:
+                    waited_s = time.monotonic() - start
+                    if waited_s > self._timeout_s:
                         raise RanksDisagreeError(self._timeout_text())
-                    if not is_told:
+                    if waited_s > TELL_AFTER_S and not is_told:
                         logging.getLogger("trimtab").warning("%s", self._waiting_text())
                         is_told = True
             with self.comparing_on_error():

@@ -246,8 +246,7 @@ def _gather(mine: bytes, figures: Sequence[int], topology: Topology) -> tuple[Ar
     longest = int(rows_RF[:, 0].max())
     if not longest:
         return rows_RF[:, 1:], [b""] * topology.num_ranks
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else 0
+    padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
     parts = [torch.empty_like(padded) for _ in range(topology.num_ranks)]
     dist.all_gather(parts, padded, group=group)
     lengths = rows_RF[:, 0].tolist()

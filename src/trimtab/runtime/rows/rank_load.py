@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from trimtab.array_type import Array
 from trimtab.planner import Schedule, StepPlan, Workload
-from trimtab.planner.plan.expert_loads import ExpertLoads
+from trimtab.planner.plan.workload import ExpertLoads
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.trace import RoutingTrace

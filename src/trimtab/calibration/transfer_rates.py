@@ -1,4 +1,4 @@
-"""Rates at which expert weights reach a rank: from host memory, from ranks of its node, from ranks of other nodes."""
+"""Rates at which bytes move: within memory, weights of experts to a rank, and rows between ranks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,37 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimtab.calibration.measurement_context import MeasurementContext
-from trimtab.calibration.random_experts import add_random_layer
+from trimtab.calibration.fits import Fit, fit_rates
+from trimtab.calibration.measurement import MeasurementContext, add_random_layer
+from trimtab.cluster.operations import OPTIMIZER_BYTES
 from trimtab.runtime import Session
 from trimtab.runtime.ranks.topology import Topology
+from trimtab.runtime.rows.exchange import exchange_rows
 from trimtab.runtime.state.home_experts import HomeExperts, Rows
 from trimtab.runtime.transfer.mirror import NodeMirror
 from trimtab.runtime.transfer.peer_memory import PeerMemory
 from trimtab.runtime.transfer.streams import BackgroundCopies
 
+# More than caches hold.
+CPU_BYTES = 64 << 20
+CUDA_BYTES = 1 << 30
 # Experts that are transferred in one measurement, as many as a layer has replicas on a rank.
 EXPERTS = 2
 # One transfer is short, so a measurement repeats it.
 REPETITIONS = 4
+# Rows sent by a rank, as fractions of the rows that a layer dispatches.
+ROW_LOADS = (1.0, 0.5, 0.125, 1 / 64)
+
+
+def measure_memory(context: MeasurementContext) -> tuple[float, float]:
+    """Bytes per second of a large copy (read and written), and of an AdamW step (by `OPTIMIZER_BYTES`). Collective."""
+    nbytes = CUDA_BYTES if context.device.type == "cuda" else CPU_BYTES
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=context.device)
+    weights = torch.nn.Parameter(torch.zeros(nbytes // 16, device=context.device))
+    weights.grad = torch.ones_like(weights)
+    copy = partial(torch.zeros_like(source).copy_, source)
+    taken_s = context.seconds({"copy": copy, "step": torch.optim.AdamW([weights]).step})
+    return 2 * nbytes / taken_s["copy"], OPTIMIZER_BYTES * weights.numel() / taken_s["step"]
 
 
 @dataclass(frozen=True)
@@ -111,3 +129,42 @@ def _messages(topology: Topology, slots: list[torch.Tensor], sources: list[Rows]
             operations += [dist.P2POp(dist.irecv, stack[row], group=group, group_peer=source) for stack in slots]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
+
+
+@dataclass(frozen=True)
+class ExchangeFits:
+    """Fits of all-to-all times: `rates[0]` bytes per second to and from other ranks, `fixed_s[0]` per all-to-all.
+
+    Attributes:
+        near: between ranks of a node; None if a node has one rank.
+        far: between nodes; None if there is one node.
+    """
+
+    near: Fit | None
+    far: Fit | None
+
+
+def measure_exchange(context: MeasurementContext) -> ExchangeFits:
+    """Time all-to-alls with even splits over the ranks of the node, and over those of other nodes. Collective."""
+    ranks, per_node, rank = context.topology.num_ranks, context.topology.ranks_per_node, context.topology.rank
+    on_node = np.arange(ranks) // per_node == rank // per_node
+    return ExchangeFits(
+        near=_measure_exchange(context, on_node.tolist()) if per_node > 1 else None,
+        far=_measure_exchange(context, (~on_node).tolist()) if per_node < ranks else None,
+    )
+
+
+def _measure_exchange(context: MeasurementContext, is_destination: list[bool]) -> Fit:
+    """Fit all-to-alls in which this rank sends rows to some ranks only."""
+    most = context.tokens * context.model.top_k
+    each = [max(1, round(fraction * most / sum(is_destination))) for fraction in ROW_LOADS]
+    taken_s = context.seconds({f"{rows} rows": _exchange(context, rows, is_destination) for rows in each})
+    others = sum(is_destination) - is_destination[context.topology.rank]
+    nbytes = np.array(each)[:, None] * others * context.model.hidden_size * context.dtype.itemsize
+    return fit_rates(nbytes, np.ones((len(each), 1)), np.zeros(len(each)), np.array(list(taken_s.values())))
+
+
+def _exchange(context: MeasurementContext, rows_each: int, is_destination: list[bool]) -> Callable[[], object]:
+    splits = [rows_each * sends for sends in is_destination]
+    rows = context.random(sum(splits), context.model.hidden_size)
+    return partial(exchange_rows, rows, splits, splits, context.topology.experts)
