@@ -21,6 +21,7 @@ from trimtab.array_type import Array
 from trimtab.cli.main import main
 from trimtab.cluster import ModelSpec, load_cluster
 from trimtab.cluster.operations import OperationCosts
+from trimtab.report.rollout_sizing import engine_settings
 from trimtab.sizing.deployments import SEQUENCES, colocated_seconds, token_seconds
 from trimtab.sizing.expert_times import DRAWS
 from trimtab.trace import RoutingTrace, synthesize, write_trace
@@ -67,7 +68,7 @@ def simulated_s(
 
 @settings(max_examples=80, deadline=None)
 @given(
-    experts=some.floats(0.2, 5), exchange=some.floats(0, 2), outer=some.floats(0, 1.5), layers=some.integers(24, 60),
+    experts=some.floats(0.2, 5), exchange=some.floats(0, 2), outer=some.floats(0, 1.5), layers=some.integers(32, 60),
     micro_batches=some.integers(2, 4),
 )  # fmt: skip
 def test_the_formula_is_that_of_an_event_simulation(
@@ -204,7 +205,11 @@ def test_copies_of_hot_experts_help_where_routing_is_skewed() -> None:
     )
     assert uneven_after[-1] < 0.8 * uneven_before[-1]
     assert (after_PL[-1] < before_PL[-1]).all()
-    # Copies are placed by the step before; the same step's own loads do at least as well on average.
+    # Copies are placed by the step before.
+    trace = some_trace(zipf=2.5)
+    first = size(trace.select(np.flatnonzero(trace.steps == 0))).search.times
+    np.testing.assert_array_equal(times.slots_LP(8, 2, 8), first.slots_LP(8, 2, 8))
+    # The same step's own loads do at least as well on average.
     hindsight = size(some_trace(steps=1, zipf=2.5)).search.times
     assert hindsight.table(costs, hindsight.slots_LP(8, 2, 8), 8)[1][-1] <= 1.1 * uneven_after[-1]
 
@@ -227,17 +232,22 @@ def test_money_decides_between_kinds() -> None:
 
 def test_settings_are_what_the_plugin_accepts() -> None:
     result = size(gpus=12)
-    found = result.best(colocated=False)
-    assert found is not None
-    lines = [line for line in result.commands if "vllm serve" in line]
+    best = result.best(colocated=False)
+    assert best is not None
+    found = replace(best, tp=2, attention_ranks=6, expert_ranks=3)
+    commands = engine_settings(found, "some/model", 8)
+    lines = [line for line in commands if "vllm serve some/model" in line]
+    assert "--data-parallel-size 3 --tensor-parallel-size 2" in lines[0]
+    assert "--data-parallel-size 3 --tensor-parallel-size 1" in lines[1]
     for role, line in zip(("attention", "ffn"), lines, strict=True):
         config = json.loads(line.split("--additional-config ")[1].strip("'"))["afd"]
         assert set(config) == {"role", "connector", "host", "port", "num_attention_ranks", "num_ffn_ranks"}
         assert config["role"] == role
         assert (config["num_attention_ranks"], config["num_ffn_ranks"]) == (found.attention_ranks, found.expert_ranks)
-    assert sum("--afd-role" in line for line in result.commands) == (
-        2 if max(found.attention_ranks, found.expert_ranks) <= 8 else 0
-    )
+    assert sum("--afd-role" in line for line in commands) == 2
+    # SGLang has one node a side.
+    assert not any("--afd-role" in line for line in engine_settings(found, "some/model", 4))
+    assert result.commands == engine_settings(best, "small", 8)
 
 
 @pytest.mark.skipif(not AFD_PLUGIN, reason="AFD_PLUGIN should name a folder with afd-plugin's source at 2e4378f2")

@@ -114,7 +114,7 @@ def token_seconds(attention_s: Array, expert_L: Array, exchange_s: Array, outer_
     """Seconds `[...]` of a token in layers with expert times `[..., L]`, on separate ranks.
 
     Dense layers and output head come before the first layer's attention. Exact where layers are alike and nothing is
-    outside of them; within 2% with 24 or more layers and up to 1.5 `attention_s` outside. Where experts of layers
+    outside of them; within 2% with 32 or more layers and up to 1.5 `attention_s` outside. Where experts of layers
     differ by up to 25%, on average 0.2% and at most some percent too long, as micro-batches use slack of other layers.
     """
 
