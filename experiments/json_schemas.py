@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 
 import trimtab
-from trimtab.analysis import analysis
+from trimtab.analysis import analysis, trace_comparison
 from trimtab.analysis.balance import Balance, DomainSkew, SizeBalance, Stability
 from trimtab.analysis.cost_estimate import CostEstimate, PermutedIds
 from trimtab.analysis.fixed_placements import PlacementComparison, PlacementStrategy
 from trimtab.analysis.hot_experts import HotExpert, HotExperts, RunCount
+from trimtab.analysis.trace_comparison import ComparedExpert, LayerComparison, TraceComparison, TraceFigures
 from trimtab.analysis.trace_counts import TraceCounts
+from trimtab.api.analyze import AnalysisComparison
 from trimtab.api.plan_result import PlanResult
 from trimtab.api.simulate import SimulationResult
 from trimtab.api.size_rollout import RolloutSizing
@@ -31,12 +33,14 @@ from trimtab.files import write_atomically
 from trimtab.simulator import comparison
 from trimtab.simulator.step import StepSettings
 from trimtab.sizing.deployments import Deployment
-from trimtab.trace import RoutingTrace, synthesize
+from trimtab.trace import RoutingTrace, no_route, synthesize
 
 FOLDER = Path(__file__).parents[1] / "docs" / "schemas"
 Schema = dict[str, Any]
 # Objects whose keys are names or numbers of the run.
 OPEN = {"by_ranks", "policies", "strategies", "step_time_s", "predicted_s", "parts_s", "memory_bytes", "state_bytes"}
+# Those that are not named after their command.
+COMMANDS = {"compare": "analyze --compare"}
 # Where keys are described: by the key of their object, "" for the whole.
 BALANCE = (analysis._balance, Balance)
 TEXTS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -47,6 +51,11 @@ TEXTS: dict[str, dict[str, tuple[Any, ...]]] = {
         "hot_experts": (HotExperts, analysis.figures), "hottest": (HotExpert, analysis.figures), "runs": (RunCount,),
         "domains": (DomainSkew,), "estimate": (CostEstimate, analysis.figures),
         "ids_permuted": (PermutedIds, analysis.figures),
+    },
+    "compare": {
+        "": (TraceComparison, trace_comparison.figures, AnalysisComparison.figures), "by_layer": (LayerComparison,),
+        "a": (TraceFigures, trace_comparison._trace), "b": (TraceFigures, trace_comparison._trace),
+        "difference": (TraceFigures,), "hottest": (ComparedExpert,), "distribution": (TraceComparison,),
     },
     "plan": {"": (PlanResult, PlanResult.figures), "cluster": (ClusterSpec,)},
     "rollout": {
@@ -67,11 +76,14 @@ def samples() -> dict[str, list[dict[str, Any]]]:
     steps = replace(trace, steps=np.repeat([0, 1], 12).astype(np.int32), domains=np.repeat(["a", "b"], 12))
     nodes: dict[str, Any] = {"ranks": 4, "ranks_per_node": 2}
     even: dict[str, Any] = {"policies": "eplb,trimtab", "micro_steps": 2, "model": model}
+    even_trace = _even(trace)
+    ids = even_trace.expert_ids.copy()
+    ids[:, 1] = no_route(16)
+    known = trimtab.analyze(steps, model=model, micro_steps=2, **nodes)
+    compared = [known, *(trimtab.analyze(each, **nodes) for each in (even_trace, replace(even_trace, expert_ids=ids)))]
     results: dict[str, list[Any]] = {
-        "analyze": [
-            trimtab.analyze(steps, model=model, micro_steps=2, **nodes),
-            trimtab.analyze(_even(trace), ranks=4, token_budget=1024),
-        ],
+        "analyze": [known, trimtab.analyze(even_trace, ranks=4, token_budget=1024)],
+        "compare": [known.compare(each) for each in compared] + [each.compare(known) for each in compared],
         "plan": [
             trimtab.plan(steps, token_budget=64, model=model, **nodes),
             trimtab.plan(trace, token_budget=64, policy="llep", **nodes),
@@ -106,7 +118,7 @@ def schemas(by_name: dict[str, list[dict[str, Any]]]) -> dict[str, Schema]:
         schema["properties"]["schema"] = {"const": title}
         _describe(schema, "", {key: texts_of(*kinds) for key, kinds in TEXTS[name].items()})
         head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
-        made[title] = head | {"description": f"What `trimtab {name} --json` writes."} | schema
+        made[title] = head | {"description": f"What `trimtab {COMMANDS.get(name, name)} --json` writes."} | schema
     return made
 
 

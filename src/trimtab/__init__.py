@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trimtab.api.advise import AdviceResult, advise
-    from trimtab.api.analyze import AnalysisResult, analyze
+    from trimtab.api.analyze import AnalysisComparison, AnalysisResult, analyze
     from trimtab.api.import_dump import import_dump
     from trimtab.api.plan import plan
     from trimtab.api.plan_result import PlanResult
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdviceResult",
+    "AnalysisComparison",
     "AnalysisResult",
     "ClusterSpec",
     "ImportOptions",
@@ -54,7 +55,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "api.advise": ("AdviceResult", "advise"),
-    "api.analyze": ("AnalysisResult", "analyze"),
+    "api.analyze": ("AnalysisComparison", "AnalysisResult", "analyze"),
     "api.import_dump": ("import_dump",),
     "api.plan": ("plan",),
     "api.plan_result": ("PlanResult",),

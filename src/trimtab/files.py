@@ -10,7 +10,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -144,9 +144,14 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def json_text(content: Mapping[str, Any]) -> str:
+    """The text of a JSON file, ASCII alone."""
+    return json.dumps(content, indent=2) + "\n"
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file as `atomic_file` does, or to standard output if the path is `STDOUT`."""
-    text = json.dumps(content, indent=2) + "\n"
+    text = json_text(content)
     if path == STDOUT:
         sys.stdout.write(text)
     else:

@@ -328,3 +328,20 @@ def test_wrong_arguments_of_an_import_are_one_line(arguments: dict[str, Any], me
     with pytest.raises(InputError, match=re.escape(message)) as caught:
         trimtab.import_dump(**{"source": tmp_path / "a.jsonl"} | arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_steps_of_one_trace_are_compared() -> None:
+    pytest.importorskip("pandas", reason="pandas is not installed")
+    trace = made()
+    first, second = (trimtab.analyze(trace, ranks=4, token_budget=64, step=step) for step in (0, 1))
+    compared = first.compare(second)
+    content = compared.figures()
+    assert [content[key]["steps"] for key in "ab"] == [[0], [1]]
+    assert content["difference"]["expert_time_lost"] == (
+        second.figures()["expert_time_lost"] - first.figures()["expert_time_lost"]
+    )
+    assert repr(compared).startswith("AnalysisComparison: ")
+    table = compared.to_pandas()
+    assert table.groupby("plan")["step"].unique().map(list).to_dict() == {"A": [0], "B": [1]}
+    with pytest.raises(InputError, match="use the same ranks"):
+        first.compare(trimtab.analyze(trace, ranks=2, step=1))

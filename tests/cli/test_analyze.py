@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -105,3 +106,70 @@ def test_figures_are_written_into_a_folder(folder: Path, capsys: pytest.CaptureF
     assert f"pictures: {folder / 'new' / 'figures'}\n" in capsys.readouterr()[1]
     assert main([*command, str(folder / "one.parquet")]) == 2
     assert capsys.readouterr() == ("", f"trimtab analyze: {folder / 'one.parquet'}: not a folder\n")
+
+
+def test_two_traces_are_compared_in_text_json_and_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = synthesize(num_sequences=40, sequence_length=32, num_layers=2, num_experts=16, top_k=4, zipf=0.2, seed=3)
+    write_trace(trace, folder / "other.parquet")
+    command = ["analyze", str(folder / "run"), "--compare", str(folder / "other.parquet"), "--ranks", "4"]
+    outputs = {name: folder / "out" / f"c.{name}" for name in ("json", "html")}
+    options = [word for name, path in outputs.items() for word in (f"--{name}", str(path))]
+    assert main([*command, "--token-budget", "64", *options]) == 0
+    printed, notes = capsys.readouterr()
+    assert max(map(len, printed.splitlines())) <= 80
+    content = json.loads(outputs["json"].read_text())
+    assert content["schema"] == "trimtab-compare-1"
+    assert [[Path(file).name for file in files] for files in content["traces"]] == [
+        ["0.parquet", "1.parquet"], ["other.parquet"],
+    ]  # fmt: skip
+    alone = {}
+    for key, source in (("a", folder / "run"), ("b", folder / "other.parquet")):
+        assert main(["analyze", str(source), "--ranks", "4", "--token-budget", "64", "--json", "-"]) == 0
+        alone[key] = json.loads(capsys.readouterr().out)
+        assert content[key]["expert_time_lost"] == alone[key]["expert_time_lost"]
+        assert content[key]["max_vio_mean"] == alone[key]["max_vio"]["mean"]
+        assert content[key]["sequences"] == alone[key]["sequences"]
+    change = 100 * (alone["b"]["expert_time_lost"] - alone["a"]["expert_time_lost"])
+    assert f"{change:+.1f} points" in printed
+    page = outputs["html"].read_text()
+    assert json.loads(page.split('id="result">')[1].split("</script>")[0]) == content
+    assert f"page: {outputs['html']}\n" in notes
+
+
+def test_traces_of_other_shapes_are_refused_before_anything_is_counted(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trimtab.cli.analyze.analyze", None)
+    assert main(["analyze", str(folder / "run"), "--compare", str(folder / "odd.parquet")]) == 2
+    printed, error = capsys.readouterr()
+    assert printed == ""
+    assert error.count("\n") == 1
+    assert "2 MoE layers (0 to 1) of 16 experts" in error
+    assert "1 MoE layer (3) of 8 experts" in error
+    assert main(["analyze", str(folder / "run"), "--compare", str(folder / "none.parquet")]) == 2
+    assert "none.parquet: no such file" in capsys.readouterr().err
+
+
+def test_a_compared_trace_is_not_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = str(folder / "odd.parquet")
+    assert main(["analyze", str(folder / "run"), "--compare", other, "--json", other]) == 2
+    assert "to be read and written" in capsys.readouterr().err
+
+
+def test_one_of_anything_is_singular(folder: Path, tmp_path: Path, printed: Callable[..., str]) -> None:
+    one, page = folder / "one.parquet", tmp_path / "page.html"
+    single = synthesize(num_sequences=1, sequence_length=32, num_layers=1, num_experts=8, top_k=2, zipf=0.5)
+    write_trace(single, tmp_path / "single.parquet")
+    single_file = tmp_path / "single.parquet"
+    commands = [
+        ("analyze", one), ("analyze", one, "--compare", one), ("analyze", single_file, "--ranks", "2"),
+        ("plan", single_file, "--ranks", "2", "--slots", "1"), ("trace", "info", single_file),
+        ("simulate", single_file, "--ranks", "2", "--slots", "1", "--policy", "static", "--model", "mixtral-8x7b"),
+        ("simulate", single_file, "--ranks", "1", "--policy", "static", "--model", "mixtral-8x7b"),
+    ]  # fmt: skip
+    for command in commands:
+        texts = [printed(*command, *(("--html", page) if command[0] in ("analyze", "simulate") else ()))]
+        if page.exists():
+            texts.append(re.sub(r"<script.*?</script>|<style.*?</style>|<[^>]*>", "\n", page.read_text(), flags=re.S))
+        for text in texts:
+            assert re.findall(r"(?<![\d.,×/] )(?<![\d.,-])\b1 (?!needs)[A-Za-z-]+s\b", text) == [], command

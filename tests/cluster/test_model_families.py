@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 from transformers.models.llama4.modeling_llama4 import Llama4VisionModel
 
 from experiments.site.reference_pages import models_page
@@ -220,6 +221,35 @@ def test_windows_may_have_heads_of_their_own() -> None:
     full, window = model.attention
     assert (full.parameters, full.width) == (2 * 128 * 10 * 32, 8 * 64)
     assert (window.parameters, window.width) == (2 * 128 * 20 * 32, 16 * 64)
+
+
+def test_attention_without_known_heads_has_square_projections() -> None:
+    config = {key: value for key, value in QWEN.items() if "head" not in key}
+    windows, _ = read(config | {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 3})
+    assert [(block.parameters, block.width) for block in windows.attention] == [(4 * 128**2, 2 * 128)] * 2
+    plain, _ = read(config)
+    assert (plain.moe_attention.parameters, plain.moe_attention.square_width) == (4 * 128**2, 2 * 128)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"mamba_dt_rank": 24, "mamba_d_conv": 8, "mamba_d_state": 32, "mamba_expand": 3}]
+)
+def test_weights_of_mamba_are_those_that_transformers_builds(changes: dict[str, Any]) -> None:
+    """But for biases and the skip connection, which are few."""
+    jamba = QWEN | {"model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
+    model, _ = read(jamba | changes)
+    (mamba,) = (block for block in model.attention if block.kind == "linear")
+    with torch.device("meta"):
+        mixer = JambaMambaMixer(AutoConfig.for_model(**jamba | changes), 0)
+    built = sum(
+        tensor.numel() for name, tensor in mixer.named_parameters() if "bias" not in name and "norm" not in name
+    )
+    assert built - mamba.parameters == mixer.D.numel()
+
+
+def test_quantized_weights_are_computed_in_two_bytes() -> None:
+    assert [read(QWEN | more)[0].weight_bytes for more in ({}, {"torch_dtype": "float32"})] == [2, 4]
+    assert read(QWEN | {"torch_dtype": "float32", "quantization_config": {"bits": 8}})[0].weight_bytes == 2
 
 
 def test_vision_experts_are_left_out_and_named() -> None:

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from trimtab.analysis import TraceCounts, analyze
+from trimtab.analysis.trace_comparison import compare_traces
 from trimtab.array_type import Array
+from trimtab.report.comparison_report import ComparisonReport
 from trimtab.report.model import AnalysisReport, LoadMap, PolicyResult, Report, Timeline
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.grpo import GRPO
@@ -153,10 +155,11 @@ def edge_reports() -> dict[str, Report]:
 
 def some_analysis(
     *, micro_steps: int = 12, layers: int = 4, experts: int = 16, ranks: int = 4, steps: int = 2, without_load: int = 0,
-    domains: tuple[str, ...] = ("maths", "code"), model: str = "some model",
+    domains: tuple[str, ...] = ("maths", "code"), model: str = "some model", seed: int = 0,
 ) -> AnalysisReport:  # fmt: skip
-    """An analysis of made-up counts, the same in every call; the first `without_load` micro-steps have no tokens."""
-    rng = np.random.default_rng(0)
+    """An analysis of made-up counts, the same in every call with a seed; the first `without_load` micro-steps have no
+    tokens."""
+    rng = np.random.default_rng(seed)
     shares = rng.dirichlet(np.full(experts, 1.0), size=layers)
     counts = np.stack([rng.multinomial(4096, shares) for _ in range(micro_steps)]).astype(np.int32)
     counts[:without_load] = 0
@@ -168,6 +171,13 @@ def some_analysis(
     )  # fmt: skip
     per_node = ranks if ranks % 2 else ranks // 2
     return AnalysisReport("trace.parquet", analyze(counted, ranks=ranks, ranks_per_node=per_node))
+
+
+def some_comparison(name: str = "trace") -> ComparisonReport:
+    """Two traces of models of this name, in files of this name; one is longer."""
+    names = (f"{name}-a.parquet", f"{name}-b.parquet")
+    first, second = some_analysis(model=name).analysis, some_analysis(model=name, micro_steps=5, seed=1).analysis
+    return ComparisonReport(names, compare_traces(names, first, second))
 
 
 def training_page(name: str, *, ranks_per_node: int = 2) -> Report:

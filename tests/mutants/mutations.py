@@ -40,7 +40,7 @@ NAMES = {
     for name, other in (pair, pair[::-1])
 }  # fmt: skip
 # Calls that only log or print.
-LOGGING = ("log", "logger", "warnings", "console", "print")
+LOGGING = ("log", "logger", "logging", "warnings", "console", "print")
 
 
 @dataclass(frozen=True)

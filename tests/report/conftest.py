@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from helpers.browser import OpenPage, chromium, open_page
-from trimtab.report.advice import Advice
-from trimtab.report.html import write_html
-from trimtab.report.model import AnalysisReport, Report
+from trimtab.report.html import Page, write_html
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +24,7 @@ def show(browser: Any, tmp_path: Path) -> Callable[..., AbstractContextManager[O
     """Opens the page of a report; its use may cause no complaint and no request."""
 
     @contextmanager
-    def opened_page(report: Report | AnalysisReport | Advice, **settings: Any) -> Iterator[OpenPage]:
+    def opened_page(report: Page, **settings: Any) -> Iterator[OpenPage]:
         write_html(report, tmp_path / "page.html")
         with open_page(browser, tmp_path / "page.html", **settings) as opened:
             opened.wait_until_drawn()

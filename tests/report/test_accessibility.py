@@ -13,10 +13,11 @@ import pytest
 import trimtab
 from helpers.browser import open_page
 from helpers.examples import examples
-from helpers.reports import some_analysis, some_report
+from helpers.reports import some_analysis, some_comparison, some_report
 from trimtab.cluster import ModelSpec
 from trimtab.report.advice import Advice
-from trimtab.report.model import AnalysisReport, Report
+from trimtab.report.html import Page
+from trimtab.report.model import Report
 from trimtab.report.policies_table import policies_table
 from trimtab.report.tables import facts_table, notebook_html
 from trimtab.trace import synthesize
@@ -39,11 +40,12 @@ def some_advice() -> Advice:
     return trimtab.advise(trace, model=model, ranks=4, micro_steps=2, gpu_hour=2.0).advice
 
 
-PAGES: dict[str, Callable[[], Report | AnalysisReport | Advice]] = {
+PAGES: dict[str, Callable[[], Page]] = {
     "simulation": some_report,
     "training": measured_report,
     "analysis": some_analysis,
     "advice": some_advice,
+    "comparison": some_comparison,
 }
 
 
@@ -71,6 +73,8 @@ def violations(page: Any, axe_script: str) -> list[tuple[str, str]]:
             ("training", "dark", 1280),
             ("analysis", "light", 390),
             ("advice", "dark", 390),
+            ("comparison", "light", 1280),
+            ("comparison", "dark", 390),
         ],
         long=list(itertools.product(PAGES, ["light", "dark"], [1280, 390])),
     ),

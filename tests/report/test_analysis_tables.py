@@ -118,7 +118,7 @@ def test_domains_have_their_share_of_tokens_and_skew() -> None:
 
 def test_facts_of_the_setting() -> None:
     facts = dict(setting_facts(AnalysisReport("t.parquet", analysis_of_growing_skew())))
-    assert facts["model"] == "unknown: 1 MoE layers, 2 experts, top-1"
+    assert facts["model"] == "unknown: 1 MoE layer, 2 experts, top-1"
     assert facts["contents"] == "20,200 tokens in 101 sequences, step 0"
     assert facts["ranks"] == "2, 2 per node, contiguous homes"
 

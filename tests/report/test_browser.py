@@ -56,7 +56,7 @@ def test_pointer_and_keys_show_the_figures_of_a_cell(show: Any) -> None:
             loads = part.loads_MLR[1, 2]
             figures.append(f"{part.title} {loads[1] / loads.mean():.2f}× the mean ({loads[1]:,} tokens)")
         assert by_key == " · ".join(["Rank 1, micro-step 1", *figures])
-        page.hover(MAPS.format(2), position={"x": 40, "y": 20 + 28 * 7 + 14})
+        page.hover(MAPS.format(2), position={"x": 40, "y": 20 + 36 * 7 + 18})
         assert opened.text("#heat-readout").startswith("Rank 7, micro-step 0 · ")
         page.focus(MAPS.format(2))
         page.keyboard.press("PageDown")

@@ -1,15 +1,23 @@
-"""Tables and heat maps of a page are saved as files, without a request, and safe for a spreadsheet."""
+"""Tables, heat maps, charts and the result of a page are saved as files, without a request."""
 
 from __future__ import annotations
 
 import csv
+import json
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.reports import some_report
+from helpers.browser import open_page
+from helpers.reports import EVIL, some_comparison, some_report
+from trimtab.analysis.trace_comparison import figures
+from trimtab.files import write_json
+from trimtab.report.html import write_html
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def saved(page: Any, button: Any, folder: Path) -> Path:
@@ -54,6 +62,52 @@ def test_heat_maps_and_timeline_are_saved_as_pictures(show: Any, tmp_path: Path)
         path = saved(opened.page, buttons[0], tmp_path)
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.suffix == ".png"
+
+
+@pytest.mark.parametrize(("scheme", "ground"), [("light", (0xFD, 0xFD, 0xFC)), ("dark", (0x13, 0x14, 0x16))])
+def test_a_picture_has_the_ground_of_the_page(show: Any, tmp_path: Path, scheme: str, ground: tuple[int, ...]) -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    with show(some_report(), scheme=scheme) as opened:
+        path = saved(opened.page, opened.page.locator("button.save", has_text="PNG").first, tmp_path)
+        with image.open(path) as picture:
+            assert picture.convert("RGBA").getpixel((picture.width - 1, picture.height - 1)) == (*ground, 255)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_charts_are_saved_with_title_legend_and_colours(show: Any, tmp_path: Path, scheme: str) -> None:
+    report = some_comparison(EVIL)
+    with show(report, scheme=scheme) as opened:
+        buttons = opened.page.locator("button.save", has_text="SVG").all()
+        assert len(buttons) == opened.page.locator("main .chart").count() == 3
+        path = saved(opened.page, buttons[0], tmp_path)
+        drawing = ElementTree.parse(path).getroot()
+        texts = ["".join(text.itertext()) for text in drawing.iter(f"{SVG}text")]
+        assert {"Mean max_vio by layer", *(f"{x}: {name}" for x, name in zip("AB", report.sources, strict=True))} <= {
+            *texts
+        }
+        assert not [element for element in drawing.iter() if element.tag.endswith(("script", "img"))]
+        # Every visible thing has a colour that needs no style sheet, and nothing is outside of the drawing.
+        styles = [line.get("style", "") for line in drawing.iter(f"{SVG}polyline")]
+        assert len({style.split("stroke: ")[1].split(";")[0] for style in styles}) == 2
+        assert "var(" not in "".join(styles)
+        left, top, width, height = map(float, drawing.attrib["viewBox"].split())
+        for item in drawing.iter(f"{SVG}text"):
+            assert left <= float(item.attrib["x"]) <= left + width
+            assert top < float(item.attrib["y"]) < top + height
+    assert path.suffix == ".svg"
+
+
+def test_the_result_is_saved_as_the_json_that_the_command_writes(browser: Any, tmp_path: Path) -> None:
+    report = some_comparison(EVIL)
+    content = figures(report.comparison) | {"traces": report.sources}
+    write_json(tmp_path / "command.json", content)
+    write_html(report, tmp_path / "page.html", content)
+    with open_page(browser, tmp_path / "page.html") as opened:
+        button = opened.page.locator("button.save", has_text="JSON")
+        path = saved(opened.page, button, tmp_path)
+        assert json.loads(path.read_text()) == json.loads((tmp_path / "command.json").read_text())
+        assert path.suffix == ".json"
+        assert opened.complaints == opened.requests == []
 
 
 @pytest.mark.parametrize(

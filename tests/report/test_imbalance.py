@@ -38,6 +38,9 @@ def test_the_table_has_a_row_for_each_instance() -> None:
     both = Imbalance(imbalance.loads, imbalance.layer_indices, 4).to_pandas()
     assert both["plan"].value_counts().to_dict() == {"static": 6, "planned": 4}
     assert set(both["step"]) == {4}
+    steps = {"static": np.array([7, 7, 8]), "planned": np.array([1, 2])}
+    own = Imbalance(imbalance.loads, imbalance.layer_indices, steps).to_pandas()
+    assert own["step"].tolist() == [7, 7, 7, 7, 8, 8, 1, 1, 2, 2]
 
 
 def test_layers_are_means_over_micro_steps() -> None:

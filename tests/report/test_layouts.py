@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from helpers.browser import OpenPage
-from helpers.reports import crowded_report, some_analysis, some_report
-from trimtab.report.model import AnalysisReport, Report
+from helpers.reports import crowded_report, some_analysis, some_comparison, some_report
+from trimtab.report.html import Page
 
-PAGES: dict[str, Report | AnalysisReport] = {"simulation": some_report(), "analysis": some_analysis()}
+PAGES: dict[str, Page] = {
+    "simulation": some_report(), "analysis": some_analysis(), "comparison": some_comparison(),
+}  # fmt: skip
 # Light colours of `page.css`: bars of step times, moving homes in bars of parts, experts in the timeline; the dark
 # background.
 QUIET, MIGRATION, EXPERTS, DARK = (0xC3, 0xC7, 0xCC), (0x3F, 0x92, 0x7A), (0x24, 0x58, 0xA8), (0x13, 0x14, 0x16)
@@ -100,6 +102,22 @@ def test_deciding_columns_are_in_view_on_a_phone(show: Any) -> None:
             tables = opened.page.eval_on_selector_all(".scroll", "all => all.map(each => each.clientWidth)")
             assert max(tables) <= 390
             assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("odd", [{"micro_steps": 1, "steps": 1, "layers": 1}, {"micro_steps": 3, "ranks": 2}])
+def test_maps_of_small_traces_use_the_width(show: Any, odd: dict[str, Any], width: int) -> None:
+    """A pointer near the right edge of a map is on the last micro-step."""
+    report = some_analysis(**odd)
+    last = odd["micro_steps"] - 1
+    with show(report, width=width) as opened:
+        for selector, readout in (("#load canvas", "#heat-readout"), ('[data-grid="vio"] canvas', "#grid-vio-readout")):
+            canvas = opened.page.locator(selector)
+            box = canvas.bounding_box()
+            section = opened.page.locator("main").bounding_box()
+            assert box["width"] > 0.95 * section["width"]
+            canvas.hover(position={"x": box["width"] - 8, "y": 24})
+            assert f"micro-step {last}" in opened.text(readout)
 
 
 def test_long_names_do_not_widen_a_phone(show: Any) -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.report.number_text import NONE, PREFIXES, bytes_text, flops, plural, rate, seconds
+from trimtab.messages import plural
+from trimtab.report.number_text import NONE, PREFIXES, bytes_text, flops, rate, seconds
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,18 @@ def test_the_table_of_a_sweep_comes_first_and_memory_is_compared_with_the_device
     assert "cases" not in re.findall(r'<section id="([\w-]+)"', page_of(report))
 
 
+def test_a_figure_above_the_ideal_has_its_reason() -> None:
+    report = some_report()
+    reason = "above 100% where a plan also balances sequences, or sends fewer rows to other ranks"
+    shown = Parsed(page_of(report)).texts
+    assert "97.3%" in str(shown)
+    assert reason not in page_of(report)
+    better = replace(report.policies[6], fraction_of_balanced=1.06)
+    page = page_of(replace(report, policies=(*report.policies[:6], better, report.policies[7])))
+    assert "106.0%" in page
+    assert reason in page[page.index('id="policies"') : page.index('id="time"')]
+
+
 def test_texts_of_a_report_are_escaped() -> None:
     report = replace(some_report(), title=EVIL)
     policy = replace(report.policies[0], name=EVIL, about=EVIL, memory_bytes={EVIL: 1e9})

@@ -13,9 +13,9 @@ from helpers.browser import OpenPage, open_page
 from helpers.comparison_cases import some_case, some_trace
 from helpers.examples import examples
 from helpers.hostile_names import NAMES
-from helpers.reports import some_analysis, training_page
+from helpers.reports import some_analysis, some_comparison, training_page
 from trimtab.analysis.cost_estimate import CostEstimate
-from trimtab.report.html import NOT_SHOWN, page_of, write_html
+from trimtab.report.html import NOT_SHOWN, Page, page_of, write_html
 from trimtab.report.model import AnalysisReport, Report
 from trimtab.report.simulation import simulation_report
 from trimtab.simulator.comparison import simulate_policy
@@ -56,7 +56,8 @@ def simulation_page(name: str) -> Report:
     return simulation_report(f"{name}.parquet", some_trace(), cases)
 
 
-PAGES: dict[str, Callable[[str], Report | AnalysisReport]] = {
+PAGES: dict[str, Callable[[str], Page]] = {
+    "comparison": some_comparison,
     "analysis": analysis_page,
     "simulation": simulation_page,
     "training": training_page,

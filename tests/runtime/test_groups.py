@@ -250,7 +250,7 @@ def test_an_error_of_one_groups_planner_is_raised_in_all_groups(
     state: State, failing: int, kind: type[Exception]
 ) -> None:
     """Groups {0, 1} and {2, 3}: the first rank of one fails while it plans, and then the step is planned."""
-    session, _, _ = make(groups=2)
+    session, _, _ = make(groups=2, timeout=timedelta(seconds=40))
     step = Step(7)
     mine = step.trace.select(step.schedule.sequences_of(dist.get_rank()))
     leader = 2 * failing

@@ -157,7 +157,8 @@ def test_the_planner_gets_load_lengths_and_costs_of_the_whole_step() -> None:
 @runs_on_ranks()
 def test_seconds_of_metrics_and_reports_are_within_those_that_passed() -> None:
     session, model = make_session()
-    assert not any(session.take_metrics().values())
+    for _ in range(2):
+        assert not any(session.take_metrics().values())
     trace, schedule = make_trace(3), random_schedule(np.random.default_rng(0), 8, num_ranks=2, num_micro_steps=2)
     mine, first = trace.select(schedule.sequences_of(session.rank)), time.perf_counter()
     for _ in range(2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trimtab.analysis.analysis import Analysis, worst_layers
 from trimtab.analysis.fixed_placements import SLOTS
 from trimtab.analysis.hot_experts import HOT_FACTOR
+from trimtab.messages import plural
 from trimtab.planner import PlanSettings
 from trimtab.simulator.resampling import LEAST_SEQUENCES
 
@@ -95,7 +96,7 @@ def cost_summary(analysis: Analysis) -> str:
         return ""
     permuted = analysis.permuted.lost_part or 0.0
     few = "; too few sequences to compare balancers" if (found.sequences or LEAST_SEQUENCES) < LEAST_SEQUENCES else ""
-    scaled = f", scaled from {found.layers_traced} to {found.layers_of_model} MoE layers"
+    scaled = f", scaled from {found.layers_traced} to {plural(found.layers_of_model, 'MoE layer')}"
     return (
         f"Estimate: imbalance costs {found.lost_s:.3g} s of a step of {found.step_s:.3g} s ({found.lost_part:.0%}; "
         f"{permuted:.0%} with permuted expert ids) on {found.cluster} with {found.model}"
@@ -128,14 +129,14 @@ def notes(analysis: Analysis) -> list[str]:
     per_expert = counts.num_tokens * counts.top_k / counts.num_micro_steps / counts.num_experts
     if per_expert < 16:
         texts.append(
-            f"A micro-step has {per_expert:.0f} tokens for the mean expert: much of the imbalance is random, as in a "
-            "real run with so few tokens."
+            f"A micro-step has {plural(round(per_expert), 'token')} for the mean expert: much of the imbalance is "
+            "random, as in a real run with so few tokens."
         )
     if estimate:
-        steps = "1 step" if estimate.steps == 1 else f"{estimate.steps} steps"
+        measured = "of the last step" if estimate.steps == 1 else f"mean of the last {estimate.steps} steps"
         scaled = "taken as recorded wholly" if estimate.sequences is None else "scaled to the whole step"
         texts.append(
-            f"Seconds are those of static in trimtab simulate: recompute and update, mean of the last {steps}, "
+            f"Seconds are those of static in trimtab simulate: recompute and update, {measured}, "
             f"{scaled}. The cost of imbalance is what they would be less if every expert phase took the mean of the "
             "ranks, with the same rows."
         )

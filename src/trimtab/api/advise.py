@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,15 +12,16 @@ from trimtab.api.result_summary import Summarised, Summary
 from trimtab.api.steps import read_steps, spread_layers
 from trimtab.cluster.parallel_layout import ZERO1
 from trimtab.errors import InputError
-from trimtab.report.advice import Advice, StrategyFigures, advice_table, first_answer
+from trimtab.messages import plural
+from trimtab.report.advice import Advice, StrategyFigures, advice_table
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance
-from trimtab.report.number_text import plural
+from trimtab.report.number_text import seconds
 from trimtab.simulator.comparison import Outcome, fits, simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.draws import Drawn, break_even
 from trimtab.simulator.memory import largest_micro_batch
-from trimtab.simulator.step import StepSettings
+from trimtab.simulator.step import WAITING, StepSettings
 from trimtab.simulator.strategies import ALL, EPLB, NOTHING, STRATEGIES, RunStrategy
 from trimtab.trace import RoutingTrace
 from trimtab.trace.store import Source, open_trace
@@ -57,7 +58,7 @@ class AdviceResult(Summarised):
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write the page of `trimtab advise --html`. Writes are atomic."""
-        write_html(self.advice, path)
+        write_html(self.advice, path, self.figures())
 
     @property
     def imbalance(self) -> Imbalance:
@@ -198,7 +199,7 @@ def _simulated(
             found[name].append(simulate(case))
             if name == EVEN and case is cases[0]:
                 known = {each: outcomes[0] for each, outcomes in found.items() if outcomes and each != EVEN}
-                first(first_answer(known, found[EVEN][0], case))
+                first(_first_answer(known, found[EVEN][0], case))
     return {name: Drawn(tuple(outcomes)) for name, outcomes in found.items()}
 
 
@@ -241,3 +242,16 @@ def _choose(figures: list[StrategyFigures]) -> StrategyFigures:
     if nothing in fitting and least_s > (1 - LEAST_GAIN) * nothing.step_s.value:
         return nothing
     return next(each for each in fitting if each.step_s.value <= (1 + ABOUT_AS_FAST) * least_s)
+
+
+def _first_answer(outcomes: Mapping[str, Outcome], even: Outcome, case: ComparisonCase) -> str:
+    """A first answer, from one drawing."""
+    static = outcomes[NOTHING.name].simulated
+    parts = [f"nothing {seconds(static.step_time_s)}"]
+    parts += [
+        f"{name} {seconds(outcome.simulated.step_time_s)}" for name, outcome in outcomes.items() if name != "nothing"
+    ]
+    parts.append(f"even routing {seconds(even.simulated.step_time_s)}")
+    few = " (too few sequences to compare)" if case.is_too_small else ""
+    waiting = static.causes_s[WAITING] / static.step_time_s
+    return f"first answer: a step takes {', '.join(parts)}{few}; imbalance costs {waiting:.0%}"

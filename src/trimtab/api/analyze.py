@@ -14,10 +14,11 @@ from trimtab.analysis import analyze as analyze_counts
 from trimtab.analysis.analysis import figures
 from trimtab.analysis.local_jobs import count_in_processes
 from trimtab.analysis.summary import answer, cost_summary, layers_summary
+from trimtab.analysis.trace_comparison import TraceComparison, compare_traces
+from trimtab.analysis.trace_comparison import figures as comparison_figures
 from trimtab.api.arguments import (
     ModelSource,
     Overrides,
-    check_choice,
     check_run,
     layout_of,
     model_or_none,
@@ -27,11 +28,12 @@ from trimtab.api.arguments import (
 )
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.api.steps import read_steps
+from trimtab.messages import plural
 from trimtab.report.analysis_tables import balance_table, placements_table, setting_facts
+from trimtab.report.comparison_report import ComparisonReport, figures_table, hottest_of_both_table
 from trimtab.report.html import write_html
-from trimtab.report.imbalance import FORMATS, Imbalance
+from trimtab.report.imbalance import Imbalance
 from trimtab.report.model import AnalysisReport
-from trimtab.report.number_text import plural
 from trimtab.report.tables import facts_table
 from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace
@@ -68,21 +70,21 @@ class AnalysisResult(Summarised):
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write the page of `trimtab analyze --html`. Writes are atomic."""
-        write_html(self.report, path)
+        write_html(self.report, path, self.figures())
+
+    def compare(self, other: AnalysisResult) -> AnalysisComparison:
+        """Compare with another trace, or with another step of this one, of a model with the same layers and experts.
+
+        Raises:
+            InputError: if layers, experts, ranks or ranks per node differ.
+        """
+        compared = compare_traces((self.source, other.source), self.analysis, other.analysis)
+        return AnalysisComparison((self.source, other.source), (self.files, other.files), compared)
 
     @property
     def imbalance(self) -> Imbalance:
         counts = self.analysis.counts
         return Imbalance({"static": self.analysis.loads_MLR}, counts.layer_indices, counts.step_M)
-
-    def write_figures(self, folder: str | os.PathLike[str], format: str = "pdf") -> list[Path]:
-        """Write the pictures of `plot` into a folder, as `trimtab analyze --figures` does. Returns the files.
-
-        Args:
-            format: `pdf`, `svg` or `png`.
-        """
-        check_choice("format", format, FORMATS)
-        return self.imbalance.write(folder, format)
 
     def summary(self) -> Summary:
         analysis = self.analysis
@@ -95,6 +97,52 @@ class AnalysisResult(Summarised):
                 placements_table(analysis),
                 facts_table("Setting", setting_facts(self.report)),
             ),
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AnalysisComparison(Summarised):
+    """Two traces, A and B, on the same ranks.
+
+    Attributes:
+        sources: name of the file or files of each.
+        files: their files; none of a trace that was in memory.
+        comparison: all figures; `TraceComparison` documents them.
+    """
+
+    sources: tuple[str, str]
+    files: tuple[tuple[Path, ...], tuple[Path, ...]]
+    comparison: TraceComparison
+
+    @property
+    def report(self) -> ComparisonReport:
+        """The page's content."""
+        return ComparisonReport(self.sources, self.comparison)
+
+    def figures(self) -> dict[str, Any]:
+        """What `trimtab analyze --compare --json` writes.
+
+        traces: the files of A, and those of B.
+        """
+        traces = [[str(file) for file in files] for files in self.files]
+        return {"schema": "trimtab-compare-1", "traces": traces} | comparison_figures(self.comparison)
+
+    def write_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the page of `trimtab analyze --compare --html`. Writes are atomic."""
+        write_html(self.report, path, self.figures())
+
+    @property
+    def imbalance(self) -> Imbalance:
+        analyses = {"A": self.comparison.first, "B": self.comparison.second}
+        steps = {name: each.counts.step_M for name, each in analyses.items()}
+        loads = {name: each.loads_MLR for name, each in analyses.items()}
+        return Imbalance(loads, self.comparison.first.counts.layer_indices, steps)
+
+    def summary(self) -> Summary:
+        return Summary(
+            f"{self.sources[0]} and {self.sources[1]}",
+            (self.report.answer,),
+            (figures_table(self.comparison), hottest_of_both_table(self.comparison)),
         )
 
 

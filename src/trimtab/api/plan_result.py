@@ -13,13 +13,14 @@ from trimtab.api.result_summary import Summarised, Summary
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts
 from trimtab.figures import by_key, computed
+from trimtab.messages import plural
 from trimtab.planner import StepPlan, Workload
 from trimtab.planner.plan.bounds import gap_to_bound
 from trimtab.planner.plan.prediction import cross_node_rows, predict
 from trimtab.planner.plan.solver import why_no_solver
 from trimtab.planner.replicas.paths import HOST
 from trimtab.report.imbalance import Imbalance
-from trimtab.report.number_text import bytes_text, plural, seconds
+from trimtab.report.number_text import bytes_text, seconds
 from trimtab.report.tables import Facts, facts_table, plan_balance_table
 from trimtab.simulator import Balance, expert_time, summarise_balance
 from trimtab.trace import RoutingTrace
@@ -224,10 +225,14 @@ class PlanResult(Summarised):
         """Names and values, as `trimtab plan` prints them."""
         trace, cluster, plan = self.trace, self.cluster, self.plan
         rows = [
-            ("trace", f"{trace.num_tokens:,} tokens in {trace.num_sequences:,} sequences; {trace.shape_text}"),
+            (
+                "trace",
+                f"{plural(trace.num_tokens, 'token')} in {plural(trace.num_sequences, 'sequence')}; {trace.shape_text}",
+            ),
             (
                 "cluster",
-                f"{cluster.ranks} ranks, {cluster.ranks_per_node} per node, {cluster.slots_per_rank} slots per rank",
+                f"{plural(cluster.ranks, 'rank')}, {cluster.ranks_per_node} per node, "
+                f"{plural(cluster.slots_per_rank, 'slot')} per rank",
             ),
             (
                 "schedule",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from trimtab.report.imbalance import Imbalance
+from trimtab.api.arguments import check_choice
+from trimtab.report.imbalance import FORMATS, Imbalance
 from trimtab.report.tables import TableData, notebook_html
 
 
@@ -55,6 +58,15 @@ class Summarised(ABC):
             InputError: if there is no such kind, or matplotlib is not installed.
         """
         return self.imbalance.plot(kind, ax)
+
+    def write_figures(self, folder: str | os.PathLike[str], format: str = "pdf") -> list[Path]:
+        """Write the pictures of `plot` into a folder, as `trimtab analyze --figures` does. Returns the files.
+
+        Args:
+            format: `pdf`, `svg` or `png`.
+        """
+        check_choice("format", format, FORMATS)
+        return self.imbalance.write(folder, format)
 
     def to_pandas(self) -> Any:
         """A `DataFrame` with a row for each instance without and with a plan: `plan` (`static`, or the balancer),

@@ -26,10 +26,10 @@ from trimtab.api.result_summary import Summarised, Summary
 from trimtab.api.steps import read_steps
 from trimtab.cluster.parallel_layout import ZERO1
 from trimtab.errors import InputError
+from trimtab.messages import plural
 from trimtab.policies import POLICIES
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance, need
-from trimtab.report.number_text import plural
 from trimtab.report.policies_table import policies_table, sweep_table
 from trimtab.report.simulation import answer, fitting_first, policy_results, simulation_report, table_title
 from trimtab.simulator.comparison import Outcome, permuted_steps, simulate_policy
@@ -133,7 +133,7 @@ class SimulationResult(Summarised):
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write the page of `trimtab simulate --html`: all cases in a table, then the first that fits. Writes are
         atomic."""
-        write_html(simulation_report(self.source, self.trace, self.cases), path)
+        write_html(simulation_report(self.source, self.trace, self.cases), path, self.figures())
 
     @property
     def imbalance(self) -> Imbalance:

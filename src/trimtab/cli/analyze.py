@@ -10,13 +10,17 @@ from typing import Any
 
 from rich.progress import Progress
 
-from trimtab.api.analyze import analyze
+from trimtab.analysis.trace_comparison import check_comparable
+from trimtab.api.analyze import AnalysisComparison, AnalysisResult, analyze
 from trimtab.api.steps import MOST_STEPS
 from trimtab.cli.options import add_options, given, need_extra, positive
 from trimtab.cli.output import write_figures
 from trimtab.cli.run_options import add_run, add_simulated_steps
+from trimtab.messages import plural
 from trimtab.report.analysis_tables import analysis_tables
+from trimtab.report.comparison_report import comparison_output
 from trimtab.report.imbalance import FORMATS
+from trimtab.trace.store import open_trace
 
 log = logging.getLogger("trimtab")
 
@@ -29,10 +33,15 @@ def add(commands: Any) -> None:
         examples=[
             "trimtab analyze out/mixed.parquet --ranks 16 --html out/analysis.html",
             "trimtab analyze out/mixed.parquet --ranks 16 --figures out/figures --format svg",
+            "trimtab analyze out/math.parquet --compare out/code.parquet --html out/compared.html",
         ],
     )
     add_run(parser, of=analyze, step="all of the trace", what_for=", for seconds")
     add_simulated_steps(parser, of=analyze, most=MOST_STEPS)
+    parser.add_argument(
+        "--compare", type=Path, nargs="+", metavar="TRACE",
+        help="another trace of the same layers and experts; print, write and show both and their difference",
+    )  # fmt: skip
     option = partial(add_options, parser, of=analyze)
     option("--jobs", type=positive, help="local processes that count")
     add_options(parser, "--json", "--html")
@@ -44,18 +53,34 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     if options.figures:
         need_extra("matplotlib", extra="plot")
-    with Progress(transient=True) as progress:
-        update = partial(progress.update, progress.add_task("counting", total=None))
-        result = analyze(**given(options, analyze), progress=lambda done, total: update(completed=done, total=total))
+    if options.compare:
+        # Before anything is counted.
+        readers = [open_trace(trace) for trace in (options.trace, options.compare)]
+        check_comparable([reader.name for reader in readers], [reader.empty for reader in readers])
+    shown = _analyzed(options, options.trace)
+    result: AnalysisResult | AnalysisComparison = shown
+    tables = analysis_tables(shown.report)
+    if options.compare:
+        result = shown.compare(_analyzed(options, options.compare))
+        tables = comparison_output(result.report)
     console = write_figures(options, result.figures())
     if options.html:
         result.write_html(options.html)
     if options.figures:
         result.write_figures(options.figures, options.format)
-    console.print(*analysis_tables(result.report), sep="\n")
+    console.print(*tables, sep="\n")
     if "ranks" not in options:
-        console.print(f"For {result.analysis.ranks} ranks, since --ranks is not given.")
+        console.print(f"For {plural(shown.analysis.ranks, 'rank')}, since --ranks is not given.")
     if options.html:
         log.info("page: %s", options.html)
     if options.figures:
         log.info("pictures: %s", options.figures)
+
+
+def _analyzed(options: argparse.Namespace, trace: list[Path]) -> AnalysisResult:
+    with Progress(transient=True) as progress:
+        update = partial(progress.update, progress.add_task("counting", total=None))
+        return analyze(
+            **given(options, analyze) | {"trace": tuple(trace)},
+            progress=lambda done, total: update(completed=done, total=total),
+        )

@@ -17,7 +17,7 @@ FILES = ("output", "json", "html", "perfetto", "frontier", "picture", "page", "f
 # Those that are folders.
 FOLDERS = ("figures",)
 # Options that name files to read, with the pattern of files in a folder.
-SOURCES = {"trace": "*.parquet", "source": "*", "settings": "*"}
+SOURCES = {"trace": "*.parquet", "compare": "*.parquet", "source": "*", "settings": "*"}
 
 
 def check_outputs(options: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from html import escape as html_escape
 from typing import Any
@@ -11,8 +10,9 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from trimtab.figures import by_key, measured, with_documented_figures
-from trimtab.report.number_text import NONE, bytes_text, plural, seconds
-from trimtab.report.policies_table import WaterfallRow, waterfall_rows, waterfall_table
+from trimtab.messages import plural
+from trimtab.report.number_text import NONE, bytes_text, seconds
+from trimtab.report.policies_table import ABOVE_EVEN, WaterfallRow, above_even, waterfall_rows, waterfall_table
 from trimtab.report.simulation import layout_facts, scale_note
 from trimtab.report.tables import (
     Facts,
@@ -24,7 +24,6 @@ from trimtab.report.tables import (
     without_empty_columns,
 )
 from trimtab.report.widgets import Section, facts, lead, notes_section, summary, tiles
-from trimtab.simulator.comparison import Outcome
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.draws import Drawn, Estimate
 from trimtab.simulator.memory import ways_to_fit
@@ -203,19 +202,6 @@ def waterfall(advice: Advice) -> list[WaterfallRow]:
     return waterfall_rows(advice.static.simulated, advice.target.simulated, advice.target.outcomes[0].name)
 
 
-def first_answer(outcomes: Mapping[str, Outcome], even: Outcome, case: ComparisonCase) -> str:
-    """A first answer, from one drawing."""
-    static = outcomes[NOTHING.name].simulated
-    parts = [f"nothing {seconds(static.step_time_s)}"]
-    parts += [
-        f"{name} {seconds(outcome.simulated.step_time_s)}" for name, outcome in outcomes.items() if name != "nothing"
-    ]
-    parts.append(f"even routing {seconds(even.simulated.step_time_s)}")
-    few = " (too few sequences to compare)" if case.is_too_small else ""
-    waiting = static.causes_s[WAITING] / static.step_time_s
-    return f"first answer: a step takes {', '.join(parts)}{few}; imbalance costs {waiting:.0%}"
-
-
 def _range(estimate: Estimate) -> str:
     return f"{max(estimate.low, -9.99):.0%} to {estimate.high:.0%}"
 
@@ -322,7 +308,7 @@ def advice_tiles(advice: Advice) -> list[tuple[str, str, str]]:
     static, target = advice.static.simulated, advice.target.outcomes[0].name
     named = next(each for each in advice.strategies if each.strategy.name == target)
     over = "" if named.over_eplb is None else f"; {named.over_eplb.value:.2f}x as fast as eplb"
-    recorded = f"of each step recorded, {advice.case.sequences.num_layers} layers simulated"
+    recorded = f"of each step recorded, {plural(advice.case.sequences.num_layers, 'layer')} simulated"
     return [
         ("Cost of imbalance", f"{static.causes_s[WAITING] / static.step_time_s:.0%}", "of a step without balancing"),
         (f"Gain of {target}", f"{named.gain.value:.0%}", f"less time ({_range(named.gain)}){over}"),
@@ -340,12 +326,12 @@ def advice_facts(advice: Advice) -> Facts:
     groups = case.settings.groups
     in_groups = f" in {groups} groups" if groups > 1 else ""
     return (
-        ("trace", f"{advice.source}: {steps}, {advice.sequences:,} sequences or more recorded of each"),
+        ("trace", f"{advice.source}: {steps}, {plural(advice.sequences, 'sequence')} or more recorded of each"),
         ("step", f"{int(case.sequences.lengths.sum()):,} tokens, {case.token_budget:,} or less a rank and micro-step"),
         ("model", f"{advice.model}; {chosen} of {advice.layers} recorded layers stand for {case.model.moe_layers}"),
-        ("cluster", f"{advice.gpus} GPUs{in_groups}, {cluster.ranks_per_node} per node, {cluster.name}"),
+        ("cluster", f"{plural(advice.gpus, 'GPU')}{in_groups}, {cluster.ranks_per_node} per node, {cluster.name}"),
         *layout_facts(case.settings),
-        ("replicas", f"{cluster.slots_per_rank} slots per rank"),
+        ("replicas", f"{plural(cluster.slots_per_rank, 'slot')} per rank"),
     )
 
 
@@ -364,6 +350,8 @@ def advice_notes(advice: Advice) -> list[str]:
         texts.append(f"The trace has one step: no history for eplb and no hit rate of a prediction. Left out: {names}.")
     elif advice.case.is_too_small:
         texts.append(f"No figure over eplb: with fewer than {LEAST_SEQUENCES} sequences it is chance.")
+    if any(above_even(each.of_even) for each in advice.strategies):
+        texts.append(f"Of even: {ABOVE_EVEN}.")
     return [*texts, "Step time is recompute and update, without the rollout.", ERROR_BAND]
 
 
@@ -383,9 +371,8 @@ def advice_output(advice: Advice) -> list[RenderableType]:
 def advice_sections(advice: Advice) -> list[Section]:
     """The sections of the page, in order."""
     even = (
-        "Speed-up is over doing nothing. Of even: step time with perfectly even routing, divided by this one; above "
-        "100% where a strategy also balances sequences, or sends fewer rows. Memory is that of the rank that needs "
-        "most; with an exclamation mark it does not fit."
+        "Speed-up is over doing nothing. Of even: step time with perfectly even routing, divided by this one. Memory "
+        "is that of the rank that needs most; with an exclamation mark it does not fit."
     )
     causes = (
         "Waiting is what the step would be shorter if every expert phase took the ranks' mean time, with the same "

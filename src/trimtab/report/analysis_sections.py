@@ -9,6 +9,7 @@ from trimtab.analysis.analysis import worst_layers
 from trimtab.analysis.hot_experts import HOT_FACTOR
 from trimtab.analysis.summary import cost_summary, layers_summary, notes
 from trimtab.array_type import Array
+from trimtab.messages import plural
 from trimtab.report.analysis_tables import (
     balance_table,
     domains_table,
@@ -75,8 +76,8 @@ def _balance(analysis: Analysis) -> str:
     total = analysis.total
     return (
         lead(
-            f"Over {total.instances:,} instances, each one layer of one micro-step. An instance lasts as long as its "
-            f"busiest rank, so on average a rank is idle for {total.lost:.1%} of expert time."
+            f"Over {plural(total.instances, 'instance')}, each one layer of one micro-step. An instance lasts as long "
+            f"as its busiest rank, so on average a rank is idle for {total.lost:.1%} of expert time."
         )
         + summary(cost_summary(analysis))
         + f'<div class="pair"><div>{html_table(balance_table(analysis))}</div>{_histogram(analysis)}</div>'
@@ -102,9 +103,9 @@ def _histogram(analysis: Analysis) -> str:
 def _placements(analysis: Analysis) -> str:
     return lead(
         "Expert time lost if experts are placed once for a whole step, over "
-        f"{analysis.placements.instances:,} instances. The loss that remains with a placement based on the step itself "
-        "varies between micro-steps, or is due to experts that can't be divided evenly. Only a plan for each "
-        "micro-step removes the part that varies."
+        f"{plural(analysis.placements.instances, 'instance')}. The loss that remains with a placement based on the "
+        "step itself varies between micro-steps, or is due to experts that can't be divided evenly. Only a plan for "
+        "each micro-step removes the part that varies."
     ) + html_table(placements_table(analysis))
 
 

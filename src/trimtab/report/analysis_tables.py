@@ -10,9 +10,10 @@ from trimtab.analysis.analysis import worst_layers
 from trimtab.analysis.balance import Balance, SizeBalance, Spread
 from trimtab.analysis.hot_experts import HOT_FACTOR
 from trimtab.analysis.summary import answer, cost_summary, layers_summary, notes
+from trimtab.messages import plural
 from trimtab.report.charts import Line, LineChart
 from trimtab.report.model import AnalysisReport
-from trimtab.report.number_text import number, plural, seconds
+from trimtab.report.number_text import number, seconds
 from trimtab.report.tables import Facts, Row, TableData, terminal_facts, terminal_table
 
 SPREAD = ("mean", "p50", "p99", "worst")
@@ -51,16 +52,22 @@ def analysis_tables(report: AnalysisReport) -> list[RenderableType]:
 def setting_facts(report: AnalysisReport) -> Facts:
     """Trace, ranks and micro-steps."""
     analysis, counts = report.analysis, report.analysis.counts
-    steps = counts.steps
-    which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
-    shape = f"{counts.num_layers} MoE layers, {counts.num_experts} experts, top-{counts.top_k}"
+    layers, experts = plural(counts.num_layers, "MoE layer"), plural(counts.num_experts, "expert")
+    shape = f"{layers}, {experts}, top-{counts.top_k}"
     return [
         ("trace", report.source),
         ("model", f"{counts.model or 'unknown'}: {shape}"),
-        ("contents", f"{counts.num_tokens:,} tokens in {counts.num_sequences:,} sequences, {which}"),
+        ("contents", contents_text(analysis)),
         ("ranks", f"{analysis.ranks}, {analysis.ranks_per_node} per node, contiguous homes"),
         ("micro-steps", f"{counts.num_micro_steps}, each of up to {counts.token_budget:,} tokens per rank"),
     ]
+
+
+def contents_text(analysis: Analysis) -> str:
+    """Tokens, sequences and steps."""
+    counts, steps = analysis.counts, analysis.counts.steps
+    which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+    return f"{plural(counts.num_tokens, 'token')} in {plural(counts.num_sequences, 'sequence')}, {which}"
 
 
 def balance_table(analysis: Analysis) -> TableData:
@@ -70,7 +77,7 @@ def balance_table(analysis: Analysis) -> TableData:
     if analysis.nodes:
         spreads.append(("max_vio of nodes", analysis.nodes.max_vio))
     rows = tuple(Row(name, _spread(each)) for name, each in spreads)
-    return TableData(f"Balance over {total.instances:,} instances", ("figure", *SPREAD), rows)
+    return TableData(f"Balance over {plural(total.instances, 'instance')}", ("figure", *SPREAD), rows)
 
 
 def placements_table(analysis: Analysis) -> TableData:
@@ -121,8 +128,8 @@ def sizes_chart(analysis: Analysis) -> LineChart:
     """max_vio by size of micro-step."""
     vio = [size.by_ranks[analysis.ranks].max_vio for size in analysis.sizes]
     return LineChart(
-        f"max_vio by size of micro-step, {analysis.ranks} ranks",
-        f"size; 1× is {_given_size(analysis).tokens:,.0f} tokens",
+        f"max_vio by size of micro-step, {plural(analysis.ranks, 'rank')}",
+        f"size; 1× is {plural(round(_given_size(analysis).tokens), 'token')}",
         [size_name(size) for size in analysis.sizes],
         [Line("mean", [each.mean for each in vio]), Line("p99", [each.p99 for each in vio])],
     )
@@ -163,11 +170,11 @@ def sizes_by_ranks_table(analysis: Analysis) -> TableData:
         Row(
             size_name(size),
             tuple(f"{balance.max_vio.mean:.3f}" for balance in size.by_ranks.values()),
-            about=f"{size.tokens:,.0f} tokens, {plural(size.micro_steps, 'micro-step')}",
+            about=f"{plural(round(size.tokens), 'token')}, {plural(size.micro_steps, 'micro-step')}",
         )
         for size in analysis.sizes
     )
-    columns = ("micro-step", *(f"{number} ranks" for number in analysis.sizes[0].by_ranks))
+    columns = ("micro-step", *(plural(number, "rank") for number in analysis.sizes[0].by_ranks))
     return TableData("Mean max_vio by size of micro-step and number of ranks", columns, rows)
 
 
@@ -200,7 +207,7 @@ def hot_facts(analysis: Analysis) -> Facts:
     entries = [
         (
             "per instance",
-            f"{hot.per_instance:.1f} of {analysis.counts.num_experts} experts are hot; they compute "
+            f"{hot.per_instance:.1f} of {plural(analysis.counts.num_experts, 'expert')} are hot; they compute "
             f"{hot.token_part:.0%} of all tokens",
         ),
     ]

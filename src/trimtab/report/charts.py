@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 440, 210
 LEFT, RIGHT, TOP, BOTTOM = 44, 14, 14, 42
+# Units between the middles of labels below a chart, and of a label's character.
+LABELS_APART, CHARACTER = 14, 6.5
 COLOURS = ("accent", "imbalance", "migration", "planning")
 
 
@@ -55,9 +58,10 @@ def line_chart(chart: LineChart) -> str:
         for colour, line in zip(COLOURS, lines, strict=False)
     )
     shown = f'<ul class="legend">{legend}</ul>' if len(lines) > 1 else ""
-    return _figure(
-        chart.title, _levels(top) + _axis(zip(x, places, strict=True)) + "".join(drawn), chart.x_label, shown
-    )
+    names = list(zip(x, places, strict=True))
+    widest = max(map(len, places), default=0) * CHARACTER + LABELS_APART
+    every = math.ceil(widest * len(places) / (WIDTH - LEFT - RIGHT)) or 1
+    return _figure(chart.title, _levels(top) + _axis(names[::every]) + "".join(drawn), chart.x_label, shown)
 
 
 def bar_chart(

@@ -7,12 +7,15 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
+from typing import Any
 
-from trimtab.files import write_atomically
+from trimtab.files import json_text, write_atomically
 from trimtab.report.advice import Advice, advice_sections
 from trimtab.report.analysis_sections import analysis_sections
+from trimtab.report.comparison_report import ComparisonReport, comparison_data, comparison_sections
 from trimtab.report.model import AnalysisReport, Report
 from trimtab.report.page_data import PageArrays, analysis_data, in_script, load_scale, page_data, simulation_data
 from trimtab.report.sections import sections
@@ -24,16 +27,25 @@ SCRIPTS = ("common.js", "bars.js", "heatmap.js", "grid.js", "timeline.js", "down
 NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def write_html(report: Report | AnalysisReport | Advice, path: str | os.PathLike[str]) -> None:
-    """Write the page, atomically."""
-    write_atomically(path, page_of(report))
+Page = Report | AnalysisReport | ComparisonReport | Advice
 
 
-def page_of(report: Report | AnalysisReport | Advice) -> str:
-    """The page as text, without external resources. Characters of names that can't be shown are U+FFFD."""
+def write_html(report: Page, path: str | os.PathLike[str], figures: Mapping[str, Any] | None = None) -> None:
+    """Write the page, atomically; see `page_of`."""
+    write_atomically(path, page_of(report, figures))
+
+
+def page_of(report: Page, figures: Mapping[str, Any] | None = None) -> str:
+    """The page as text, without external resources. Characters of names that can't be shown are U+FFFD.
+
+    Args:
+        figures: the result's JSON, which a button of the page saves; None: no button.
+    """
     arrays = PageArrays()
     if isinstance(report, AnalysisReport):
         data, parts = analysis_data(report.analysis, arrays), analysis_sections(report)
+    elif isinstance(report, ComparisonReport):
+        data, parts = comparison_data(report.comparison, arrays), comparison_sections(report)
     elif isinstance(report, Advice):
         data, parts = page_data((), (), load_scale(()), start_layer=-1), advice_sections(report)
     else:
@@ -47,6 +59,7 @@ def page_of(report: Report | AnalysisReport | Advice) -> str:
         "nav": "".join(f'<a href="#{part.name}">{part.word}</a>' for part in parts),
         "sections": "\n".join(part.html for part in parts),
         "data": in_script(json.dumps(data, allow_nan=False)),
+        "figures": _figures_element(figures) if figures else "",
         "arrays": "\n".join(arrays.elements),
         "css": _asset("page.css"),
         "script": script,
@@ -56,6 +69,10 @@ def page_of(report: Report | AnalysisReport | Advice) -> str:
     # In one pass, so names in a report may contain placeholders.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _asset("page.html"))
     return NOT_SHOWN.sub("\ufffd", page)
+
+
+def _figures_element(figures: Mapping[str, Any]) -> str:
+    return f'<script type="application/json" id="result">{in_script(json_text(figures))}</script>'
 
 
 def _script() -> str:

@@ -30,12 +30,12 @@ class Imbalance:
     Attributes:
         loads: `[M, L, R]` tokens by name of the plan; the first is the one without replicas.
         layer_indices: `[L]` the decoder layer of each MoE layer.
-        steps: `[M]` RL step of each micro-step, or one step for all.
+        steps: `[M]` RL step of each micro-step, or one step for all; by name where plans differ in it.
     """
 
     loads: Mapping[str, Array]
     layer_indices: Array
-    steps: Array | int
+    steps: Array | int | Mapping[str, Array]
 
     def max_over_mean(self, name: str) -> Array:
         """`[M, L]` float64, NaN where an instance has no load."""
@@ -52,9 +52,10 @@ class Imbalance:
         frames = []
         for name, loads_MLR in self.loads.items():
             micro_steps, layers, _ = loads_MLR.shape
+            steps = self.steps[name] if isinstance(self.steps, Mapping) else self.steps
             columns = {
                 "plan": name,
-                "step": np.repeat(np.broadcast_to(self.steps, micro_steps), layers),
+                "step": np.repeat(np.broadcast_to(steps, micro_steps), layers),
                 "micro_step": np.repeat(np.arange(micro_steps), layers),
                 "layer": np.tile(self.layer_indices, micro_steps),
                 "tokens": loads_MLR.sum(axis=-1).ravel(),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from trimtab.analysis import Analysis
 from trimtab.analysis.summary import answer
 from trimtab.array_type import Array
+from trimtab.messages import plural
 from trimtab.report.charts import LineChart
 from trimtab.report.tables import Facts, TableData
 
@@ -137,8 +138,7 @@ class AnalysisReport:
     @property
     def title(self) -> str:
         model = self.analysis.counts.model or "a trace"
-        ranks = self.analysis.ranks
-        return f"Expert load of {model} on {ranks} rank{'s' if ranks > 1 else ''}"
+        return f"Expert load of {model} on {plural(self.analysis.ranks, 'rank')}"
 
     @property
     def answer(self) -> str:

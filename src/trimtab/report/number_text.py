@@ -54,8 +54,3 @@ def digits(value: float) -> str:
 def number(value: float | None, shape: str) -> str:
     """The number in a format of Python, or a dash if it is None or not finite."""
     return NONE if value is None or not math.isfinite(value) else format(value, shape)
-
-
-def plural(count: int, noun: str) -> str:
-    """A number with its noun, such as "1 micro-step" or "8 micro-steps"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

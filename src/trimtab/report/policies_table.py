@@ -21,6 +21,15 @@ SWEEP_COLUMNS = ("fastest", "fits", "trimtab", "eplb", "static", "ideal")
 BALANCE_COLUMNS = ("max/mean", "p99", "replicas", FAR_COLUMN)
 
 
+# The reason, wherever a table shows it.
+ABOVE_EVEN = "above 100% where a plan also balances sequences, or sends fewer rows to other ranks than even routing"
+
+
+def above_even(part: float) -> bool:
+    """Whether a step time with even routing, divided by another one, is shown as more than 100%."""
+    return round(part, 3) > 1
+
+
 def by_time(policies: Sequence[PolicyResult]) -> list[PolicyResult]:
     """Balancers by step time, the ideal run last."""
     return sorted(policies, key=lambda policy: (policy.is_ideal, policy.step_time_s))

@@ -16,12 +16,14 @@ from trimtab.report.model import PolicyResult, Report, Timeline
 from trimtab.report.number_text import NONE, bytes_text, seconds
 from trimtab.report.page_data import load_maps, uneven_layers
 from trimtab.report.policies_table import (
+    ABOVE_EVEN,
     EPLB_COLUMN,
     FAR_COLUMN,
     FITS_COLUMN,
     IDEAL_COLUMN,
     MOVES_COLUMN,
     OURS,
+    above_even,
     balance_and_replicas,
     by_time,
     policies_table,
@@ -80,7 +82,8 @@ def _cases(report: Report) -> str:
     assert report.cases is not None
     return lead(
         f"{report.cases.title}: recompute and update. The fastest is the fastest policy of all that fit the device. "
-        "Fits: whether the policies below fit. The other sections show the first case."
+        "Fits: whether the policies below fit. The other sections show the first case that fits, or the "
+        "first if none does."
     ) + html_table(report.cases)
 
 
@@ -90,7 +93,8 @@ def _policies(report: Report) -> str:
     if EPLB_COLUMN in times.columns:
         texts.append("Over eplb: speed-up over EPLB with past loads, placed at its best interval.")
     if IDEAL_COLUMN in times.columns:
-        texts.append("Of ideal: step time with perfectly even routing, divided by this policy's step time.")
+        above = _above(report.policies)
+        texts.append(f"Of ideal: step time with perfectly even routing, divided by this policy's step time{above}.")
     if MOVES_COLUMN in times.columns:
         texts.append("Moves left out: of the first placement, which is charged over many steps (see the notes).")
     if FITS_COLUMN in times.columns and report.device_bytes:
@@ -103,6 +107,11 @@ def _policies(report: Report) -> str:
         more.append("Far rows: rows computed on another node than the one that holds the token.")
     explained = [f'<p class="below lead">{escape(" ".join(each))}</p>' for each in (texts, more)]
     return lead(f"{times.title}.") + html_table(times) + explained[0] + html_table(balance) + explained[1]
+
+
+def _above(policies: Sequence[PolicyResult]) -> str:
+    """Why a figure of the column "of ideal" is above 100%; "" if none is."""
+    return f"; {ABOVE_EVEN}" if any(above_even(policy.fraction_of_balanced or 0.0) for policy in policies) else ""
 
 
 def _times(report: Report) -> str:
@@ -274,7 +283,10 @@ def simulation_tables(source: str, trace: RoutingTrace, cases: Sequence[Simulate
         tables += [policies_table(policy_results(case), f"{case.text}: {table_title(case)}") for case in cases]
     shown: list[RenderableType] = [f"[bold]{shown_text(answers(cases))}[/bold]\n", *map(terminal_table, tables)]
     shown.append(terminal_facts(setting_facts(source, trace, first), "Setting"))
-    shown.append("\n".join(map(shown_text, notes(trace, cases))))
+    texts = [*notes(trace, cases)]
+    if above := next(filter(None, (_above(policy_results(case)) for case in cases)), ""):
+        texts.append(f"Of ideal is the step time with even routing, divided by this one{above}.")
+    shown.append("\n".join(map(shown_text, texts)))
     return tuple(shown)
 
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from trimtab.cluster import Layout
 from trimtab.cluster.parallel_layout import SELECTIVE
+from trimtab.messages import plural
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
-from trimtab.report.number_text import bytes_text, plural
+from trimtab.report.number_text import bytes_text
 from trimtab.report.policies_table import sweep_table
 from trimtab.report.tables import Facts
 from trimtab.simulator.comparison import FIRST_PLACEMENT_STEPS, Outcome, fits, operations
@@ -43,7 +44,7 @@ def simulation_report(source: str, trace: RoutingTrace, cases: Sequence[Simulate
     first = fitting_first(cases)[0]
     loads = {name: outcome.simulated.work.loads_MLR for name, outcome in first.outcomes.items()}
     return Report(
-        title=f"Expert load of {first.case.model.name} on {first.ranks} ranks",
+        title=f"Expert load of {first.case.model.name} on {plural(first.ranks, 'rank')}",
         answer=answers(cases),
         facts=setting_facts(source, trace, first),
         policies=policy_results(first),
@@ -65,12 +66,16 @@ def setting_facts(source: str, trace: RoutingTrace, simulated: SimulatedCase) ->
     micro_steps = simulated.outcomes["static"].plan.num_micro_steps
     mirror = max(outcome.mirror_bytes for outcome in simulated.outcomes.values())
     return (
-        ("trace", f"{source}, step {trace.steps[0]}: {trace.num_tokens:,} tokens, {trace.num_sequences:,} sequences"),
+        (
+            "trace",
+            f"{source}, step {trace.steps[0]}: {plural(trace.num_tokens, 'token')}, "
+            f"{plural(trace.num_sequences, 'sequence')}",
+        ),
         ("steps", f"{case.measured}, after {plural(len(case.steps) - case.measured, 'step')} that balancers know"),
         ("model", f"{case.model.name}; the trace has {trace.shape_text}"),
-        ("cluster", f"{cluster.ranks} ranks, {cluster.ranks_per_node} per node, {cluster.name}"),
+        ("cluster", f"{plural(cluster.ranks, 'rank')}, {cluster.ranks_per_node} per node, {cluster.name}"),
         ("dispatcher", DISPATCH_TEXTS[cluster.dispatch_forwards]),
-        ("slots", f"{cluster.slots_per_rank} replicas per rank"),
+        ("slots", f"{plural(cluster.slots_per_rank, 'replica')} per rank"),
         ("micro-steps", f"{micro_steps}, each of up to {case.token_budget:,} tokens per rank"),
         ("optimizer steps", f"{case.mini_batches}"),
         ("expert-parallel groups", f"{settings.groups}"),
@@ -97,7 +102,7 @@ def layout_facts(settings: StepSettings) -> Facts:
 def table_title(simulated: SimulatedCase) -> str:
     """Title of the table of step times."""
     traced, layers = simulated.case.sequences.num_layers, simulated.case.model.moe_layers
-    scaled = "" if traced == layers else f", scaled from {traced} to {layers} MoE layers"
+    scaled = "" if traced == layers else f", scaled from {traced} to {plural(layers, 'MoE layer')}"
     measured = simulated.case.measured
     steps = "one step" if measured == 1 else f"a step, mean of {measured}"
     return f"Recompute and update of {steps}{scaled}"
@@ -127,7 +132,7 @@ def answer(simulated: SimulatedCase) -> str:
     static_s = simulated.seconds("static")
     waiting_s = simulated.outcomes["static"].simulated.causes_s[WAITING]
     cost = f"Imbalance costs {waiting_s / static_s:.0%} of each step"
-    where = f"on {case.cluster.ranks} {case.cluster.name} ranks"
+    where = f"on {plural(case.cluster.ranks, f'{case.cluster.name} rank')}"
     ideal = static_s / simulated.seconds("balanced")
     return " ".join(
         filter(
@@ -203,8 +208,8 @@ def notes(trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[str, ...
     ]
     if layers != all_layers:
         texts.append(
-            f"The trace has {layers} of the model's {all_layers} MoE layers; seconds and bytes are scaled to the whole "
-            f"model. Timelines show the {layers} layers."
+            f"The trace has {layers} of the model's {plural(all_layers, 'MoE layer')}; seconds and bytes are scaled to "
+            f"the whole model. Timelines show {plural(layers, 'layer')}."
         )
     by_case = {each.text: _micro_steps_note(each) for each in cases}
     texts += [text if len(cases) == 1 else f"{name}: {text}" for name, text in by_case.items() if text]
@@ -247,7 +252,7 @@ def scale_note(case: ComparisonCase) -> str:
     tokens = int(case.sequences.lengths.sum())
     return (
         f"Scaled to steps of {tokens:,} tokens: prompts are drawn with all their answers, with replacement, from "
-        f"{case.recorded:,} recorded sequences or more a step, and the skew that this adds is removed "
+        f"{plural(case.recorded, 'recorded sequence')} or more a step, and the skew that this adds is removed "
         "(2 f(all) - f(half))."
     )
 
@@ -266,7 +271,8 @@ def _micro_steps_note(simulated: SimulatedCase) -> str:
     )
     if longest > mean * (1 + SLACK):
         why = (
-            f"the longest sequence has {longest:,} tokens, and {asked} micro-steps would be {mean:,.0f} tokens per rank"
+            f"the longest sequence has {longest:,} tokens, and {plural(asked, 'micro-step')} would be {mean:,.0f} "
+            "tokens per rank"
         )
     elif made > asked and case.mini_batches > 1:
         why = f"each of the {case.mini_batches} optimizer steps has micro-steps of its own"
@@ -371,4 +377,4 @@ def _timeline(case: ComparisonCase, outcome: Outcome) -> Timeline:
 
 def _layers_text(case: ComparisonCase) -> str:
     layers = case.sequences.num_layers
-    return "" if case.scale == 1 else f", {layers} of {case.model.moe_layers} MoE layers"
+    return "" if case.scale == 1 else f", {layers} of {plural(case.model.moe_layers, 'MoE layer')}"

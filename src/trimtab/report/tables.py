@@ -13,6 +13,7 @@ from rich.markup import escape as marked
 from rich.table import Table
 
 from trimtab.array_type import Array
+from trimtab.messages import plural
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.number_text import NONE, bytes_text
 from trimtab.simulator import Balance, summarise_balance
@@ -151,7 +152,7 @@ def trace_facts(reader: TraceReader, unknown_routes: int | None = None) -> Table
     raw = tokens * shape.num_layers * shape.top_k * shape.expert_ids.itemsize
     rows = [
         ("model", f"{shape.model or 'unknown'}: {shape.shape_text}"),
-        ("sequences", f"{len(lengths):,} of {span}, {tokens:,} tokens in all"),
+        ("sequences", f"{len(lengths):,} of {span}, {plural(tokens, 'token')} in all"),
         ("prompt tokens", f"{int(reader.facts.prompt_lengths.sum()):,}"),
         ("RL steps", _listed([str(step) for step in steps])),
         ("domains", _listed(domains.tolist()) or "not labelled"),

@@ -134,7 +134,7 @@ def _summarise(trainer: Trainer, log: RunLog, comparison: PairedComparison | Non
         if comparison is not None:
             steps = [json.loads(line) for line in kept_metrics(config.out, config.steps)]
             report = report_of(trainer, comparison, steps)
-            write_html(report, config.out / "report.html")
+            write_html(report, config.out / "report.html", summary)
             write_perfetto(report.timelines, config.out / "timeline.json.gz")
         write_atomically(config.out / "summary.json", json.dumps(summary, indent=2) + "\n")
         log.console.print(f"Everything is in {config.out}: {', '.join(files)}")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.messages import plural
 from trimtab.simulator.comparison import Outcome, figures, fits
 from trimtab.simulator.comparison_case import ComparisonCase
 
@@ -41,10 +42,9 @@ class SimulatedCase:
     @property
     def text(self) -> str:
         """Ranks, slots, micro-steps and dispatcher of the case."""
-        size = f", {self.micro_steps} micro-step{'s' * (self.micro_steps > 1)}" if self.micro_steps else ""
-        slots = "1 slot" if self.slots == 1 else f"{self.slots} slots"
+        size = f", {plural(self.micro_steps, 'micro-step')}" if self.micro_steps else ""
         sent = f", {self.dispatcher} sent" if self.dispatcher else ""
-        return f"{self.ranks} ranks, {slots}{size}{sent}"
+        return f"{plural(self.ranks, 'rank')}, {plural(self.slots, 'slot')}{size}{sent}"
 
     @property
     def real(self) -> dict[str, Outcome]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
+from trimtab.messages import plural
 
 Windows = tuple[tuple[int, int], ...]
 """Windows of one sequence, `(version, rows)` each; none if all rows are of the same version."""
@@ -277,12 +278,13 @@ class RoutingTrace:
     def __repr__(self) -> str:
         steps = f"{self.steps.min()} to {self.steps.max()}" if self.num_sequences else "none"
         named = f", {self.model}" if self.model else ""
-        size = f"{self.num_sequences:,} sequences, {self.num_tokens:,} tokens"
+        size = f"{plural(self.num_sequences, 'sequence')}, {plural(self.num_tokens, 'token')}"
         return f"RoutingTrace({size}, {self.shape_text}, steps {steps}{named})"
 
     @property
     def shape_text(self) -> str:
-        return f"{self.num_layers} MoE layers, {self.num_experts} experts, top-{self.top_k}"
+        layers, experts = plural(self.num_layers, "MoE layer"), plural(self.num_experts, "expert")
+        return f"{layers}, {experts}, top-{self.top_k}"
 
     def check(self) -> None:
         """Check every id.

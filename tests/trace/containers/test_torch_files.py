@@ -226,3 +226,57 @@ def test_mentions_finds_keys_not_parts_of_them(tmp_path: Path) -> None:
         (tmp_path / "x").write_bytes(content)
         found = torch_files.mentions(tmp_path / "x", "routed_experts", "rollout_routed_experts", "a")
         assert found == {"rollout_routed_experts", "a"}
+
+
+def entries(content: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def zipped(files: dict[str, bytes]) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return content.getvalue()
+
+
+class WithStorages(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return obj if isinstance(obj, tuple) else None
+
+
+def referring_to(*described: Any) -> bytes:
+    """A pickle with a storage of this description."""
+    content = io.BytesIO()
+    WithStorages(content, 2).dump([described])
+    return content.getvalue()
+
+
+def of_objects(value: Any) -> bytes:
+    """A .npy file of objects whose pickle has another value."""
+    content = io.BytesIO()
+    np.lib.format.write_array_header_1_0(content, {"descr": "|O", "fortran_order": False, "shape": (1,)})
+    return content.getvalue() + pickle.dumps(value)
+
+
+def test_damaged_files_are_refused_with_what_is_wrong() -> None:
+    files = entries(saved({"a": torch.arange(3)}))
+    (main,) = (name for name in files if name.endswith("data.pkl"))
+    storage = "storage", "FloatStorage", "0", "cpu"
+    cases = {
+        "several data.pkl": zipped(files | {"data.pkl": files[main]}),
+        "neither of torch.save nor": zipped({"a.npy": b"", "b.txt": b""}),
+        "entry|storage|has no": zipped({name: data for name, data in files.items() if "data/" not in name}),
+        "refers to a storage, but is no torch file": files[main],
+        "without description": zipped({"data.pkl": referring_to("storage", 5)}),
+        "a storage without": zipped({"data.pkl": referring_to(*storage, -1)}),
+        "array of objects": of_objects([1]),
+    }
+
+    def arrays(content: bytes) -> Any:
+        return [tensor.numpy() for tensor in load(content).values()]
+
+    for message, content in cases.items():
+        with pytest.raises(InputError, match=message):
+            arrays(content)

@@ -20,6 +20,7 @@ from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.files import write_atomically
+from trimtab.messages import plural
 from trimtab.planner.placement.placement import Placement
 from trimtab.planner.plan.row_counts import RowCounts, add_replicas, count_rows
 from trimtab.planner.plan.workload import ExpertLoads, Workload
@@ -74,9 +75,10 @@ class StepPlan:
     settings: str = ""
 
     def __repr__(self) -> str:
-        micro_steps = f"{self.num_micro_steps} micro-step{'' if self.num_micro_steps == 1 else 's'}"
-        size = f"{micro_steps} of {self.num_layers} layers on {self.num_ranks} ranks"
-        return f"StepPlan({size}, {len(self.micro_step):,} sequences, {self.num_replicas:,} replicas)"
+        micro_steps, layers = plural(self.num_micro_steps, "micro-step"), plural(self.num_layers, "layer")
+        size = f"{micro_steps} of {layers} on {plural(self.num_ranks, 'rank')}"
+        sequences, replicas = plural(len(self.micro_step), "sequence"), plural(self.num_replicas, "replica")
+        return f"StepPlan({size}, {sequences}, {replicas})"
 
     @classmethod
     def from_instances(

@@ -14,14 +14,14 @@ function startGrid(figure) {
 
   function draw() {
     const table = heatColours(), ink = colourOf("var(--ink)"), muted = colourOf("var(--muted)");
-    const cell = clamp(Math.floor(448 / rows), 2, 28);
+    const cell = clamp(Math.floor(448 / rows), 2, 36);
     const context = canvas.getContext("2d");
     context.font = "11px system-ui, sans-serif";
     const shown = canvas.parentElement.clientWidth;
     const longest = Math.max(...grid.rows.map((name) => context.measureText(name).width));
     const left = clamp(Math.ceil(longest) + 10, 34, shown / 3);
     const { width } = prepared(canvas, 22 + rows * cell + (grid.percent ? 8 : 32));
-    plot = { x: left, y: 22, w: Math.min(width - left - 1, columns * 48), h: rows * cell, cell };
+    plot = { x: left, y: 22, w: width - left - 1, h: rows * cell, cell };
     plot.column = plot.w / columns;
     const small = document.createElement("canvas");
     small.width = columns;

@@ -84,9 +84,9 @@ function startHeatMap() {
     const line = colourOf("var(--line)");
     views = maps.map((map, index) => {
       const { M, R } = map, { tokens, ratios, mean, worst } = values(map);
-      const cell = clamp(Math.floor(448 / R), 2, 28);
+      const cell = clamp(Math.floor(448 / R), 2, 36);
       const { context, width } = prepared(canvases[index], GUTTER.top + R * cell + GUTTER.bottom);
-      const plot = { x: GUTTER.left, y: GUTTER.top, w: Math.min(width - GUTTER.left - 1, M * 48), h: R * cell };
+      const plot = { x: GUTTER.left, y: GUTTER.top, w: width - GUTTER.left - 1, h: R * cell };
       const small = document.createElement("canvas");
       small.width = M;
       small.height = R;
@@ -128,12 +128,14 @@ function startHeatMap() {
 
   function tell() {
     if (!cursor) return;
-    const parts = [[`Rank ${cursor.r}, micro-step ${maps[0].columns?.[cursor.m] ?? cursor.m}`]];
+    const nameIn = (map) => `micro-step ${map.columns?.[cursor.m] ?? cursor.m}`;
+    const isSame = maps.every((map) => nameIn(map) === nameIn(maps[0]));
+    const parts = [[`Rank ${cursor.r}${isSame ? `, ${nameIn(maps[0])}` : ""}`]];
     views.forEach(({ map, tokens, ratios }) => {
       if (cursor.m >= map.M || cursor.r >= map.R) return;
       const at = cursor.m * map.R + cursor.r;
       const count = `${map.unit > 1 ? "about " : ""}${whole.format(tokens[at])} tokens`;
-      parts.push(` · ${map.title} `, [`${ratioText(ratios[at])}×`], ` the mean (${count})`);
+      parts.push(` · ${map.title}${isSame ? "" : `, ${nameIn(map)}`} `, [`${ratioText(ratios[at])}×`], ` the mean (${count})`);
     });
     say(readout, ...parts);
   }
