@@ -21,10 +21,11 @@ from trimtab.cli.output import write_figures
 from trimtab.console import console
 from trimtab.errors import InputError
 from trimtab.files import is_stream, write_atomically
+from trimtab.messages import plural
 from trimtab.planner.placement.serving_placement import count_parts, engine_map, fill_slots, slot_loads
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.rollout_placement import count_steps, judge_placements
-from trimtab.report.number_text import bytes_text, plural
+from trimtab.report.number_text import bytes_text
 from trimtab.report.tables import skew_table, terminal_facts, trace_facts
 from trimtab.trace import PRESETS, RoutingTrace, TraceReader, id_dtype, synthesize_preset, write_trace
 from trimtab.trace.exports.arrays import write_npz, write_safetensors

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from trimtab.report.number_text import NONE, bytes_text, plural, seconds
+from trimtab.messages import plural
+from trimtab.report.number_text import NONE, bytes_text, seconds
 from trimtab.report.tables import Row, TableData
 from trimtab.sizing.deployments import Deployment
 
@@ -24,7 +25,7 @@ def ranks_text(found: Deployment) -> str:
         f"({found.expert_cluster})"
     )
     copies = f", {found.copies} copies of hot experts a rank" if found.copies else ""
-    batch = f"{found.micro_batches} micro-batches, {plural(found.batch, 'sequence')} a rank"
+    batch = f"{found.micro_batches} micro-batch{'es' if found.micro_batches > 1 else ''}, {plural(found.batch, 'sequence')} a rank"
     return f"{ranks}, attention TP {found.tp}, {batch}{copies}"
 
 
