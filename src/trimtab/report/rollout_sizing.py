@@ -25,8 +25,8 @@ def ranks_text(found: Deployment) -> str:
         f"({found.expert_cluster})"
     )
     copies = f", {found.copies} copies of hot experts a rank" if found.copies else ""
-    batch = f"{found.micro_batches} micro-batch{'es' if found.micro_batches > 1 else ''}, {plural(found.batch, 'sequence')} a rank"
-    return f"{ranks}, attention TP {found.tp}, {batch}{copies}"
+    micro_batches = f"{found.micro_batches} micro-batch{'es' if found.micro_batches > 1 else ''}"
+    return f"{ranks}, attention TP {found.tp}, {micro_batches}, {plural(found.batch, 'sequence')} a rank{copies}"
 
 
 def rollout_answer(colocated: Deployment | None, separate: Deployment | None) -> str:
