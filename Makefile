@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-install lock test-megatron test-trl test-verl test-slime test-moe-scheduler test-miles test-skyrl test-ms-swift test-exporters test-te test-backward-thread mutants reliability lint docs bench clean
+.PHONY: help demo test test-fast test-long nightly test-install lock test-megatron test-trl test-verl test-slime test-moe-scheduler test-miles test-skyrl test-ms-swift test-exporters test-sglang test-afd-plugin test-te test-backward-thread mutants reliability lint docs bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -87,6 +87,15 @@ test-exporters: .venv/.ready  ## export from a balanced Megatron model by framew
 	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels megatron-bridge==0.3.1 mcore-bridge==1.6.5 verl==0.9.1
 	for wheel in megatron_bridge-0.3.1 mcore_bridge-1.6.5 verl-0.9.1; do $(BIN)/python -m zipfile -e out/wheels/$$wheel-py3-none-any.whl out/sources || exit 1; done
 	SOURCES=out/sources $(BIN)/python -m pytest tests/integrations/test_megatron_exporters.py
+
+test-sglang: .venv/.ready  ## read a placement with the loader of SGLang's release (about a minute)
+	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels sglang==0.5.23
+	$(BIN)/python -m zipfile -e out/wheels/sglang-0.5.23-*.whl out/wheels/sglang
+	SGLANG=out/wheels/sglang $(BIN)/python -m pytest tests/planner/test_rollout_placement.py -k sglangs
+
+# AFD_PLUGIN is a folder with vllm-project/afd-plugin at 2e4378f2.
+test-afd-plugin: .venv/.ready  ## check settings of separate ranks with afd-plugin's own reader (AFD_PLUGIN=folder)
+	AFD_PLUGIN=$(AFD_PLUGIN) $(BIN)/python -m pytest tests/sizing/test_deployments.py -k plugin
 
 test-te: .venv/.ready  ## run grouped experts with the Python of Transformer Engine's release, on the CPU (about a minute)
 	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels transformer-engine==2.20.2

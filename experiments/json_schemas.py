@@ -26,11 +26,13 @@ from trimtab.analysis.trace_counts import TraceCounts
 from trimtab.api.analyze import AnalysisComparison
 from trimtab.api.plan_result import PlanResult
 from trimtab.api.simulate import SimulationResult
+from trimtab.api.size_rollout import RolloutSizing
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.figures import described_figures
 from trimtab.files import write_atomically
 from trimtab.simulator import comparison
 from trimtab.simulator.step import StepSettings
+from trimtab.sizing.deployments import Deployment
 from trimtab.trace import RoutingTrace, no_route, synthesize
 
 FOLDER = Path(__file__).parents[1] / "docs" / "schemas"
@@ -56,6 +58,10 @@ TEXTS: dict[str, dict[str, tuple[Any, ...]]] = {
         "difference": (TraceFigures,), "hottest": (ComparedExpert,), "distribution": (TraceComparison,),
     },
     "plan": {"": (PlanResult, PlanResult.figures), "cluster": (ClusterSpec,)},
+    "rollout": {
+        "": (RolloutSizing.figures,),
+        "settings": (RolloutSizing.figures,), "deployments": (Deployment, RolloutSizing.figures),
+    },
     "simulate": {
         "": (SimulationResult.figures,), "sweep": (SimulationResult.figures,), "policies": (comparison.figures,),
         "settings": (StepSettings, SimulationResult.figures), "cluster": (ClusterSpec,), "model": (ModelSpec,),
@@ -81,6 +87,10 @@ def samples() -> dict[str, list[dict[str, Any]]]:
         "plan": [
             trimtab.plan(steps, token_budget=64, model=model, **nodes),
             trimtab.plan(trace, token_budget=64, policy="llep", **nodes),
+        ],
+        "rollout": [
+            trimtab.size_rollout(steps, model=model, gpus=4, gpu_hour=2.0),
+            trimtab.size_rollout(trace, model=model, gpus=2),
         ],
         "simulate": [
             trimtab.simulate(steps, dispatcher="rows,tokens", **even, **nodes),

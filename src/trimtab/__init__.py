@@ -1,6 +1,7 @@
 """Trimtab: expert load balancing for MoE models in RL post-training, planned from routing that is already known.
 
-`advise`, `plan`, `simulate` and `analyze` compute what the commands of these names print, from a trace or its files;
+`advise`, `plan`, `simulate` and `analyze` compute what the commands of these names print, from a trace or its files,
+and `size_rollout` what `trimtab rollout` prints;
 `import_dump` reads what a framework recorded.
 
 `import trimtab` loads nothing; every name is imported when it is first used. The part that runs models is imported by
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from trimtab.api.plan import plan
     from trimtab.api.plan_result import PlanResult
     from trimtab.api.simulate import SimulationResult, simulate
+    from trimtab.api.size_rollout import RolloutSizing, size_rollout
     from trimtab.cluster import ClusterSpec, ModelSpec
     from trimtab.errors import InputError
     from trimtab.planner import Placement, Schedule, StepPlan, Workload
@@ -32,6 +34,7 @@ __all__ = [
     "ModelSpec",
     "Placement",
     "PlanResult",
+    "RolloutSizing",
     "RoutingTrace",
     "Schedule",
     "SimulationResult",
@@ -45,6 +48,7 @@ __all__ = [
     "plan",
     "read_trace",
     "simulate",
+    "size_rollout",
     "write_trace",
 ]
 __version__ = "0.1.0"
@@ -56,6 +60,7 @@ _MODULES = {
     "api.plan": ("plan",),
     "api.plan_result": ("PlanResult",),
     "api.simulate": ("SimulationResult", "simulate"),
+    "api.size_rollout": ("RolloutSizing", "size_rollout"),
     "cluster": ("ClusterSpec", "ModelSpec"),
     "errors": ("InputError",),
     "planner": ("Placement", "Schedule", "StepPlan", "Workload"),

@@ -13,6 +13,7 @@ import pytest
 from helpers.import_items import kept
 from trimtab.cli.main import main
 from trimtab.planner.placement.serving_placement import count_parts, slot_loads
+from trimtab.planner.rollout_placement import count_steps, judge_placements
 from trimtab.trace import PRESETS, RoutingTrace, TraceReader, read_trace, synthesize_preset, write_trace
 from trimtab.trace.formats import arrays, megatron
 from trimtab.trace.formats.records import ImportOptions
@@ -70,6 +71,24 @@ def test_placement_for_vllm(tmp_path: Path, trace: RoutingTrace, capsys: pytest.
     )
     assert after < before
     assert f"{after:.3f}; in the engine's own order {before:.3f}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("steps", "parts"), [((0, 1), 2), ((0,), 2), ((), 1)])
+def test_placements_are_judged_on_routing_that_they_were_not_made_from(
+    tmp_path: Path, trace: RoutingTrace, steps: tuple[int, ...], parts: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the next step; of a trace with one step on its second half; of one sequence not at all."""
+    kept_S = np.flatnonzero(np.isin(trace.steps, steps)) if steps else [0]
+    write_trace(trace.select(kept_S), tmp_path / "trace.parquet")
+    assert export(tmp_path, "sglang-placement", "--ranks", "4") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    if parts == 2:
+        judged = judge_placements(count_steps(TraceReader(tmp_path / "trace.parquet")), 16, 4, 4)
+        assert judged.by_age[1] > judged.by_age[0]
+        age = "after 1 step" if len(steps) > 1 else "on the second half, if made from the first"
+        assert f"held out {judged.by_age[1]:.3f} {age}; in the engine's own order {judged.usual:.3f}" in shown
+    assert ("held out" in shown) == (parts == 2)
+    assert ("a refresh pays not within 1 step" in shown) == (len(steps) > 1)
 
 
 @pytest.mark.parametrize(

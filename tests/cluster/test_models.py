@@ -34,7 +34,7 @@ def test_the_default_model_has_every_size() -> None:
     assert ModelSpec(
         "qwen3-30b-a3b", num_experts=128, top_k=8, hidden_size=2048, expert_width=768, weight_bytes=2, moe_layers=48,
         attention_parameters=2048 * 128 * (32 + 4 + 4 + 32), attention_width=32 * (128 + 128), vocab_size=151936,
-        moe_layer_indices=tuple(range(48)), attention_heads=32,
+        moe_layer_indices=tuple(range(48)), attention_heads=32, cache_width=2 * 4 * 128, cache_heads=4,
     ) == QWEN3_30B  # fmt: skip
 
 

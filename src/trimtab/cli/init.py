@@ -17,7 +17,7 @@ from trimtab.files import write_atomically
 log = logging.getLogger("trimtab")
 
 HEADER = """\
-# Settings of a run, for trimtab advise, analyze, plan and simulate: --settings FILE.
+# Settings of a run, for trimtab advise, analyze, plan, rollout and simulate: --settings FILE.
 # Options on the command line win. Remove the # before a key to set it.
 # Keys are the options of these commands, with _ for -.
 """
@@ -32,7 +32,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "token_budget": "8192", "micro_steps": "32", "mini_batches": "1", "step_tokens": '"20M"', "sampled": "0.05",
         "recompute": "false", "checkpointing": "true", "sharding": '"zero1"',
     },
-    "Price": {"gpu_hour": "2.50"},
+    "Rollout": {"gpus": "64", "token_ms": "150", "context": "8000", "expert_cluster": '"h200x8"'},
+    "Price": {"gpu_hour": "2.50", "expert_gpu_hour": "3.50"},
 }  # fmt: skip
 SET = ("cluster", "groups", "slots", "mini_batches")
 

@@ -24,11 +24,12 @@ log = logging.getLogger("trimtab")
 COMMANDS = {
     "train": "post-train a MoE with RL on local ranks, balanced by Trimtab",
     "trace": "inspect, convert or make routing traces",
-    "init": "write a settings file for advise, analyze, plan and simulate",
+    "init": "write a settings file for advise, analyze, plan, rollout and simulate",
     "advise": "what to do about imbalance on a cluster, and what it gains",
     "analyze": "cost of imbalance in a trace, its layers, and gains of known routing",
     "plan": "plan a step of a trace for a cluster",
     "simulate": "step time of every balancer on a cluster",
+    "rollout": "size a rollout: attention and experts on the same ranks or on separate ones",
     "calibrate": "measure this machine and write a cluster file",
     "bench": "list the commands that reproduce the figures of README and docs",
     "nodes": "run a command on several nodes on this machine, joined by slow links",

@@ -102,6 +102,8 @@ SHARED: dict[str, tuple[Callable[[str], object], str]] = {
     "--step-tokens": (_amount, "tokens of a whole step, such as 20M, if the trace has a part of it"),
     "--sampled": (_part, "the part of each step's sequences that was recorded"),
     "--gpu-hour": (_price, "price of an hour of one GPU"),
+    "--expert-gpu-hour": (_price, "price of an hour of one GPU of the expert cluster"),
+    "--expert-cluster": (_cluster, "kind of nodes of expert ranks, if it is another one"),
     "--policy": (str, "balancer"),
     "--preset": (str, "skew of the synthetic routing"),
     "--cluster": (_cluster, "kind of nodes: a preset or a TOML file"),

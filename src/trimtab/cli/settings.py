@@ -1,4 +1,4 @@
-"""`--settings FILE`: options of a run in a TOML file, for `advise`, `analyze`, `plan` and `simulate`.
+"""`--settings FILE`: options of a run in a TOML file, for `advise`, `analyze`, `plan`, `rollout` and `simulate`.
 
 Keys are the options of these commands, with `_` for `-`; options without a value are true or false under the name of
 the argument in Python, such as `recompute`. A command takes the keys that it has as options.
@@ -18,7 +18,7 @@ from trimtab.cli.parser import Parser, closest
 from trimtab.errors import InputError
 from trimtab.files import read_small_text
 
-COMMANDS = ("advise", "simulate", "analyze", "plan")
+COMMANDS = ("advise", "simulate", "analyze", "plan", "rollout")
 # Of the parser itself, with other meanings than arguments in Python.
 _OTHERS = ("help", "log_level")
 

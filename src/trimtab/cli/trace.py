@@ -16,14 +16,15 @@ import numpy as np
 from rich.progress import Progress
 
 from trimtab.api.import_dump import check_pattern, named_model, with_model
-from trimtab.array_type import Array
 from trimtab.cli.options import add_model, add_options, add_output, add_trace, given, positive, whole
 from trimtab.cli.output import write_figures
 from trimtab.console import console
 from trimtab.errors import InputError
 from trimtab.files import is_stream, write_atomically
-from trimtab.planner.placement.serving_placement import count_parts, fill_slots, slot_loads
+from trimtab.messages import plural
+from trimtab.planner.placement.serving_placement import count_parts, engine_map, fill_slots, slot_loads
 from trimtab.planner.plan.workload import max_over_mean
+from trimtab.planner.rollout_placement import count_steps, judge_placements
 from trimtab.report.number_text import bytes_text
 from trimtab.report.tables import skew_table, terminal_facts, trace_facts
 from trimtab.trace import PRESETS, RoutingTrace, TraceReader, id_dtype, synthesize_preset, write_trace
@@ -248,32 +249,29 @@ def _place(options: argparse.Namespace, trace: TraceReader) -> list[tuple[str, s
         raise InputError(f"{options.output}: SGLang takes a file for a placement only if it is named *.json")
     ranks, nodes_of, redundant = options.ranks, options.ranks_per_node or options.ranks, options.redundant or 0
     layers, experts = trace.empty.layer_indices, trace.empty.num_experts
-    num_layers = options.num_layers or int(layers.max()) + 1
-    if num_layers <= layers.max():
-        raise InputError(f"--num-layers is {num_layers}; the trace has decoder layer {layers.max()}")
     if options.to == "vllm-placement" and options.num_layers is not None:
         raise InputError("--num-layers is for sglang-placement; vLLM's maps have MoE layers only")
     counts_MLE = count_parts(trace)
     slots_LP = fill_slots(counts_MLE, experts + redundant, ranks, nodes_of)
-    if options.to == "vllm-placement":
-        content: Any = slots_LP.tolist()
-    else:
-        content = {"physical_to_logical_map": with_dense_layers(slots_LP, layers, num_layers, experts).tolist()}
+    content = engine_map(options.to.removesuffix("-placement"), slots_LP, layers, experts, options.num_layers)
     write_atomically(options.output, json.dumps(content) + "\n")
     usual_LP = np.broadcast_to(np.arange(experts + redundant) % experts, slots_LP.shape)
     before, after = (float(max_over_mean(slot_loads(counts_MLE, each, ranks)).mean()) for each in (usual_LP, slots_LP))
     return [
         ("placement", f"{experts} experts and {redundant} redundant ones of a layer on {ranks} ranks"),
         ("busiest rank / mean", f"{after:.3f}; in the engine's own order {before:.3f}"),
+        *_later(trace, experts + redundant, ranks, nodes_of),
     ]
 
 
-def with_dense_layers(slots_LP: Array, layers: Array, num_layers: int, num_experts: int) -> Array:
-    """Slots `[num_layers, P]` of all decoder layers; those without experts have SGLang's default order.
-
-    Args:
-        layers: `[L]` the decoder layer of each row of `slots_LP`.
-    """
-    all_LP = np.tile(np.arange(slots_LP.shape[1]) % num_experts, (num_layers, 1))
-    all_LP[layers] = slots_LP
-    return all_LP
+def _later(trace: TraceReader, slots: int, ranks: int, nodes_of: int) -> list[tuple[str, str]]:
+    """Placements of a step, judged on routing that they were not made from."""
+    if trace.facts.lengths.size < 2:
+        return []
+    usual, (_, *later), after = judge_placements(count_steps(trace), slots, ranks, nodes_of)
+    usual_text = f"in the engine's own order {usual:.3f}"
+    if len(np.unique(trace.facts.steps)) == 1:
+        return [("held out", f"{later[0]:.3f} on the second half, if made from the first; {usual_text}")]
+    ages = ", ".join(f"{value:.3f} after {plural(age, 'step')}" for age, value in enumerate(later, 1))
+    pays = f"not within {plural(len(later), 'step')}" if after is None else f"after {plural(after, 'step')}"
+    return [("held out", f"{ages}; {usual_text}"), ("a refresh pays", pays)]

@@ -31,6 +31,9 @@ class AttentionLayers:
         width: query heads * (key width + value width of a head); 0 if linear.
         index_width: sparse: heads of the indexer * their width.
         state: linear: values of the state, heads * key width * value width.
+        cache_width: values of a token in the KV cache; 0 if linear or unknown.
+        cache_heads: key and value heads, which tensor parallelism divides; 0 with latent attention, where all heads
+            read the same values.
     """
 
     kind: Kind
@@ -40,6 +43,8 @@ class AttentionLayers:
     width: int = 0
     index_width: int = 0
     state: int = 0
+    cache_width: int = 0
+    cache_heads: int = 0
 
 
 class LayerAttention(NamedTuple):

@@ -40,22 +40,23 @@ def _block(keys: ConfigKeys, hidden_size: int, kind: Kind, inside: int, outside:
     if kind == "linear":
         parameters, state = _linear(keys, hidden_size)
         return AttentionLayers(kind, inside, outside, parameters, state=state)
-    parameters, width = softmax_attention(keys, hidden_size, kind)
+    parameters, width, *cache = softmax_attention(keys, hidden_size, kind)
     if kind != "sparse":
-        return AttentionLayers(kind, inside, outside, parameters, width)
+        return AttentionLayers(kind, inside, outside, parameters, width, 0, 0, *cache)
     heads, dim = keys.count("index_n_heads"), keys.count("index_head_dim")
     queries = keys.count("q_lora_rank", default=hidden_size) * heads * dim
     return AttentionLayers(
-        kind, inside, outside, parameters + queries + hidden_size * (dim + heads), width, index_width=heads * dim
+        kind, inside, outside, parameters + queries + hidden_size * (dim + heads), width, heads * dim, 0, *cache
     )
 
 
-def softmax_attention(keys: ConfigKeys, hidden_size: int, kind: Kind) -> tuple[int, int]:
-    """Weights of the projections, and query heads * (key width + value width of a head)."""
+def softmax_attention(keys: ConfigKeys, hidden_size: int, kind: Kind) -> tuple[int, int, int, int]:
+    """Weights of the projections, query heads * (key width + value width of a head), and width and heads of the
+    cache."""
     heads = keys.count("num_attention_heads", "n_heads", default=0)
     if not heads:
         # Square projections.
-        return 4 * hidden_size**2, 2 * hidden_size
+        return 4 * hidden_size**2, 2 * hidden_size, 2 * hidden_size, 1
     kv_rank = keys.count("kv_lora_rank", default=0, least=0)
     if kv_rank:
         return _latent(keys, hidden_size, heads, kv_rank)
@@ -76,10 +77,10 @@ def softmax_attention(keys: ConfigKeys, hidden_size: int, kind: Kind) -> tuple[i
     else:
         gated = keys.is_of("qwen3_next") or keys.get("attn_output_gate") is True
         query = hidden_size * heads * head * (2 if gated else 1)
-    return query + hidden_size * (2 * kv_heads + heads) * head, 2 * heads * head
+    return query + hidden_size * (2 * kv_heads + heads) * head, 2 * heads * head, 2 * kv_heads * head, kv_heads
 
 
-def _latent(keys: ConfigKeys, hidden_size: int, heads: int, kv_rank: int) -> tuple[int, int]:
+def _latent(keys: ConfigKeys, hidden_size: int, heads: int, kv_rank: int) -> tuple[int, int, int, int]:
     """Queries, keys and values through low ranks; the rotary part of a key is shared by all heads."""
     q_rank = keys.count("q_lora_rank", default=0, least=0)
     plain, rotary = keys.count("qk_nope_head_dim"), keys.count("qk_rope_head_dim")
@@ -87,7 +88,7 @@ def _latent(keys: ConfigKeys, hidden_size: int, heads: int, kv_rank: int) -> tup
     query = heads * (plain + rotary)
     parameters = q_rank * (hidden_size + query) if q_rank else hidden_size * query
     parameters += hidden_size * (kv_rank + rotary) + kv_rank * heads * (plain + value) + heads * value * hidden_size
-    return parameters, heads * (plain + rotary + value)
+    return parameters, heads * (plain + rotary + value), kv_rank + rotary, 0
 
 
 def _linear(keys: ConfigKeys, hidden_size: int) -> tuple[int, int]:

@@ -126,8 +126,8 @@ def read_sizes(
         attention, reach = attention_of(keys, hidden_size, kinds, moe_layers, 2 if is_double else 1)
         sizes |= {"attention": attention, "reach": reach}
     elif keys.count("num_attention_heads", "n_heads", default=0):
-        parameters, width = softmax_attention(keys, hidden_size, "full")
-        sizes |= {"attention_parameters": parameters, "attention_width": width}
+        names = ("attention_parameters", "attention_width", "cache_width", "cache_heads")
+        sizes |= dict(zip(names, softmax_attention(keys, hidden_size, "full"), strict=True))
     keys.check_overrides()
     model_type = keys.model_types[-1] if keys.model_types else ""
     return sizes, ConfigReading(where, model_type, tuple(keys.used), keys.ignored(), tuple(keys.notes))

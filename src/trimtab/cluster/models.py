@@ -46,8 +46,8 @@ class ModelSpec:
         attention_width: query heads of one layer * (key width + value width of a head). 0: unknown, `2 * hidden_size`
             is assumed.
         vocab_size: rows of the embedding and of the output head.
-        attention: attention blocks by kind, if layers differ or not all have full attention; the two sizes above then
-            don't count.
+        attention: attention blocks by kind, if layers differ or not all have full attention; the two sizes above, and
+            those of the cache, then don't count.
         reach: keys that a query attends to at most in layers of limited attention: the window, the chunk, or the tokens
             that an indexer selects. 0 without such layers.
         feed_forward_matrices: of an expert and of other feed-forward parts: gate, up and down; 2 without a gate.
@@ -57,6 +57,8 @@ class ModelSpec:
             divided into, in order of their ids, and a token's experts only in these (DeepSeek-V3). 1 and 1: no groups.
         attention_heads: query heads, which tensor parallelism divides; 0: unknown.
         tied_embedding: the output head has the embedding's weights.
+        cache_width: values of a token in one layer's KV cache. 0: unknown, `key_value_width` is assumed.
+        cache_heads: key and value heads; 0 with latent attention, or unknown.
     """
 
     name: str
@@ -82,6 +84,8 @@ class ModelSpec:
     expert_groups: int = 1
     groups_per_token: int = 1
     attention_heads: int = 0
+    cache_width: int = 0
+    cache_heads: int = 0
 
     @property
     def row_width(self) -> int:
@@ -133,7 +137,9 @@ class ModelSpec:
     def attention_blocks(self) -> tuple[AttentionLayers, ...]:
         """Attention blocks by kind, also if all are alike."""
         parameters, width = self.attention_parameters or 4 * self.hidden_size**2, self.attention_width
-        alike = AttentionLayers("full", self.moe_layers, self.dense_layers, parameters, width or 2 * self.hidden_size)
+        layers = self.moe_layers, self.dense_layers
+        cache = self.cache_width, self.cache_heads
+        alike = AttentionLayers("full", *layers, parameters, width or 2 * self.hidden_size, 0, 0, *cache)
         return self.attention or (alike,)
 
     @property

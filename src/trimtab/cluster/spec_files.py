@@ -41,13 +41,23 @@ def load_cluster(
         InputError: if the file is not a valid cluster file, or `ranks_per_node` does not divide `ranks`. The message is
             one line and names file and key.
     """
-    preset = read_preset("cluster", os.fspath(text))
-    name, figures = _parse(_text(Path(text)) if preset is None else preset, str(text))
+    name, figures = _read(text)
     figures["ranks_per_node"] = min(ranks, figures["ranks_per_node"]) if ranks_per_node is None else ranks_per_node
     try:
         return ClusterSpec(ranks=ranks, slots_per_rank=slots_per_rank, name=name, **figures)
     except InputError as error:
         raise InputError(f"{text}: {error}") from None
+
+
+def load_node(text: str | os.PathLike[str]) -> ClusterSpec:
+    """Returns one whole node of a preset or a TOML file, as `load_cluster` reads it."""
+    return load_cluster(text, ranks=_read(text)[1]["ranks_per_node"])
+
+
+def _read(text: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+    """Name and figures of a preset, else of a file."""
+    preset = read_preset("cluster", os.fspath(text))
+    return _parse(_text(Path(text)) if preset is None else preset, str(text))
 
 
 def write_cluster(

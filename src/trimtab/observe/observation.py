@@ -15,6 +15,7 @@ from trimtab.cluster import ClusterSpec, ModelSpec, default_model, model_like
 from trimtab.errors import InputError
 from trimtab.observe.borrowed import Sample, fingerprint
 from trimtab.observe.step_figures import StepCounts, StepFigures
+from trimtab.planner.rollout_placement import RolloutPlacement
 from trimtab.trace import ImportOptions, RoutingTrace, TraceWriter
 from trimtab.trace.formats.normalise import Summary, normalise
 from trimtab.trace.formats.records import Dropped, Record
@@ -89,6 +90,7 @@ class Observation:
         writer: of the trace; None to write none.
         sample: the part of the sequences that is written.
         disk_bytes: most that is written.
+        placement: of the rollout engine, made from every step; None to make none.
         complain: called with the kind of a problem, the problem, and a key: of those with equal keys the first is told.
     """
 
@@ -103,11 +105,12 @@ class Observation:
         sample: float,
         disk_bytes: int,
         complain: Callable[[str, str, str], None],
+        placement: RolloutPlacement | None = None,
     ) -> None:
         self._options = options
         self._cluster, self._model, self._token_budget = cluster, model, token_budget
         self._writer, self._sample, self._complain = writer, sample, complain
-        self._disk_bytes = disk_bytes
+        self._disk_bytes, self._placement = disk_bytes, placement
         self._figures: StepFigures | None = None
         self._step: _Step | None = None
         self._rng = np.random.default_rng(0)
@@ -181,6 +184,8 @@ class Observation:
         if step.counts is None:
             step.counts = StepCounts(self._cluster.ranks, self._token_budget, trace.part(0, 0))
         step.counts.add(trace)
+        if self._placement is not None:
+            self._placement.add(trace)
         if self._rng.random() < self._sample:
             self._write(lambda writer: writer.append(trace))
 
@@ -217,6 +222,8 @@ class Observation:
         counted = None if step.counts is None else step.counts.finish()
         if counted is not None and step.counts is not None and self._figures is not None:
             found = self._figures.of(counted)
+            if self._placement is not None:
+                found |= self._placement.make(step.number)
             found["counted_share"] = 1 - step.counts.left_out / max(1, step.read)
         padding = step.summary.dropped["padding rows"]
         found |= {

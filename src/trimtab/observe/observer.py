@@ -24,6 +24,7 @@ from trimtab.observe.borrowed import Room
 from trimtab.observe.frameworks import FRAMEWORKS
 from trimtab.observe.observation import Call, Observation
 from trimtab.observe.sinks import Sink
+from trimtab.planner.rollout_placement import RolloutPlacement
 from trimtab.rank_variables import rank_variable
 from trimtab.trace import ImportOptions, TraceWriter
 from trimtab.trace.message_text import clip, reason
@@ -72,6 +73,8 @@ class Observer:
         sinks: called with the figures of every step, on the thread.
         memory_mb: most memory that the observer holds.
         disk_mb: most that is written to the folder. Writing also ends before less than 1 GB of the disk is free.
+        placement: makes a placement for the rollout engine from every step; call its `sync` before the engine loads the
+            weights of the next step.
 
     Raises:
         InputError: one line, if an argument is out of range, or the model has other experts.
@@ -93,6 +96,7 @@ class Observer:
         sinks: Sequence[Sink] = (),
         memory_mb: int = MEMORY_MB,
         disk_mb: int = DISK_MB,
+        placement: RolloutPlacement | None = None,
     ) -> None:
         check_choice("framework", framework, FRAMEWORKS)
         check_whole(1, ranks=ranks, token_budget=token_budget)
@@ -109,6 +113,8 @@ class Observer:
             raise InputError(f"num_experts: {experts}, and the model {spec.name} has {spec.num_experts}")
         if experts % ranks:
             raise InputError(f"ranks: {ranks} don't divide the {experts} experts")
+        if placement is not None:
+            placement.check(experts)
         self._framework = FRAMEWORKS[framework]
         # A sample of nothing is not written.
         self._options = replace(_options(spec, experts), sampled=sample or 1.0)
@@ -131,6 +137,7 @@ class Observer:
             sample=sample,
             disk_bytes=disk_mb * 1_000_000,
             complain=self._complain,
+            placement=placement,
         )
         # An event is set when all before it is read; None ends the thread.
         self._calls: queue.SimpleQueue[Call | threading.Event | None] = queue.SimpleQueue()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from trimtab.array_type import Array
+from trimtab.errors import InputError
 from trimtab.runtime.gradients import SessionGradients
-from trimtab.runtime.ranks.lockstep import FIRST_HOMES, LOGICAL, SUSPEND
+from trimtab.runtime.ranks.lockstep import FIRST_HOMES, LOGICAL, SUSPEND, SYNC_PLACEMENT
 from trimtab.runtime.ranks.recorder import Recorder
 from trimtab.runtime.session_settings import SessionSettings, takes_arguments_of
 from trimtab.runtime.session_state import SessionState
@@ -146,6 +149,40 @@ class Session(SessionSteps, SessionState, SessionGradients):
         """
         self._lockstep.agree(LOGICAL)
         return dict(self.logical.weights(model, everywhere=True))
+
+    def sync_placement(self, step: int) -> Path | None:
+        """Write the rollout engine's map of experts from the routing of all plans since the last call. Collective over
+        all data ranks. Call it before the engine loads the weights of `step`, which is the step after these plans.
+
+        Returns:
+            The file, on the first rank; None on others, without `rollout_placement`, and if there was no plan.
+
+        Raises:
+            InputError: on all ranks, if the engine's ranks don't divide its experts.
+            RanksDisagreeError: if ranks have other placements or steps.
+            RuntimeError, OSError: on all ranks, if the file can't be written.
+        """
+        placement = self.rollout_placement
+        same = {"step": step, "rollout_placement": placement and placement.state}
+        self._lockstep.agree(SYNC_PLACEMENT, must_match=same, all_data_ranks=True)
+        if placement is None:
+            return None
+
+        def over_ranks(counts: Array) -> Array:
+            total = torch.from_numpy(counts)
+            self._lockstep.wait(dist.all_reduce(total, group=self.topology.control, async_op=True).wait)
+            return total.numpy()
+
+        placement.make(step - 1, over_ranks)
+        file: Path | None = None
+        problem: Exception | None = None
+        if self.topology.data_rank == 0:
+            try:
+                file = placement.sync(step)
+            except (OSError, InputError) as error:
+                problem = error
+        self._lockstep.agree(SYNC_PLACEMENT, problem=problem, all_data_ranks=True)
+        return file
 
     @property
     def logical(self) -> LogicalState:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadPa
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
 
+if TYPE_CHECKING:
+    from trimtab.planner.rollout_placement import RolloutPlacement
+
 
 class SessionBase:
     """What all parts of a `Session` share.
@@ -38,6 +42,7 @@ class SessionBase:
         topology: process groups, and this rank's numbers in them.
         layers: the layers that a model of torch modules calls, in the order of `add_layer`.
         counters: counts what `Session.take_metrics` reports.
+        rollout_placement: counts the routing of every plan, for `Session.sync_placement`; None by default.
         auxiliary_loss: returns the model options that make a loss or a bias depend on the routes of all tokens; empty
             if there are none. Set by integrations, which know the model.
     """
@@ -50,6 +55,7 @@ class SessionBase:
         num_experts, num_slots = settings.num_experts, settings.slots_per_rank
         self.layers: list[ExpertLayer] = []
         self.auxiliary_loss: Callable[[], str] = str
+        self.rollout_placement: RolloutPlacement | None = None
         self._initial_E: Array = self.topology.initial_placement(1, num_experts).home[0]
         physical = num_experts + self.topology.num_ranks * num_slots
         self._lockstep = Lockstep(

@@ -359,6 +359,8 @@ class SessionSteps(SessionMicroSteps):
         plan.check_mixed(load.of_group.mixed_ML)
 
         applied_at = time.perf_counter()
+        if self.rollout_placement is not None:
+            self.rollout_placement.add(trace)
         slices = planned.slices if is_executed else None
         before, moved = load.of_group.home_loads(experts.placement.home), experts.num_moved(plan.placement)
         after = plan.rank_loads(load.of_group) if moved or plan.num_replicas else before

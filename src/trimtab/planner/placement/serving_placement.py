@@ -7,6 +7,8 @@ makes ranks and nodes more even in every part of the trace, not only on average.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from trimtab.array_type import Array
@@ -17,20 +19,34 @@ from trimtab.trace.counting import count_experts
 from trimtab.trace.store import TraceReader
 
 PARTS = 32
+# Engines and the argument of `trace export --to`.
+ENGINES = ("sglang", "vllm")
 
 
-def count_parts(trace: TraceReader, num_parts: int = PARTS) -> Array:
-    """Token counts `[M, L, E]` int64 of M parts of a trace with about equal numbers of tokens; reads a chunk at a
-    time."""
+def count_parts(trace: TraceReader, num_parts: int = PARTS, group_S: Array | None = None) -> Array:
+    """Token counts `[M, L, E]` int64 of M parts of a trace with about equal numbers of tokens; reads a chunk at a time.
+
+    Args:
+        group_S: `[S]` a number for each sequence: every group from 0 on is divided into M parts, which come after one
+            another. Sequences with negative numbers don't count. By default there is one group.
+    """
     lengths = trace.facts.lengths
-    middle = np.cumsum(lengths) - (lengths + 1) // 2
-    part_S = np.minimum(middle * num_parts // max(1, int(lengths.sum())), num_parts - 1)
-    counts_MLE = np.zeros((num_parts, trace.empty.num_layers, trace.empty.num_experts), np.int64)
+    group_S = np.zeros(len(lengths), np.int64) if group_S is None else group_S
+    num_groups = int(group_S.max(initial=0)) + 1
+    part_S = np.full(len(lengths), num_groups * num_parts)
+    for group in range(num_groups):
+        members = group_S == group
+        tokens_S = lengths[members]
+        middle_S = np.cumsum(tokens_S) - (tokens_S + 1) // 2
+        part_S[members] = group * num_parts + np.minimum(
+            middle_S * num_parts // max(1, int(tokens_S.sum())), num_parts - 1
+        )
+    counts_MLE = np.zeros((num_groups * num_parts + 1, trace.empty.num_layers, trace.empty.num_experts), np.int64)
     done = 0
     for chunk in trace.chunks():
-        counts_MLE += count_experts(chunk, part_S[done : done + chunk.num_sequences], num_parts, np.int64)
+        counts_MLE += count_experts(chunk, part_S[done : done + chunk.num_sequences], len(counts_MLE), np.int64)
         done += chunk.num_sequences
-    return counts_MLE
+    return counts_MLE[:-1]
 
 
 def fill_slots(counts_MLE: Array, num_slots: int, num_ranks: int, ranks_per_node: int) -> Array:
@@ -71,3 +87,23 @@ def slot_loads(counts_MLE: Array, slots_LP: Array, num_ranks: int) -> Array:
         shares_MP = counts_MLE[:, layer, expert_P] / copies_E[expert_P]
         loads_MLR[:, layer] = shares_MP.reshape(num_parts, num_ranks, -1).sum(axis=2)
     return loads_MLR
+
+
+def engine_map(engine: str, slots_LP: Array, layers: Array, num_experts: int, num_layers: int | None = None) -> Any:
+    """What the engine reads as JSON: SGLang's `--init-expert-location`, or vLLM's list for each MoE layer.
+
+    Args:
+        layers: `[L]` the decoder layer of each row of `slots_LP`.
+        num_layers: decoder layers, by default up to the last with experts; those without have SGLang's default order.
+
+    Raises:
+        InputError: if there are fewer.
+    """
+    if engine == "vllm":
+        return slots_LP.tolist()
+    last = int(layers.max())
+    if num_layers is not None and num_layers <= last:
+        raise InputError(f"--num-layers is {num_layers}; the trace has decoder layer {last}")
+    all_LP = np.tile(np.arange(slots_LP.shape[1]) % num_experts, (num_layers or last + 1, 1))
+    all_LP[layers] = slots_LP
+    return {"physical_to_logical_map": all_LP.tolist()}

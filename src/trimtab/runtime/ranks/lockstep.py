@@ -48,7 +48,7 @@ CALLS = (
     "second dispatch of MoE layer {layer} {where}", "second combine of MoE layer {layer} {where}",
     "second dispatch of MoE layer {layer} {where}, backward{of}",
     "second combine of MoE layer {layer} {where}, backward{of}",
-    "suspend()", "first_homes()",
+    "suspend()", "first_homes()", "sync_placement()",
 )  # fmt: skip
 MICRO_STEP, LIVE_MICRO_STEP, FINISH, PLAN, PLAN_SEQUENCES, APPLY_PLAN, MOVE = range(7)
 DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD, DISPATCH_WITHOUT_GRADIENTS, COUNTS, RETURNS = range(7, 14)
@@ -56,7 +56,7 @@ CLIP, LOGICAL, STEP = range(14, 17)
 SECOND_DISPATCH, SECOND_COMBINE = range(17, 19)
 # From these to the same in backward.
 SECOND_BACKWARD = 2
-SUSPEND, FIRST_HOMES = range(21, 23)
+SUSPEND, FIRST_HOMES, SYNC_PLACEMENT = range(21, 24)
 
 Call = tuple[int, int, int, int]
 """Index into `CALLS`, layer, micro-step, and length of the log at the forward that it belongs to; -1 for none."""
