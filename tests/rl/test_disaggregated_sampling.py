@@ -16,13 +16,12 @@ from helpers.trainers import save_and_resume, start
 from trimtab.errors import InputError
 from trimtab.rl import trainer as trainer_module
 from trimtab.rl.config import TrainConfig
+from trimtab.rl.demo_model import load_model
 from trimtab.rl.disaggregated_sampling import check_disaggregated, response_draws
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.task import Problem
 from trimtab.rl.trainer import Trainer
 from trimtab.rollout.expert_ranks import ExpertRank
-
-load_model = trainer_module.load_model
 
 
 def in_float32(directory: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -68,7 +67,7 @@ def train_both(folder: Path, attention: int, experts: int, micro_batches: int, m
     ):
         trainers = [start(folder, **common), start(folder, rollout="disaggregated", **ranks, **common)]
         for trainer, traces in zip(trainers, ahead, strict=True):
-            trainer._plan_ahead = traces.append  # type: ignore[method-assign]
+            trainer._plan_ahead = traces.append  # type: ignore[assignment]
         for step in range(2):
             sequences = [trainer.rollout(step) for trainer in trainers]
             assert_equal_sequences(sequences[1], sequences[0])

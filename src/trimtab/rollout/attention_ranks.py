@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from transformers import DynamicCache
 
 from trimtab.array_type import Array
-from trimtab.integrations.transformers import num_experts
 from trimtab.rollout.expert_messages import ANSWER, END, HEADER_BYTES, REQUEST, Header, RowFormat
 from trimtab.rollout.expert_slots import ExpertSlots
 from trimtab.rollout.token_draws import draw_tokens
@@ -31,7 +30,7 @@ class Generated:
         tokens: `[B, P + n]` int64, prompts and responses; padding after a response's end.
         lengths: `[B]` int64, tokens of each response, its end included.
         log_probs: `[B, n]` float32, of the responses' tokens; 0 after the end.
-        expert_ids: `[B, P + n - 1, L, K]`, of all tokens but the last, those of padding undefined.
+        expert_ids: `[B, P + n - 1, L, K]`, of all tokens but the last; those of padding and after the end mean nothing.
     """
 
     tokens: Array
@@ -40,22 +39,26 @@ class Generated:
     expert_ids: Array
 
 
+@dataclass(eq=False)
 class MicroBatch:
-    """Prompts of a micro-batch, their responses so far, and messages for them.
+    """Rows of a rank's batch, and messages for them.
 
-    Args:
+    Attributes:
         index: number of the micro-batch.
-        prompts, mask: `[B, P]` int64, with padding on the left; B may be 0.
-        uniforms: draws `[B, n]` of the responses' tokens; None for the most likely tokens.
+        rows: its part of the batch, perhaps none.
+        requests, answers: a buffer for each expert rank.
+        calls: MoE calls so far.
+        is_token: `[T]`, which of the fed tokens are not padding; None if all are.
+        ids: experts `[T, K]` of the fed tokens, layer by layer.
     """
 
-    def __init__(self, index: int, prompts: torch.Tensor, mask: torch.Tensor, uniforms: torch.Tensor | None) -> None:
-        self.index, self.prompts, self.mask, self.uniforms = index, prompts, mask, uniforms
-        self.calls = 0
-        self.is_token: Array | None = None
-        self.ids: list[Array] = []
-        self.requests: list[torch.Tensor] = []
-        self.answers: list[torch.Tensor] = []
+    index: int
+    rows: slice
+    requests: list[torch.Tensor]
+    answers: list[torch.Tensor]
+    calls: int = 0
+    is_token: Array | None = None
+    ids: list[Array] = field(default_factory=list)
 
 
 class AttentionRank:
@@ -73,35 +76,47 @@ class AttentionRank:
 
     def __init__(self, model: Any, layout: RowFormat, expert_ranks: range, slots: ExpertSlots) -> None:
         self.model, self.layout, self.expert_ranks, self.slots = model, layout, expert_ranks, slots
-        self.num_layers = len(slots.slots_LXS)
         self.spans: Spans | None = None
         self._started = 0.0
 
     def generate(
-        self, batches: list[MicroBatch], *, max_new_tokens: int, eos_token_id: int | None, pad_token_id: int
-    ) -> Generated:
-        """Responses to the prompts of all micro-batches, joined."""
-        self._batches, self._turns = batches, Turns(len(batches))
-        for batch in batches:
-            capacity = batch.prompts.numel()
-            batch.requests = [self.layout.request(capacity) for _ in self.expert_ranks]
-            batch.answers = [self.layout.answer(capacity) for _ in self.expert_ranks]
-        found: dict[int, Generated] = {}
+        self, prompts: torch.Tensor, mask: torch.Tensor, parts: list[slice], uniforms: Array | None,
+        max_new_tokens: int, eos: int | None, pad: int,
+    ) -> Generated:  # fmt: skip
+        """Responses to the prompts `[B, P]`, whose `parts` are the micro-batches; see `DisaggregatedRollout`."""
+        count, width = prompts.shape
+        found = Generated(
+            np.pad(prompts.cpu().numpy(), [(0, 0), (0, max_new_tokens)], constant_values=pad),
+            np.full(count, max_new_tokens),
+            np.zeros((count, max_new_tokens), np.float32),
+            np.zeros(
+                (count, width + max_new_tokens - 1, len(self.slots.slots_LXS), self.layout.top_k),
+                id_dtype(self.slots.num_experts),
+            ),
+        )
+        self._batches, self._turns = [], Turns(len(parts))
+        for index, rows in enumerate(parts):
+            buffers = [
+                [make(width * (rows.stop - rows.start)) for _ in self.expert_ranks]
+                for make in (self.layout.request, self.layout.answer)
+            ]
+            self._batches.append(MicroBatch(index, rows, *buffers))
 
         def run(index: int) -> None:
-            self._started = time.perf_counter()
-            batch = batches[index]
+            self._started, batch = time.perf_counter(), self._batches[index]
             with torch.no_grad():
-                found[index] = self._generate(batch, max_new_tokens, eos_token_id, pad_token_id)
+                self._generate(batch, prompts[batch.rows], mask[batch.rows], uniforms, max_new_tokens, eos, found)
             self._keep_span(index)
-            # A later micro-batch may be the first to end, so these are waited for at once.
-            for position, rank in enumerate(self.expert_ranks):
-                Header(END, index, batch.calls).write(batch.requests[position])
-                dist.send(batch.requests[position][:HEADER_BYTES], rank, tag=index)
+            for rank, buffer in zip(self.expert_ranks, batch.requests, strict=True):
+                Header(END, index, batch.calls).write(buffer)
+                dist.send(buffer[:HEADER_BYTES], rank, tag=index)
 
         self._turns.run(run)
-        width = max(each.log_probs.shape[1] for each in found.values())
-        return join([found[index] for index in range(len(batches))], width, pad_token_id)
+        longest = int(found.lengths.max(initial=0))
+        return Generated(
+            found.tokens[:, : width + longest], found.lengths, found.log_probs[:, :longest],
+            found.expert_ids[:, : width + longest - 1],
+        )  # fmt: skip
 
     def experts(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Weighted sums `[T, H]` of the experts of tokens, from the expert ranks; 0 for padding.
@@ -149,66 +164,36 @@ class AttentionRank:
         batch.calls += 1
         return total.to(hidden)
 
-    def _generate(self, batch: MicroBatch, max_new_tokens: int, eos: int | None, pad: int) -> Generated:
-        """Prefill and decode. Sequences leave the batch when they end."""
-        mask, device = batch.mask, batch.prompts.device
-        count, width = batch.prompts.shape
-        tokens = torch.full((count, width + max_new_tokens), pad, device=device)
-        tokens[:, :width] = batch.prompts
-        log_probs = torch.zeros(count, max_new_tokens)
-        lengths = torch.full((count,), max_new_tokens)
-        top_k, experts = self.layout.top_k, num_experts(self.model.config)
-        expert_ids = np.zeros((count, width + max_new_tokens - 1, self.num_layers, top_k), id_dtype(experts))
-        alive, attention, fed = torch.arange(count, device=device), mask, batch.prompts
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        cache = DynamicCache(config=self.model.config)
-        batch.is_token = mask.flatten().bool().cpu().numpy()
-        for step in range(max_new_tokens if count else 0):
+    def _generate(
+        self, batch: MicroBatch, fed: torch.Tensor, mask: torch.Tensor, uniforms: Array | None, max_new_tokens: int,
+        eos: int | None, found: Generated,
+    ) -> None:  # fmt: skip
+        """Prefill and decode a micro-batch. Sequences leave it when they end."""
+        cache, rows = DynamicCache(config=self.model.config), np.arange(batch.rows.start, batch.rows.stop)
+        positions, batch.is_token = (mask.cumsum(1) - 1).clamp(min=0), mask.flatten().bool().cpu().numpy()
+        for step in range(max_new_tokens):
+            if not len(rows):
+                return
             hidden = self.model.base_model(
-                input_ids=fed, attention_mask=attention, position_ids=positions, past_key_values=cache, use_cache=True
+                input_ids=fed, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             ).last_hidden_state[:, -1]
             scores = self.model.get_output_embeddings()(hidden).float().log_softmax(-1)
-            uniforms = None if batch.uniforms is None else batch.uniforms.to(device)[alive, step]
-            new = scores.argmax(-1) if uniforms is None else draw_tokens(scores, uniforms)
-            rows, at = alive.cpu(), width + step
-            first = at - fed.shape[1]
-            expert_ids[rows.numpy(), first:at] = np.stack(batch.ids, 1).reshape(len(rows), -1, self.num_layers, top_k)
-            tokens[alive, at] = new
-            log_probs[rows, step] = scores.gather(1, new[:, None])[:, 0].cpu()
+            new = scores.argmax(-1) if uniforms is None else draw_tokens(scores, torch.from_numpy(uniforms[rows, step]))
+            at = found.tokens.shape[1] - max_new_tokens + step
+            ids_BTLK = np.stack(batch.ids, axis=1).reshape(len(rows), -1, len(batch.ids), self.layout.top_k)
+            found.expert_ids[rows, at - fed.shape[1] : at] = ids_BTLK
+            found.tokens[rows, at] = new.cpu().numpy()
+            found.log_probs[rows, step] = scores.gather(1, new[:, None])[:, 0].cpu().numpy()
             batch.ids, batch.is_token = [], None
-            going = torch.ones_like(new, dtype=torch.bool) if eos is None else new != eos
-            lengths[rows[~going.cpu()]] = step + 1
-            if not bool(going.all()):
-                going = going.nonzero()[:, 0]
+            going_B = found.tokens[rows, at] != eos
+            found.lengths[rows[~going_B]] = step + 1
+            if not going_B.all():
+                going = torch.from_numpy(np.flatnonzero(going_B)).to(new.device)
                 cache.batch_select_indices(going)
-                alive, new, attention, positions = (each[going] for each in (alive, new, attention, positions))
-            if not len(alive):
-                break
+                rows, new, mask, positions = rows[going_B], new[going], mask[going], positions[going]
             fed, positions = new[:, None], positions[:, -1:] + 1
-            attention = torch.cat([attention, torch.ones_like(fed)], dim=1)
-        longest = int(lengths.max()) if count else 0
-        return Generated(
-            tokens[:, : width + longest].cpu().numpy(), lengths.numpy(), log_probs[:, :longest].numpy(),
-            expert_ids[:, : width + longest - 1],
-        )  # fmt: skip
+            mask = torch.cat([mask, torch.ones_like(fed)], dim=1)
 
     def _keep_span(self, micro_batch: int) -> None:
         if self.spans is not None:
             self.spans.append((micro_batch, self._started, time.perf_counter()))
-
-
-def join(parts: list[Generated], longest: int, pad: int) -> Generated:
-    """Responses of several micro-batches, padded to the longest."""
-
-    def padded(name: str, value: int = 0) -> Array:
-        arrays = [getattr(part, name) for part in parts]
-        missing = [longest - part.log_probs.shape[1] for part in parts]
-        return np.concatenate(
-            [
-                np.pad(array, [(0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)], constant_values=value)
-                for array, more in zip(arrays, missing, strict=True)
-            ]
-        )
-
-    lengths = np.concatenate([part.lengths for part in parts])
-    return Generated(padded("tokens", pad), lengths, padded("log_probs"), padded("expert_ids"))

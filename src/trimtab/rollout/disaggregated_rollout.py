@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,12 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.transformers.distributed_experts import check_experts
 from trimtab.integrations.transformers.families import family_of, moe_blocks, num_experts
-from trimtab.rollout.attention_ranks import AttentionRank, Generated, MicroBatch
+from trimtab.rollout.attention_ranks import AttentionRank, Generated
 from trimtab.rollout.expert_messages import RowFormat
 from trimtab.rollout.expert_ranks import ExpertRank
 from trimtab.rollout.expert_slots import ExpertSlots
 from trimtab.runtime import Session
+from trimtab.runtime.state.expert_places import ExpertPlaces
 
 __all__ = ["DisaggregatedRollout", "Generated", "check_ranks", "disaggregate"]
 
@@ -93,9 +95,9 @@ class DisaggregatedRollout:
     ) -> None:
         config: Any = model.config
         self.model, self.slots, self.replaced = model, slots, 0
-        self.num_attention, self.num_experts_ranks = attention_ranks, slots.slots_LXS.shape[1]
+        self.num_attention, self.num_expert_ranks = attention_ranks, slots.slots_LXS.shape[1]
         self._micro_batches, self._copies, self._rank = micro_batches, copies, dist.get_rank()
-        self.load_XL = np.zeros((self.num_experts_ranks, len(slots.slots_LXS)), np.int64)
+        self.load_XL = np.zeros((self.num_expert_ranks, len(slots.slots_LXS)), np.int64)
         family, blocks = family_of(config), list(moe_blocks(model).values())
         tensors_L = [[getattr(block.experts, name) for name in family.parameters] for block in blocks]
         layout = RowFormat(config.hidden_size, config.num_experts_per_tok, tensors_L[0][0].dtype)
@@ -103,7 +105,7 @@ class DisaggregatedRollout:
         self._experts = {name for name, tensor in model.named_parameters() if id(tensor) in experts}
         self.side: AttentionRank | ExpertRank
         if self.is_attention:
-            expert_ranks = range(attention_ranks, attention_ranks + self.num_experts_ranks)
+            expert_ranks = range(attention_ranks, attention_ranks + self.num_expert_ranks)
             self.side = AttentionRank(model, layout, expert_ranks, slots)
             for layer, block in enumerate(blocks):
                 block.experts.to("meta")
@@ -139,30 +141,23 @@ class DisaggregatedRollout:
             uniforms: `[B, max_new_tokens]` draws of `stream`, one row a sequence, to sample with temperature 1; None
                 for the most likely tokens.
         """
-        shape = (0, 0) if prompts is None else tuple(prompts["input_ids"].shape)
-        shapes = [torch.empty(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(shapes, torch.tensor(shape))
+        count, width = (0, 0) if prompts is None else prompts["input_ids"].shape
+        sizes_AM = [
+            [(part.stop - part.start) * size[1] for part in _split(size[0], self._micro_batches)]
+            for size in _of_all_ranks(np.array([count, width]))[: self.num_attention].tolist()
+        ]
         generated = None
-        if isinstance(self.side, AttentionRank):
-            assert prompts is not None, "attention ranks need prompts"
-            draws = None if uniforms is None else torch.from_numpy(uniforms)
-            batches = [
-                MicroBatch(
-                    index, prompts["input_ids"][rows], prompts["attention_mask"][rows],
-                    None if draws is None else draws[rows],
-                )
-                for index, rows in enumerate(_split(shape[0], self._micro_batches))
-            ]  # fmt: skip
-            generated = self.side.generate(
-                batches, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, pad_token_id=pad_token_id
-            )
-        else:
-            sizes_AM = [
-                [(rows.stop - rows.start) * int(width) for rows in _split(int(count), self._micro_batches)]
-                for count, width in shapes[: self.num_attention]
-            ]
+        if isinstance(self.side, ExpertRank):
             self.side.serve(np.array(sizes_AM))
-        self._gather_loads()
+        else:
+            assert prompts is not None, "attention ranks need prompts"
+            parts = _split(count, self._micro_batches)
+            generated = self.side.generate(
+                prompts["input_ids"], prompts["attention_mask"], parts, uniforms, max_new_tokens, eos_token_id,
+                pad_token_id,
+            )  # fmt: skip
+        load_L = self.side.load_L if isinstance(self.side, ExpertRank) else np.zeros(self.load_XL.shape[1], np.int64)
+        self.load_XL = _of_all_ranks(load_L)[self.num_attention :]
         return generated
 
     def place(self, counts_LE: Array) -> int:
@@ -175,7 +170,7 @@ class DisaggregatedRollout:
             The number of experts that are on a rank that did not have them.
         """
         before = self.slots
-        self.slots = ExpertSlots.place(counts_LE, self.num_experts_ranks, self._copies)
+        self.slots = ExpertSlots.place(counts_LE, self.num_expert_ranks, self._copies)
         if isinstance(self.side, AttentionRank):
             self.side.slots = self.slots
         replaced = self.slots.replaced(before)
@@ -197,41 +192,32 @@ class DisaggregatedRollout:
                     tensor.copy_(trained[name])
         for layer, home in enumerate(session.homes):
             for number, parameter in enumerate(home.parameters):
-                self._send_experts(layer, number, parameter, home.places.home_E, home.places.rows_E)
+                self._send_experts(layer, number, parameter, home.places)
 
-    def _send_experts(self, layer: int, number: int, parameter: torch.Tensor, home_E: Array, rows_E: Array) -> None:
-        """Send the home experts of one tensor to the slots of expert ranks."""
-        ranks, first = dist.get_world_size(), self.num_attention
-        dtype = self.side.layout.dtype
-        counts_out, rows = [0] * ranks, []
-        for position, slots_S in enumerate(self.slots.slots_LXS[layer]):
-            mine = slots_S[home_E[slots_S] == self._rank]
-            counts_out[first + position] = len(mine)
-            rows.append(rows_E[mine])
-        sent = parameter[torch.from_numpy(np.concatenate(rows)).to(parameter.device)].to(dtype)
-        counts_in = [0] * ranks
-        own_S = np.empty(0, np.int64)
-        if not self.is_attention:
-            own_S = self.slots.slots_LXS[layer, self._rank - first]
-            counts_in = np.bincount(home_E[own_S], minlength=ranks).tolist()
-        bytes_out = sent.flatten(1).contiguous().view(torch.uint8).cpu()
-        arrived = torch.empty((len(own_S), bytes_out.shape[1]), dtype=torch.uint8)
-        dist.all_to_all_single(arrived, bytes_out, counts_in, counts_out)
+    def _send_experts(self, layer: int, number: int, parameter: torch.Tensor, places: ExpertPlaces) -> None:
+        """Send this rank's home experts of one tensor to the slots of expert ranks."""
+        slots_RS = [np.empty(0, np.int64)] * self.num_attention + [*self.slots.slots_LXS[layer]]
+        sent_R = [slots_S[places.home_E[slots_S] == self._rank] for slots_S in slots_RS]
+        rows = torch.from_numpy(places.rows_E[np.concatenate(sent_R)]).to(parameter.device)
+        sent = parameter[rows].to(self.side.layout.dtype).flatten(1).contiguous().view(torch.uint8).cpu()
+        home_S = places.home_E[slots_RS[self._rank]]
+        arrived = sent.new_empty((len(home_S), sent.shape[1]))
+        counts_in = np.bincount(home_S, minlength=len(slots_RS)).tolist()
+        dist.all_to_all_single(arrived, sent, counts_in, [len(mine) for mine in sent_R])
         if isinstance(self.side, ExpertRank):
             target = self.side.weights[layer][number]
-            order = torch.from_numpy(np.argsort(home_E[own_S], kind="stable")).to(target.device)
-            target[order] = arrived.view(dtype).view(target.shape).to(target.device)
+            order = torch.from_numpy(np.argsort(home_S, kind="stable")).to(target.device)
+            target[order] = arrived.view(target.dtype).view(target.shape).to(target.device)
 
-    def _gather_loads(self) -> None:
-        own = torch.zeros(len(self.slots.slots_LXS), dtype=torch.int64)
-        if isinstance(self.side, ExpertRank):
-            own = torch.from_numpy(self.side.load_L)
-        loads = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(loads, own)
-        self.load_XL = torch.stack(loads[self.num_attention :]).numpy()
+
+def _of_all_ranks(mine: Array) -> Array:
+    """`[R, n]`, values `[n]` int64 of all ranks. Collective."""
+    values = [torch.empty(mine.shape, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(values, torch.from_numpy(mine))
+    return torch.stack(values).numpy()
 
 
 def _split(count: int, parts: int) -> list[slice]:
     """Slices of `count` rows, of nearly equal sizes."""
-    ends = np.cumsum([(count + index) // parts for index in range(parts)])
-    return [slice(int(end) - (count + index) // parts, int(end)) for index, end in enumerate(ends)]
+    ends = [count * number // parts for number in range(parts + 1)]
+    return [slice(start, end) for start, end in pairwise(ends)]

@@ -6,7 +6,8 @@ bytes in use are sent. Messages are in host memory and go over gloo.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +18,7 @@ HEADER_BYTES = 64
 REQUEST, ANSWER, END = 1, 2, 3
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """What a message is.
 
     Attributes:
@@ -35,9 +35,7 @@ class Header:
 
     def write(self, buffer: torch.Tensor) -> None:
         """Write the header to the start of a buffer `[n]` uint8."""
-        values = astuple(self)
-        header = buffer[:HEADER_BYTES].view(torch.int64)
-        header[: len(values) + 1] = torch.tensor([*values, hash(values)])
+        buffer[:HEADER_BYTES].view(torch.int64)[:5] = torch.tensor([*self, hash(self)])
 
     @classmethod
     def read(cls, buffer: torch.Tensor, expected: Header, capacity: int, sender: int) -> Header:
@@ -51,11 +49,11 @@ class Header:
         Raises:
             RanksDisagreeError: if it is another message than the expected one, or altered.
         """
-        *values, check = buffer[: 8 * 5].view(torch.int64).tolist()
+        *values, check = buffer[:HEADER_BYTES].view(torch.int64)[:5].tolist()
         header = cls(*values)
         kinds = (REQUEST, END) if expected.kind == REQUEST else (expected.kind,)
         is_next = (header.micro_batch, header.call) == (expected.micro_batch, expected.call)
-        if check != hash(tuple(values)) or header.kind not in kinds or not is_next or not 0 <= header.rows <= capacity:
+        if check != hash(header) or header.kind not in kinds or not is_next or not 0 <= header.rows <= capacity:
             raise RanksDisagreeError(
                 f"rank {sender} sent {header} of at most {capacity} rows, where {expected} was expected"
             )

@@ -44,8 +44,8 @@ class ExpertSlots:
 
     def replaced(self, before: ExpertSlots) -> int:
         """Experts that a rank has here and did not have before, over all ranks and layers."""
-        mine, other = self._held_LXE, before._held_LXE
-        return int((mine & ~other).sum())
+        ranks, ranks_before = (slots.slots_LXS.reshape(-1, slots.slots_LXS.shape[2]) for slots in (self, before))
+        return sum(len(np.setdiff1d(*held)) for held in zip(ranks, ranks_before, strict=True))
 
     def assign(self, layer: int, ids_TK: Array) -> Array:
         """Slots `[T, K]` of tokens' experts, numbered over all ranks; -1 where an id is negative.
@@ -69,12 +69,6 @@ class ExpertSlots:
             slot_TK[ids_TK == expert] = np.repeat(slots, tokens_C)
             load_X[ranks] += tokens_C
         return slot_TK
-
-    @cached_property
-    def _held_LXE(self) -> Array:
-        held = np.zeros((*self.slots_LXS.shape[:2], self.num_experts), bool)
-        np.put_along_axis(held, self.slots_LXS, True, axis=2)
-        return held
 
     @cached_property
     def _first_LE(self) -> Array:
