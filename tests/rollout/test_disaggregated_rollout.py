@@ -33,7 +33,8 @@ CASES += [(family, 1, 2) for family in MODEL_TYPES if family not in ("qwen3_moe"
 def compare(family: str, attention: int, experts: int) -> None:
     model, rank = whole_model(family), dist.get_rank()
     prompts = padded_prompts(5 - rank, seed=rank)
-    of_greedy, sampled = set(), set()
+    of_greedy: set[str] = set()
+    sampled: set[str] = set()
     for micro_batches in (1, 2, 3):
         rollout = make_rollout(
             family, attention_ranks=attention, expert_ranks=experts, micro_batches=micro_batches, copies=1

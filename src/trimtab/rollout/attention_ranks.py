@@ -96,11 +96,11 @@ class AttentionRank:
         )
         self._batches, self._turns = [], Turns(len(parts))
         for index, rows in enumerate(parts):
-            buffers = [
-                [make(width * (rows.stop - rows.start)) for _ in self.expert_ranks]
-                for make in (self.layout.request, self.layout.answer)
-            ]
-            self._batches.append(MicroBatch(index, rows, *buffers))
+            capacity = width * (rows.stop - rows.start)
+            requests, answers = (
+                [make(capacity) for _ in self.expert_ranks] for make in (self.layout.request, self.layout.answer)
+            )
+            self._batches.append(MicroBatch(index, rows, requests, answers))
 
         def run(index: int) -> None:
             self._started, batch = time.perf_counter(), self._batches[index]
