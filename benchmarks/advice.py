@@ -21,7 +21,8 @@ import trimtab
 from benchmarks.harness import Figures, main
 from benchmarks.tables import figure_table
 from trimtab.api.advise import DRAWS
-from trimtab.api.steps import DISPATCHERS, read_steps
+from trimtab.api.arguments import DISPATCHERS
+from trimtab.api.steps import read_steps
 from trimtab.cli.options import add_options, positive
 from trimtab.cli.parser import Parser
 from trimtab.cluster import ClusterSpec, load_cluster, load_model
@@ -30,7 +31,7 @@ from trimtab.simulator.draws import Drawn, Estimate
 from trimtab.simulator.step import StepSettings
 from trimtab.simulator.strategies import ALL, EPLB, NOTHING, STRATEGIES, RunStrategy
 from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
-from trimtab.trace.in_memory import open_trace
+from trimtab.trace.store import open_trace
 
 MODEL, MEAN_LENGTH, LONGEST, BUDGET = "qwen3-30b-a3b", 1024, 4096, 8192
 # Scaling: presets, recorded sequences of a step, and the largest error that is allowed.

@@ -39,8 +39,7 @@ from trimtab.policies.policy import Policy
 from trimtab.policies.trimtab import Trimtab
 from trimtab.report.number_text import bytes_text
 from trimtab.runtime import RowGroups
-from trimtab.runtime.live.balancer import LiveBalancer
-from trimtab.runtime.live.choices import choose_quotas
+from trimtab.runtime.live.balancer import LiveBalancer, choose_quotas
 from trimtab.runtime.live.policies import LivePolicy, Predictor
 from trimtab.runtime.rows.physical_experts import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts

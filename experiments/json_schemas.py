@@ -17,12 +17,10 @@ import numpy as np
 
 import trimtab
 from trimtab.analysis import analysis
-from trimtab.analysis.balance import Balance, SizeBalance, Stability
-from trimtab.analysis.cost_estimate import CostEstimate
-from trimtab.analysis.domains import DomainSkew
+from trimtab.analysis.balance import Balance, DomainSkew, SizeBalance, Stability
+from trimtab.analysis.cost_estimate import CostEstimate, PermutedIds
 from trimtab.analysis.fixed_placements import PlacementComparison, PlacementStrategy
 from trimtab.analysis.hot_experts import HotExpert, HotExperts, RunCount
-from trimtab.analysis.permuted_ids import PermutedIds
 from trimtab.analysis.trace_counts import TraceCounts
 from trimtab.api.plan_result import PlanResult
 from trimtab.api.simulate import SimulationResult

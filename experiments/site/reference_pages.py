@@ -171,7 +171,7 @@ def metrics_page() -> str:
                 figure_table(report, "in `metrics.jsonl`"),
                 "`report.memory` and `session.memory()` (`RankMemory`): memory of this rank, by owner. `pool_bytes` is "
                 "`ring_bytes` and `return_bytes` together.",
-                figure_table(_read_class("runtime/rank_memory.py", "RankMemory"), "in `metrics.jsonl`"),
+                figure_table(_read_class("runtime/plan_report.py", "RankMemory"), "in `metrics.jsonl`"),
                 "## Of a session",
                 "`session.take_metrics()`, this rank's counters since the last call:",
                 _bullets(counters),

@@ -13,11 +13,20 @@ from hypothesis import strategies as st
 from helpers.trace_counts import random_counts, trace_counts_of
 from trimtab.analysis import TraceCounts, analyze
 from trimtab.analysis.analysis import figures
-from trimtab.analysis.balance import balance, by_size, lost_part, max_over_mean_or_nan, overlap, rank_numbers, stability
-from trimtab.analysis.domains import domain_overlap, domain_skew
+from trimtab.analysis.balance import (
+    balance,
+    by_size,
+    domain_overlap,
+    domain_skew,
+    lost_part,
+    max_over_mean_or_nan,
+    overlap,
+    rank_numbers,
+    stability,
+)
+from trimtab.analysis.cost_estimate import PERMUTATIONS
 from trimtab.analysis.fixed_placements import PlacementComparison, PlacementStrategy, compare_placements, placed_loads
 from trimtab.analysis.hot_experts import hot_experts, hot_mask
-from trimtab.analysis.permuted_ids import PERMUTATIONS
 from trimtab.analysis.summary import answer
 from trimtab.cluster import ClusterSpec, load_cluster, load_model
 from trimtab.cluster.operations import OperationCosts

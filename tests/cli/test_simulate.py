@@ -16,7 +16,7 @@ from trimtab import ClusterSpec, read_trace, write_trace
 from trimtab.cluster.presets import read_preset
 from trimtab.policies import POLICIES
 from trimtab.report.number_text import bytes_text, plural
-from trimtab.report.tables import SHORT_PARTS
+from trimtab.report.sections import SHORT_PARTS
 from trimtab.trace import synthesize
 
 # These start commands, or import files in another process.

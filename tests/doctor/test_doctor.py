@@ -17,11 +17,17 @@ from helpers.rank_tests import runs_on_ranks
 from trimtab import ModelSpec, shared_files
 from trimtab.cli.main import main
 from trimtab.doctor import examination, self_check
+from trimtab.doctor.examination import (
+    check_allocator,
+    check_backend,
+    check_model,
+    check_packages,
+    check_processors,
+    check_replicas,
+    check_shared_memory,
+    find_torch,
+)
 from trimtab.doctor.finding import Finding
-from trimtab.doctor.installation import check_packages, find_torch
-from trimtab.doctor.machine import check_allocator, check_backend, check_processors, check_shared_memory
-from trimtab.doctor.model_check import check_model
-from trimtab.doctor.replica_check import check_replicas
 from trimtab.doctor.self_check import PathCheck
 from trimtab.errors import RankFailedError
 from trimtab.launch.launcher import ALLOCATOR

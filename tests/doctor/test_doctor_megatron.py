@@ -12,8 +12,7 @@ import pytest
 from trimtab.cli.main import main
 from trimtab.doctor import self_check
 from trimtab.doctor.finding import Finding
-from trimtab.doctor.megatron_check import check_megatron
-from trimtab.doctor.megatron_file import read_options
+from trimtab.doctor.megatron_check import check_megatron, read_options
 from trimtab.doctor.self_check import PathCheck
 from trimtab.errors import InputError
 

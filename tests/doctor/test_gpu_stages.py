@@ -14,13 +14,12 @@ from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
 from trimtab.cluster import ClusterSpec
 from trimtab.doctor.finding import Finding
-from trimtab.doctor.gpu import bandwidth_stage, equality_stage, mirror_stage, rewriting_stage, soak_stage
+from trimtab.doctor.gpu import micro_step_stages, transfer_stages
 from trimtab.doctor.gpu.environment_stage import NO_GPU, check_peer_access
 from trimtab.doctor.gpu.gpu_examination import STAGES
-from trimtab.doctor.gpu.layer_stage import describe_layer
-from trimtab.doctor.gpu.mirror_stage import describe_mirror
+from trimtab.doctor.gpu.micro_step_stages import check_synchronisation, describe_layer, find_wait
 from trimtab.doctor.gpu.stage_process import Stage
-from trimtab.doctor.gpu.synchronisation_stage import check_synchronisation, find_wait
+from trimtab.doctor.gpu.transfer_stages import describe_mirror
 from trimtab.doctor.self_check import PathCheck
 from trimtab.runtime.layer.layer import ExpertLayer
 from trimtab.runtime.transfer import message_rounds
@@ -45,24 +44,24 @@ def test_every_stage_passes_on_two_ranks(stage: Stage) -> None:
 
 def rewrite_without_writing() -> None:
     with mock.patch.object(PeerMemory, "fill"):
-        (finding,) = rewriting_stage.check_rewriting()
+        (finding,) = transfer_stages.check_rewriting()
     assert finding.status == "problem"
 
 
 def refresh_once() -> None:
     refresh, calls = NodeMirror.refresh, itertools.count()
     with mock.patch.object(NodeMirror, "refresh", lambda *args: 0 if next(calls) else refresh(*args)):
-        (finding,) = mirror_stage.check_mirror()
+        (finding,) = transfer_stages.check_mirror()
     assert finding.status == "problem"
     assert finding.text.startswith("2000 of 4000 entries are wrong")
 
 
 def soak_with_rows_that_stay() -> None:
     with (
-        mock.patch.object(soak_stage, "CPU_SECONDS", 0.1),
-        mock.patch.object(soak_stage, "exchange_rows", lambda rows, *_, **__: rows),
+        mock.patch.object(transfer_stages, "CPU_SECONDS", 0.1),
+        mock.patch.object(transfer_stages, "exchange_rows", lambda rows, *_, **__: rows),
     ):
-        (finding,) = soak_stage.check_soak()
+        (finding,) = transfer_stages.check_soak()
     assert finding.status == "problem"
 
 
@@ -71,14 +70,14 @@ def soak_that_sends_old_values() -> None:
         sent = [each._replace(tensor=each.tensor - 1) if each.sender == args[0] else each for each in messages]
         return message_rounds.post(sent, *args, **kwargs)
 
-    with mock.patch.object(soak_stage, "CPU_SECONDS", 0.1), mock.patch.object(soak_stage, "post", earlier):
-        (finding,) = soak_stage.check_soak()
+    with mock.patch.object(transfer_stages, "CPU_SECONDS", 0.1), mock.patch.object(transfer_stages, "post", earlier):
+        (finding,) = transfer_stages.check_soak()
     assert finding.status == "problem"
 
 
 def lose_gradients_in_bfloat16() -> None:
     with mock.patch.object(GradientReturns, "_add"):
-        findings = equality_stage.check_equality()
+        findings = micro_step_stages.check_equality()
     assert {finding.status for finding in findings} == {"problem"}
     assert len(findings) == 6
 
@@ -110,8 +109,8 @@ def test_messages_in_place_of_peer_memory_are_a_limit() -> None:
     def check(path: str, *_: Any, **__: Any) -> PathCheck:
         return PathCheck(path, 4, 0.0, reads_peers=False)
 
-    with mock.patch.object(equality_stage, "check_path", check):
-        findings = equality_stage.check_equality()
+    with mock.patch.object(micro_step_stages, "check_path", check):
+        findings = micro_step_stages.check_equality()
     assert [finding.status for finding in findings] == ["ok", "warning", "ok", "ok"] * 2
     assert "sent as messages" in findings[1].text
 
@@ -126,11 +125,11 @@ def test_reading_a_value_is_a_wait(read: Callable[[torch.Tensor], object]) -> No
 
 def test_less_than_half_of_the_expected_rate_is_a_limit_with_both_figures() -> None:
     cluster = ClusterSpec(8, 8, host_bytes_per_s=60e9, name="gpus")
-    assert bandwidth_stage.compare_rate("host path", 31e9, cluster).status == "ok"
-    finding = bandwidth_stage.compare_rate("host path", 29e9, cluster)
+    assert transfer_stages.compare_rate("host path", 31e9, cluster).status == "ok"
+    finding = transfer_stages.compare_rate("host path", 29e9, cluster)
     assert finding.status == "warning"
     assert finding.text.startswith("29.0 GB/s, where 60.0 GB/s is expected of gpus")
-    assert bandwidth_stage.compare_rate("host path", 1.0, None).status == "ok"
+    assert transfer_stages.compare_rate("host path", 1.0, None).status == "ok"
 
 
 def test_a_layer_that_takes_twice_its_estimate_is_a_limit() -> None:

@@ -16,8 +16,7 @@ from helpers.rank_tests import runs_on_ranks
 from trimtab.cli.main import main
 from trimtab.doctor.gpu import megatron_stage
 from trimtab.doctor.gpu.megatron_layers import LayerCase, MegatronLayers, start_megatron
-from trimtab.doctor.gpu.megatron_stage import CPU_MODEL, cases, compare_case
-from trimtab.doctor.gpu.product_times import time_products
+from trimtab.doctor.gpu.megatron_stage import CPU_MODEL, cases, compare_case, time_products
 
 SMALL = LayerCase(replace(CPU_MODEL, num_experts=16), tokens=256, max_over_mean=1.8, micro_batches=2)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import trimtab.doctor.gpu
 from trimtab.doctor.finding import Finding
 from trimtab.doctor.gpu.stage_process import Stage, StageResult, innermost_call, merge, run_stage
-from trimtab.launch.suspension import has_ended
+from trimtab.launch.launcher import has_ended
 from trimtab.runtime.rows.exchange import exchange_rows
 
 SHARED_MEMORY = Path("/dev/shm")

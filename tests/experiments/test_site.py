@@ -9,13 +9,15 @@ from types import FunctionType
 
 import pytest
 
+from experiments.site import gallery as site_gallery
 from experiments.site.reference_pages import PYTHON, first_page, public_names, reference_pages
 from trimtab.cli.main import COMMANDS
+from trimtab.errors import InputError
 from trimtab.policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
 FILES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*/README.md")]
-GENERATED = {f"docs/{name}" for name in reference_pages()}
+GENERATED = {"docs/gallery.md", *(f"docs/{name}" for name in reference_pages())}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
@@ -64,3 +66,18 @@ def test_counters_of_a_session_are_shown() -> None:
     page = reference_pages()["reference/metrics.md"]
     for counter in ("transfer/exposed_s", "moe/late_micro_steps", "live/covered", "moe/abandoned_backwards"):
         assert f"`{counter}`" in page
+
+
+def test_the_gallery_has_pages_of_its_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.site.gallery.PAGES", {"analyze": site_gallery.PAGES["analyze"]})
+    pages = site_gallery.gallery()
+    assert site_gallery.command("analyze") in pages["gallery.md"]
+    linked = re.findall(r"\]\((gallery/[^)]*)\)", pages["gallery.md"])
+    assert linked == ["gallery/analyze.html"]
+    assert "examples/sample.parquet" in pages["gallery/analyze.html"]
+
+
+def test_a_failing_command_of_the_gallery_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.site.gallery.PAGES", {"analyze": ("nothing", "--ranks 7")})
+    with pytest.raises(InputError, match=r"trimtab analyze examples/sample.parquet --ranks 7 .*32 experts"):
+        site_gallery.gallery()

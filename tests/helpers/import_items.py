@@ -21,7 +21,8 @@ ABSURD_NUMBERS = [b"-1", b"0", b"999999999999", b"1e308", b"4294967296", b"0.5",
 
 def kept(items: Iterable[Record | Dropped]) -> list[Record]:
     """The records, whose ids and tokens can be read."""
-    records = [item for item in items if isinstance(item, Record)]
+    with damaged_values():
+        records = [item for item in items if isinstance(item, Record)]
     for record in records:
         with at_place(record.where), damaged_values():
             _ = record.ids, record.token_ids

@@ -18,7 +18,7 @@ from trimtab.array_type import Array
 from trimtab.planner.replicas.kernel_values import Limits
 from trimtab.runtime import Session
 from trimtab.runtime.live import balancer
-from trimtab.runtime.live.choices import choose_quotas
+from trimtab.runtime.live.balancer import choose_quotas
 from trimtab.runtime.rows.physical_experts import InstanceReplicas
 
 

@@ -16,8 +16,7 @@ from trimtab.rl.config import TrainConfig
 from trimtab.rl.grpo import GRPO
 from trimtab.rl.paired_comparison import MeasuredPolicy, PairedComparison
 from trimtab.rl.report import report_of
-from trimtab.runtime.plan_report import PlanReport
-from trimtab.runtime.rank_memory import RankMemory
+from trimtab.runtime.plan_report import PlanReport, RankMemory
 from trimtab.runtime.ranks.recorder import COMBINE, DISPATCH, EXPERTS, OTHER, Recording
 from trimtab.simulator.recorded_operations import LANES
 

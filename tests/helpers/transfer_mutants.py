@@ -15,8 +15,7 @@ from helpers import late_device
 from trimtab.runtime.layer import layer_call
 from trimtab.runtime.transfer import message_rounds, returns, ring, streams
 from trimtab.runtime.transfer.message_rounds import Posted
-from trimtab.runtime.transfer.ring import ReplicaRing
-from trimtab.runtime.transfer.visits import Instance, Visits
+from trimtab.runtime.transfer.ring import Instance, ReplicaRing, Visits
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 

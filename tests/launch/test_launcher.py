@@ -18,8 +18,7 @@ import torch.distributed as dist
 from trimtab import shared_files
 from trimtab.errors import InputError, RankFailedError
 from trimtab.launch import launch, launcher
-from trimtab.launch.launcher import Failure, raise_cause, read_error_file
-from trimtab.launch.suspension import Suspensions, is_suspended
+from trimtab.launch.launcher import Failure, Suspensions, is_suspended, raise_cause, read_error_file
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -15,9 +15,8 @@ from trimtab.analysis.balance import home_loads
 from trimtab.analysis.fixed_placements import placed_loads
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec
-from trimtab.observe import step_counts, step_figures
-from trimtab.observe.step_counts import CountedStep, StepCounts
-from trimtab.observe.step_figures import StepFigures
+from trimtab.observe import step_figures
+from trimtab.observe.step_figures import CountedStep, StepCounts, StepFigures
 from trimtab.planner.planner import plan_schedule
 from trimtab.trace import PRESETS, RoutingTrace, no_route, synthesize_preset
 
@@ -65,7 +64,7 @@ def test_every_token_is_counted_where_its_sequence_is(seed: int, count: int, ran
     np.add.at(sequences_MR, (step.schedule.micro_step, step.schedule.rank), 1)
     assert ((tokens_MR <= budget) | (sequences_MR == 1)).all()
     if left_out := sum(len(ids) for ids in sequences[len(kept) :]):
-        assert left_out < step_counts.LEAST_FILLED * tokens_MR.sum() / len(tokens_MR)
+        assert left_out < step_figures.LEAST_FILLED * tokens_MR.sum() / len(tokens_MR)
 
 
 @pytest.mark.parametrize(("last", "kept"), [(4, 2), (5, 3), (6, 3)])
@@ -75,7 +74,7 @@ def test_a_last_micro_step_below_half_of_the_others_is_left_out(last: int, kept:
 
 
 def test_counts_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_counts, "COUNT_BYTES", 3 * 2 * LAYERS * EXPERTS * 4)
+    monkeypatch.setattr(step_figures, "COUNT_BYTES", 3 * 2 * LAYERS * EXPERTS * 4)
     sequences = [np.broadcast_to([1, 2], (10, LAYERS, TOP_K)).astype(np.uint8)] * 9
     counts = StepCounts(2, 10, trace_of(sequences).part(0, 0))
     for first in range(0, 9, 3):

@@ -30,7 +30,7 @@ from helpers.runs import (
     train_command,
     words_of_mode,
 )  # fmt: skip
-from trimtab.launch.suspension import is_suspended
+from trimtab.launch.launcher import is_suspended
 from trimtab.runtime.ranks.lockstep import COMPARE_AFTER_S
 
 STEPS = 24

@@ -17,8 +17,8 @@ from helpers.reports import some_analysis, some_report
 from trimtab.cluster import ModelSpec
 from trimtab.report.advice import Advice
 from trimtab.report.model import AnalysisReport, Report
-from trimtab.report.notebook import facts_table, notebook_html
 from trimtab.report.policies_table import policies_table
+from trimtab.report.tables import facts_table, notebook_html
 from trimtab.trace import synthesize
 
 # Also the rules of level AAA and the experimental ones, which do not run by default.

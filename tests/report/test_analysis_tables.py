@@ -8,8 +8,7 @@ import pytest
 from helpers.trace_counts import trace_counts_of
 from trimtab.analysis import Analysis, analyze
 from trimtab.analysis.fixed_placements import PlacementComparison, PlacementStrategy
-from trimtab.report import analysis_data
-from trimtab.report.analysis_data import hot_values, load_map, vio_columns, vio_values
+from trimtab.report import page_data
 from trimtab.report.analysis_tables import (
     balance_table,
     domains_table,
@@ -26,6 +25,7 @@ from trimtab.report.analysis_tables import (
     stability_facts,
 )
 from trimtab.report.model import AnalysisReport
+from trimtab.report.page_data import hot_values, load_map, vio_columns, vio_values
 
 
 def analysis_of_growing_skew() -> Analysis:
@@ -125,7 +125,7 @@ def test_facts_of_the_setting() -> None:
 
 def test_columns_of_many_micro_steps_are_means(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven micro-steps in columns of three; one of them has no load in the second layer."""
-    monkeypatch.setattr(analysis_data, "MOST_COLUMNS", 3)
+    monkeypatch.setattr(page_data, "MOST_COLUMNS", 3)
     vio = [[0.0, 0.2], [0.5, 0.4], [1.0, 0.6], [0.25, 0.0], [0.25, np.nan], [1.0, 1.0], [0.75, 0.3]]
     counts = np.array([[[0, 0] if np.isnan(v) else [100 + 100 * v, 100 - 100 * v] for v in row] for row in vio])
     analysis = analyze(trace_counts_of(np.rint(counts)), ranks=2)
@@ -142,7 +142,7 @@ def test_hot_values_are_tokens_over_the_mean_experts() -> None:
 
 
 def test_a_map_of_many_micro_steps_has_evenly_chosen_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(analysis_data, "MOST_COLUMNS", 40)
+    monkeypatch.setattr(page_data, "MOST_COLUMNS", 40)
     loads, chosen = load_map(analysis_of_growing_skew())
     assert chosen.tolist() == list(range(0, 101, 3))
     assert loads.loads_MLR[:, 0].tolist() == [[100 + i, 100 - i] for i in range(0, 101, 3)]

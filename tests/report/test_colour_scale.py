@@ -6,8 +6,8 @@ import re
 
 import numpy as np
 
-from trimtab.report.colour_scale import ColourScale, hot_scale, load_scale, overlap_scale, vio_scale
 from trimtab.report.model import LoadMap
+from trimtab.report.page_data import ColourScale, hot_scale, load_scale, overlap_scale, vio_scale
 from trimtab.report.widgets import colour_legend, times
 
 

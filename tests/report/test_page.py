@@ -15,9 +15,8 @@ from helpers.reports import EVIL, crowded_report, edge_reports, some_report, som
 from trimtab.array_type import Array
 from trimtab.report.html import page_of, write_html
 from trimtab.report.model import LoadMap, Report, Timeline
-from trimtab.report.page_arrays import PageArrays
-from trimtab.report.payload import busiest_ranks
-from trimtab.report.table_data import Row, TableData
+from trimtab.report.page_data import PageArrays, busiest_ranks
+from trimtab.report.tables import Row, TableData
 from trimtab.simulator.recorded_operations import LANES
 
 VOID = {"meta", "link", "input", "br", "img"}

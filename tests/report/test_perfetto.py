@@ -16,7 +16,7 @@ import pytest
 from helpers.reports import KINDS, some_report
 from trimtab.errors import InputError
 from trimtab.report.model import Timeline
-from trimtab.report.perfetto import write_perfetto
+from trimtab.report.timelines import write_perfetto
 from trimtab.simulator.recorded_operations import LANES
 
 

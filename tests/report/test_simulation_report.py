@@ -13,16 +13,15 @@ from trimtab import ClusterSpec, RoutingTrace
 from trimtab.cluster import ModelSpec
 from trimtab.planner import SequenceCounts
 from trimtab.report.model import PolicyResult, Report
-from trimtab.report.policies_table import balance_and_replicas, policies_table
+from trimtab.report.policies_table import balance_and_replicas, policies_table, sweep_table
+from trimtab.report.sections import _memory_table, _parts_table
 from trimtab.report.simulation import answer, policy_results, setting_facts, simulation_report, table_title
-from trimtab.report.sweep import sweep_table
-from trimtab.report.table_data import TableData
-from trimtab.report.tables import _memory_table, _parts_table, balance_tables, plan_balance_table, trace_facts
+from trimtab.report.tables import TableData, balance_tables, plan_balance_table, trace_facts
 from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase, step_of
 from trimtab.simulator.expert_time import Balance
 from trimtab.simulator.simulated_case import SimulatedCase
-from trimtab.trace.in_memory import open_trace
+from trimtab.trace.store import open_trace
 
 MODEL = ModelSpec("small", num_experts=8, top_k=2, hidden_size=64, expert_width=32, moe_layers=6, vocab_size=100)
 STEP_S = {"static": 4.0, "eplb": 2.5, "trimtab": 2.0, "balanced": 1.6}
@@ -158,10 +157,11 @@ def test_a_sweep_has_the_times_of_each_balancer(simulated: SimulatedCase) -> Non
     table = sweep_table([replace(simulated, outcomes=quick)])
     assert table.title == "Milliseconds of a step in every case"
     assert table.rows[0].cells[2:] == ("trimtab 200", "yes", "200", "250", "400", "160")
-    # Neither trimtab nor eplb ran.
+    # Neither trimtab nor eplb ran: they have no columns.
     few = {name: quick[name] for name in ("static", "balanced")}
     table = sweep_table([replace(simulated, outcomes=few)])
-    assert table.rows[0].cells[2:] == ("static 400", "yes", "–", "–", "400", "160")
+    assert table.columns[-3:] == ("fits", "static", "ideal")
+    assert table.rows[0].cells[2:] == ("static 400", "yes", "400", "160")
     # Enough memory for all but one of the three balancers; the ideal run is none.
     most = max(outcome.peak_bytes for outcome in simulated.outcomes.values())
     greedy = replace(simulated.outcomes["eplb"], memory={"parameters": most + 2})

@@ -10,11 +10,17 @@ import numpy as np
 from rich.console import Console
 
 from helpers.reports import EVIL, some_policies
-from trimtab.report.notebook import notebook_html
 from trimtab.report.policies_table import balance_and_replicas, policies_table
-from trimtab.report.table_data import Row, TableData
-from trimtab.report.tables import SHOWN_LAYERS, facts, skew_table, terminal_table
-from trimtab.report.widgets import table
+from trimtab.report.tables import (
+    SHOWN_LAYERS,
+    Row,
+    TableData,
+    html_table,
+    notebook_html,
+    skew_table,
+    terminal_facts,
+    terminal_table,
+)
 from trimtab.trace import RoutingTrace
 from trimtab.trace.statistics import LayerSkew
 
@@ -27,7 +33,7 @@ def printed(*parts: object) -> str:
 
 def test_terminal_page_and_notebook_show_the_same_cells() -> None:
     data = policies_table(some_policies())
-    texts = (printed(terminal_table(data)), table(data), notebook_html("t", "a", [data]))
+    texts = (printed(terminal_table(data)), html_table(data), notebook_html("t", "a", [data]))
     for text in texts:
         assert [cell for row in data.rows for cell in (row.name, *row.cells) if cell not in text] == []
     assert 'class="ours"' in texts[1]
@@ -69,10 +75,10 @@ def test_rows_are_sorted_by_time_and_the_fastest_that_fits_is_marked() -> None:
 
 def test_markup_in_names_is_shown_as_text() -> None:
     data = TableData(EVIL, ("[red]", EVIL), (Row("[bold]name[/bold]", (EVIL,), layer=3),))
-    text = printed(terminal_table(data), facts([("[i]", "[b]")], "[u]"))
+    text = printed(terminal_table(data), terminal_facts([("[i]", "[b]")], "[u]"))
     assert all(name in text for name in ("[red]", "[bold]name[/bold]", "[i]", "[b]", "[u]"))
-    assert "<img" not in table(data)
-    assert 'data-layer="3"' in table(data)
+    assert "<img" not in html_table(data)
+    assert 'data-layer="3"' in html_table(data)
 
 
 def test_the_most_uneven_layers_come_first() -> None:

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trimtab.report.model import Timeline
-from trimtab.report.timeline_rows import rows_of
+from trimtab.report.timelines import rows_of
 
 OPERATIONS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 40), st.integers(0, 15)), min_size=0, max_size=40

@@ -29,7 +29,7 @@ def test_the_runtime_loads_what_it_needs() -> None:
     result = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
     modules, ours, classes = json.loads(result.stdout)
     assert [name for name in modules if name.startswith(NOT_NEEDED)] == []
-    assert len(ours) <= 136
+    assert len(ours) <= 130
     assert len(classes) <= 170
 
 

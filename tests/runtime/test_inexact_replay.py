@@ -25,7 +25,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.integrations.transformers.distributed_experts import auxiliary_loss
 from trimtab.runtime import ExpertLayer, Session
-from trimtab.runtime.rows.unread_rows import assign_unread
+from trimtab.runtime.rows.rank_load import assign_unread
 from trimtab.trace import RoutingTrace
 
 MICRO_STEPS, TOLERANCE = 2, 1e-12

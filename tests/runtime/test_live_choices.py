@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import PlanSettings
-from trimtab.runtime.live.balancer import LiveBalancer
-from trimtab.runtime.live.choices import choose_moves, choose_quotas, split_over
+from trimtab.runtime.live.balancer import LiveBalancer, choose_moves, choose_quotas, split_over
 from trimtab.runtime.live.policies import AGAIN_AFTER, TRIED, LivePolicy, Trials
 from trimtab.runtime.rows.physical_experts import InstanceReplicas
 from trimtab.runtime.state.expert_places import ExpertPlaces

@@ -21,10 +21,10 @@ from helpers.rank_tests import runs_on_ranks
 from trimtab.array_type import Array
 from trimtab.errors import RanksDisagreeError
 from trimtab.planner import Placement, plan_schedule
-from trimtab.runtime import Session, gated_experts
-from trimtab.runtime.state import move_price, moving
+from trimtab.runtime import Session, gated_experts, rank_experts
+from trimtab.runtime.rank_experts import MovePrice
+from trimtab.runtime.state import moving
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.state.move_price import MovePrice
 
 LAYERS, HOMES, HIDDEN, WIDTH = 3, 4, 12, 5
 # Shapes of one expert's tensors.
@@ -271,7 +271,7 @@ def test_price_is_that_of_the_slowest_rank_and_of_most_bytes() -> None:
         return price.s_per_byte
 
     with (
-        mock.patch.object(move_price, "time", SimpleNamespace(perf_counter=lambda: clock["seconds"])),
+        mock.patch.object(rank_experts, "time", SimpleNamespace(perf_counter=lambda: clock["seconds"])),
         mock.patch.object(dist, "all_to_all_single", wait_for_others),
     ):
         assert measure(50) == pytest.approx(0.1 / 100)

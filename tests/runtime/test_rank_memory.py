@@ -19,8 +19,8 @@ from helpers.moe_model import TinyMoE
 from helpers.planned_steps import Step, make, rows_of
 from helpers.random_plans import random_plan
 from helpers.rank_tests import runs_on_ranks
+from trimtab.runtime.plan_report import RankMemory
 from trimtab.runtime.rank_experts import RankExperts
-from trimtab.runtime.rank_memory import RankMemory
 
 ROUNDS = 20
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers.ring_harness import Harness, visit_randomly
-from trimtab.runtime.transfer import visits
+from trimtab.runtime.transfer import ring
 
 
 def one_each(num_micro_steps: int, num_layers: int) -> list[list[list[int]]]:
@@ -55,10 +55,10 @@ def one_forward_one_backward(harness: Harness, num_micro_steps: int, warm_up: in
 
 
 @pytest.mark.parametrize("warm_up", [0, 1, 3])
-@pytest.mark.parametrize("kept", [visits.KEPT_EVENTS, 150])
+@pytest.mark.parametrize("kept", [ring.KEPT_EVENTS, 150])
 def test_order_of_a_schedule_is_predicted(warm_up: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second step on, replicas are prefetched for all layers except the step's first. The log is shortened."""
-    monkeypatch.setattr(visits, "KEPT_EVENTS", kept)
+    monkeypatch.setattr(ring, "KEPT_EVENTS", kept)
     harness = Harness(one_each(6, 4), places=3)
     one_forward_one_backward(harness, 6, warm_up)
     harness.late.clear()

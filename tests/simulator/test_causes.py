@@ -14,7 +14,7 @@ from trimtab.cluster import Layout
 from trimtab.cluster.operations import OperationCosts
 from trimtab.planner.plan.rank_work import RankWork
 from trimtab.planner.plan.step_times import dense_seconds
-from trimtab.report.waterfall import CHANGES, waterfall_rows
+from trimtab.report.policies_table import CHANGES, waterfall_rows
 from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.pipeline import BUBBLE

@@ -22,7 +22,7 @@ from trimtab.simulator.resampling import RecordedStep, ResampledTrace, resample,
 from trimtab.simulator.step import StepSettings
 from trimtab.simulator.token_replay import count_transfers
 from trimtab.trace import synthesize
-from trimtab.trace.in_memory import open_trace
+from trimtab.trace.store import open_trace
 
 
 def recorded(lengths: list[int], prompts: list[int], tokens: int) -> RecordedStep:

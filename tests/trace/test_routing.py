@@ -1,17 +1,20 @@
-"""`RoutingTrace`: shapes, ids, selection and concatenation."""
+"""`RoutingTrace`: shapes, ids, selection and concatenation; its skew, and experts in random order."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab import InputError, RoutingTrace
-from trimtab.trace import hash_tokens, id_dtype, no_route, synthesize
+from trimtab import InputError, RoutingTrace, write_trace
+from trimtab.trace import TraceReader, hash_tokens, id_dtype, no_route, store, synthesize
 from trimtab.trace.counting import count_experts
+from trimtab.trace.permuted_experts import permute_experts
+from trimtab.trace.statistics import layer_skew
 
 
 def small_trace(num_experts: int = 8) -> RoutingTrace:
@@ -116,3 +119,43 @@ def test_synthetic_popularity_follows_the_exponent() -> None:
     for layer in range(2):
         counts = np.bincount(trace.expert_ids[:, layer, 0], minlength=4)
         assert np.sort(counts)[::-1] / 10_000 == pytest.approx(np.array([12, 6, 4, 3]) / 25, abs=0.02)
+
+
+def test_skew_equals_a_computation_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "ROW_GROUP_BYTES", 1)
+    nothing = [255, 255]
+    sequences = [[[[0, 1], [4, 3]], [[0, 2], nothing]], [[[1, 0], nothing]], [[nothing, [3, 4]], [[0, 4], [3, 4]]]]
+    write_trace(RoutingTrace.from_sequences(sequences, num_experts=5), tmp_path / "trace.parquet")
+    reader = TraceReader(tmp_path / "trace.parquet")
+    assert len(list(reader.chunks())) == 3
+    skew, unknown = layer_skew(reader)
+    assert unknown == 3
+    assert skew.token_counts_LE.tolist() == [[4, 2, 1, 0, 1], [0, 0, 0, 3, 3]]
+    # 8 and 6 tokens, 1.6 and 1.2 by expert; of five experts, two are the busier half.
+    np.testing.assert_allclose(skew.hottest_over_mean_L, [2.5, 2.5])
+    np.testing.assert_allclose(skew.busier_half_share_L, [0.75, 1.0])
+
+
+@given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 12), st.integers(0, 2**32))
+def test_every_layer_keeps_its_counts_in_one_other_order(rows: int, layers: int, experts: int, seed: int) -> None:
+    counts = np.random.default_rng(seed).integers(0, 1000, (rows, 2, layers, experts)).astype(np.uint16)
+    # Marks every column, to find it again.
+    marked = np.concatenate((np.broadcast_to(np.arange(experts, dtype=np.uint16), (1, 2, layers, experts)), counts))
+    permuted = permute_experts(marked, seed)
+    assert permuted.dtype == counts.dtype
+    assert permuted.shape == marked.shape
+    order_LE = permuted[0, 0].astype(np.int64)
+    for layer in range(layers):
+        assert np.array_equal(np.sort(order_LE[layer]), np.arange(experts))
+        assert np.array_equal(permuted[..., layer, :], marked[..., layer, :][..., order_LE[layer]])
+    assert np.array_equal(permute_experts(marked, seed), permuted)
+
+
+def test_layers_and_seeds_have_orders_of_their_own() -> None:
+    counts = np.tile(np.arange(64), (2, 1))
+    first, second = permute_experts(counts, 0), permute_experts(counts, 1)
+    assert not np.array_equal(first, counts)
+    assert not np.array_equal(first[0], first[1])
+    assert not np.array_equal(first, second)
+    # A layer's order does not depend on how many layers follow.
+    assert np.array_equal(permute_experts(counts[:1], 0), first[:1])

@@ -1,8 +1,9 @@
-"""The Parquet store: traces round-trip, and damaged files are refused in one line."""
+"""The Parquet store: traces round-trip, damaged files are refused in one line, and memory reads like a file."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from trimtab import InputError, RoutingTrace, read_trace, write_trace
-from trimtab.trace import TraceReader, no_route
-from trimtab.trace.store import named_files
+from helpers.traces import odd_trace
+from trimtab import InputError, RoutingTrace, TraceReader, read_trace, write_trace
+from trimtab.trace import id_dtype, no_route
+from trimtab.trace.row_groups import decode, encode
+from trimtab.trace.store import MemoryReader, named_files, open_trace
 
 
 def random_trace(num_experts: int, seed: int = 0) -> RoutingTrace:
@@ -160,3 +165,70 @@ def test_damaged_files_are_refused_or_read_whole(tmp_path: Path) -> None:
             assert "\n" not in str(error)
             assert "trace.parquet" in str(error)
     assert refused > 100
+
+
+@settings(max_examples=80)
+@given(
+    rows=st.integers(0, 200),
+    num_experts=st.sampled_from([1, 8, 255, 256, 65535]),
+    top_k=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_ids_come_back_sorted(rows: int, num_experts: int, top_k: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    top_k = min(top_k, num_experts)
+    dtype, nothing = id_dtype(num_experts), no_route(num_experts)
+    ids = np.array([rng.permutation(num_experts)[:top_k] for _ in range(rows)], dtype).reshape(rows, top_k)
+    ids[rng.random(rows) < 0.2] = nothing
+    coded, again = np.empty_like(ids), np.empty_like(ids)
+    encode(ids, coded)
+    assert decode(coded, num_experts, nothing, again) == -1
+    assert np.array_equal(again, np.sort(ids, axis=1))
+
+
+@pytest.mark.parametrize(
+    "row", [[3, 3], [7, 8], [9, 1], [255, 7], [254, 255]], ids=["twice", "beyond", "first beyond", "half known", "odd"]
+)
+def test_invalid_rows_are_found(row: list[int]) -> None:
+    ids = np.array([[1, 2], [255, 255], row, [9, 9]], np.uint8)
+    coded, again = np.empty_like(ids), np.empty_like(ids)
+    encode(ids, coded)
+    assert decode(coded, 8, 255, again) == 2
+
+
+@pytest.mark.parametrize(
+    "row", [[8, 0], [255, 3], [255, 255], [1, 0], [1, 7], [1, 255]], ids=lambda row: "+".join(map(str, row))
+)
+def test_invalid_encoded_rows_are_found(row: list[int]) -> None:
+    """Differences as a damaged file may hold them: of 8 experts, the first beyond, more after none, too far on."""
+    coded = np.array([[1, 6], [255, 0], row], np.uint8)
+    assert decode(coded, 8, 255, np.empty_like(coded)) == 2
+    assert decode(coded[:2], 8, 255, np.empty_like(coded[:2])) == -1
+
+
+def test_an_id_out_of_range_is_found_in_top_1() -> None:
+    coded = np.array([[8]], np.uint8)
+    assert [decode(coded, experts, 255, np.empty_like(coded)) for experts in (8, 9)] == [0, -1]
+
+
+def same(one: RoutingTrace, other: RoutingTrace) -> bool:
+    return all(np.array_equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(RoutingTrace))
+
+
+def test_a_trace_in_memory_reads_like_its_file(tmp_path: Path) -> None:
+    trace = odd_trace(3)
+    write_trace(trace, tmp_path / "t.parquet")
+    file, memory = TraceReader(tmp_path / "t.parquet"), open_trace(trace)
+    assert isinstance(memory, MemoryReader)
+    assert same(file.empty, memory.empty)
+    for step in (None, 0, 1):
+        assert same(file.read(step), memory.read(step))
+    assert same(RoutingTrace.concatenate(list(file.chunks())), RoutingTrace.concatenate(list(memory.chunks())))
+    for field in fields(file.facts):
+        assert np.array_equal(getattr(file.facts, field.name), getattr(memory.facts, field.name))
+    assert not memory.files
+    with pytest.raises(InputError, match="trace in memory: no step 7; it has steps 0 to 1"):
+        memory.read(7)
+    # Sorted ids are not copied.
+    from_file = file.read()
+    assert MemoryReader(from_file).read() is from_file

@@ -9,21 +9,22 @@ import numpy as np
 
 from trimtab.analysis.balance import (
     Balance,
+    DomainSkew,
     SizeBalance,
     Stability,
     balance,
     by_size,
+    domain_overlap,
+    domain_skew,
     home_loads,
     known_mean,
     max_over_mean_or_nan,
     rank_numbers,
     stability,
 )
-from trimtab.analysis.cost_estimate import CostEstimate, estimate_cost
-from trimtab.analysis.domains import DomainSkew, domain_overlap, domain_skew
+from trimtab.analysis.cost_estimate import CostEstimate, PermutedIds, estimate_cost, permuted_ids
 from trimtab.analysis.fixed_placements import PlacementComparison, compare_placements
 from trimtab.analysis.hot_experts import HOT_FACTOR, HotExperts, hot_experts
-from trimtab.analysis.permuted_ids import PermutedIds, permuted_ids
 from trimtab.analysis.trace_counts import TraceCounts
 from trimtab.array_type import Array
 from trimtab.errors import InputError
@@ -74,11 +75,7 @@ class Analysis:
 
 
 def analyze(
-    counts: TraceCounts,
-    *,
-    ranks: int,
-    ranks_per_node: int | None = None,
-    case: ComparisonCase | None = None,
+    counts: TraceCounts, *, ranks: int, ranks_per_node: int | None = None, case: ComparisonCase | None = None
 ) -> Analysis:
     """Figures of a trace that need no plan.
 

@@ -109,7 +109,7 @@ def notes(analysis: Analysis) -> list[str]:
     counts, estimate = analysis.counts, analysis.estimate
     texts = [
         "Homes are contiguous (static), and sequences are packed into micro-steps as in trimtab plan. max_vio is "
-        "max/mean - 1 of rank loads, balancedness is mean/max.",
+        "max/mean - 1 of rank loads, balancedness is mean/max."
     ]
     if analysis.ranks > 1:
         texts.append(

@@ -7,22 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.api.arguments import (
-    ModelSource,
-    Overrides,
-    check_choice,
-    check_one_size,
-    check_optional,
-    check_ranks,
-    check_whole,
-    layout_of,
-    model_of,
-    recomputed,
-)
+from trimtab.api.arguments import ModelSource, Overrides, check_run, layout_of, model_of, nodes_of, ranks_of, recomputed
 from trimtab.api.result_summary import Summarised, Summary
-from trimtab.api.steps import default_ranks, read_steps, spread_layers, with_dispatcher
-from trimtab.cluster import load_cluster
-from trimtab.cluster.parallel_layout import SHARDINGS, ZERO1
+from trimtab.api.steps import read_steps, spread_layers
+from trimtab.cluster.parallel_layout import ZERO1
 from trimtab.errors import InputError
 from trimtab.report.advice import Advice, StrategyFigures, advice_table, first_answer
 from trimtab.report.html import write_html
@@ -36,8 +24,7 @@ from trimtab.simulator.memory import largest_micro_batch
 from trimtab.simulator.step import StepSettings
 from trimtab.simulator.strategies import ALL, EPLB, NOTHING, STRATEGIES, RunStrategy
 from trimtab.trace import RoutingTrace
-from trimtab.trace.in_memory import open_trace
-from trimtab.trace.store import Source
+from trimtab.trace.store import Source, open_trace
 
 # Layers and steps that are simulated, and drawings of scaled steps.
 MOST_LAYERS, MOST_STEPS, DRAWS = 8, 2, 2
@@ -133,24 +120,14 @@ def advise(
     Raises:
         InputError: as `simulate`.
     """
-    check_one_size(token_budget, micro_steps)
-    check_whole(1, groups=groups, mini_batches=mini_batches, draws=draws)
-    check_whole(0, slots=slots)
-    check_optional(
-        1, ranks=ranks, ranks_per_node=ranks_per_node, micro_steps=micro_steps, token_budget=token_budget, steps=steps,
-        step_tokens=step_tokens,
-    )  # fmt: skip
-    check_optional(0, step=step)
-    check_choice("sharding", sharding, SHARDINGS)
+    check_run(locals())
     if gpu_hour is not None and not gpu_hour >= 0:
         raise InputError(f"gpu_hour: {gpu_hour!r} should be 0 or more")
     reader = open_trace(trace)
-    ranks = default_ranks(reader.empty) if ranks is None else ranks
-    check_ranks(reader.empty, ranks, reader.name)
+    ranks = ranks_of(reader.empty, reader.name, ranks)
     spec = model_of(reader.name, reader.empty, model, overrides)
     layout = layout_of(spec, [ranks], groups=groups, tp=tp, pp=pp, cp=cp)
-    nodes = load_cluster(cluster, ranks=ranks, slots_per_rank=slots, ranks_per_node=ranks_per_node)
-    nodes = with_dispatcher(nodes, dispatcher)
+    nodes = nodes_of(cluster, ranks, slots, ranks_per_node, dispatcher)
     recorded = read_steps(reader, step=step, steps=steps, step_tokens=step_tokens, sampled=sampled)
     if steps is None:
         recorded = replace(recorded, measured=min(recorded.measured, MOST_STEPS))

@@ -18,27 +18,24 @@ from trimtab.api.arguments import (
     ModelSource,
     Overrides,
     check_choice,
-    check_one_size,
-    check_optional,
-    check_ranks,
-    check_whole,
+    check_run,
     layout_of,
     model_or_none,
+    nodes_of,
+    ranks_of,
     recomputed,
 )
 from trimtab.api.result_summary import Summarised, Summary
-from trimtab.api.steps import default_ranks, read_steps, with_dispatcher
-from trimtab.cluster import load_cluster
+from trimtab.api.steps import read_steps
 from trimtab.report.analysis_tables import balance_table, placements_table, setting_facts
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import FORMATS, Imbalance
 from trimtab.report.model import AnalysisReport
-from trimtab.report.notebook import facts_table
 from trimtab.report.number_text import plural
+from trimtab.report.tables import facts_table
 from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace
-from trimtab.trace.in_memory import MemoryReader, open_trace
-from trimtab.trace.store import Source
+from trimtab.trace.store import MemoryReader, Source, open_trace
 
 # Ids of a trace that is held in memory, and simulated for seconds. Larger ones are only counted, a chunk at a time.
 MOST_BYTES = 1 << 30
@@ -77,12 +74,6 @@ class AnalysisResult(Summarised):
     def imbalance(self) -> Imbalance:
         counts = self.analysis.counts
         return Imbalance({"static": self.analysis.loads_MLR}, counts.layer_indices, counts.step_M)
-
-    def to_pandas(self) -> Any:
-        """A `DataFrame` with a row for each instance: `plan` (`static`), `step`, `micro_step`, `layer`, `tokens`,
-        `busiest_rank`, `max_over_mean`. Needs pandas, as in `pip install 'trimtab[plot]'`.
-        """
-        return self.imbalance.to_pandas()
 
     def write_figures(self, folder: str | os.PathLike[str], format: str = "pdf") -> list[Path]:
         """Write the pictures of `plot` into a folder, as `trimtab analyze --figures` does. Returns the files.
@@ -158,19 +149,13 @@ def analyze(
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
             not of the model, or does not fit the ranks or the token budget.
     """
-    check_optional(1, ranks=ranks, ranks_per_node=ranks_per_node, token_budget=token_budget, micro_steps=micro_steps)
-    check_optional(0, step=step)
-    check_whole(1, jobs=jobs)
-    check_optional(1, steps=steps, step_tokens=step_tokens)
-    check_one_size(token_budget, micro_steps)
+    check_run(locals())
     if counts is not None:
         token_budget, micro_steps = counts.token_budget, None
     reader = files = open_trace(trace)
-    ranks = default_ranks(reader.empty) if ranks is None else ranks
-    check_ranks(reader.empty, ranks, reader.name)
+    ranks = ranks_of(reader.empty, reader.name, ranks)
     # Static placement has no replicas.
-    spec = load_cluster(cluster, ranks=ranks, slots_per_rank=0, ranks_per_node=ranks_per_node)
-    spec = with_dispatcher(spec, dispatcher)
+    spec = nodes_of(cluster, ranks, 0, ranks_per_node, dispatcher)
     fitting = model_or_none(reader.name, reader.empty, model, overrides)
     ids_bytes = int(reader.facts.lengths.sum()) * reader.empty.num_layers * reader.empty.top_k
     is_small = ids_bytes * reader.empty.expert_ids.itemsize <= MOST_BYTES

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, SupportsIndex
 
 import numpy as np
 
-from trimtab.cluster import Layout, ModelSpec, load_model, model_like, preset_of_label
-from trimtab.cluster.parallel_layout import GRANULARITIES, Checkpointing
+from trimtab.cluster import ClusterSpec, Layout, ModelSpec, load_cluster, load_model, model_like, preset_of_label
+from trimtab.cluster.parallel_layout import GRANULARITIES, SHARDINGS, Checkpointing
 from trimtab.errors import InputError
 from trimtab.trace import RoutingTrace
 from trimtab.trace.message_text import clip
 
 ModelSource = ModelSpec | str | os.PathLike[str]
 Overrides = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+# Least values of arguments that are whole numbers, choices of others, and those that may be None.
+LEAST = {"slots": 0, "step": 0} | dict.fromkeys(
+    ("ranks", "ranks_per_node", "groups", "micro_steps", "token_budget", "mini_batches", "steps", "step_tokens", "tp",
+     "pp", "cp", "jobs", "draws", "max_rows_per_rank"), 1
+)  # fmt: skip
+# What is sent to a node: every row, or a token once; see `ClusterSpec.dispatch_forwards`.
+DISPATCHERS = {"rows": False, "tokens": True}
+GROUPS_MEET = ("layer", "step")
+CHOICES: dict[str, Iterable[str]] = {"dispatcher": DISPATCHERS, "sharding": SHARDINGS, "groups_meet": GROUPS_MEET}
+MAY_BE_NONE = (
+    "ranks", "ranks_per_node", "micro_steps", "token_budget", "step", "steps", "step_tokens", "dispatcher",
+    "max_rows_per_rank",
+)  # fmt: skip
 
 log = logging.getLogger("trimtab")
 
@@ -36,17 +52,27 @@ def check_optional(least: int, **values: object) -> None:
     check_whole(least, **{name: value for name, value in values.items() if value is not None})
 
 
+def check_run(arguments: Mapping[str, Any]) -> None:
+    """Check the arguments that `LEAST` and `CHOICES` have, and that at most one of them gives the size of a micro-step.
+
+    Raises:
+        InputError: if one is out of range.
+    """
+    for name, value in arguments.items():
+        if name in LEAST and not (value is None and name in MAY_BE_NONE):
+            check_whole(LEAST[name], **{name: value})
+        if name in CHOICES and not (value is None and name in MAY_BE_NONE):
+            check_choice(name, value, CHOICES[name])
+    # Each fixes the other.
+    if arguments["token_budget"] is not None and arguments["micro_steps"] is not None:
+        raise InputError("micro_steps: not allowed with argument token_budget")
+
+
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raise InputError unless the value is one of the choices."""
     choices = list(choices)
     if value not in choices:
         raise InputError(f"{name}: invalid choice: {value!r} (choose from {', '.join(choices)})")
-
-
-def check_one_size(token_budget: object, micro_steps: object) -> None:
-    """Raise InputError if both are given: each fixes the other."""
-    if token_budget is not None and micro_steps is not None:
-        raise InputError("micro_steps: not allowed with argument token_budget")
 
 
 def layout_of(model: ModelSpec, ranks: Iterable[int], *, groups: int, tp: int, pp: int, cp: int) -> Layout:
@@ -55,7 +81,6 @@ def layout_of(model: ModelSpec, ranks: Iterable[int], *, groups: int, tp: int, p
     Raises:
         InputError: if such a run can't exist; it names the nearest values that can.
     """
-    check_whole(1, tp=tp, pp=pp, cp=cp)
     layout = Layout(tp, pp, cp)
     for each in ranks:
         layout.check(model, each, groups)
@@ -70,14 +95,29 @@ def recomputed(checkpointing: bool | str) -> Checkpointing:
     return GRANULARITIES[checkpointing]
 
 
-def check_ranks(trace: RoutingTrace, ranks: int, name: str) -> None:
-    """Raise InputError unless the ranks divide the experts of the trace, called `name`."""
+def nodes_of(
+    cluster: str | os.PathLike[str], ranks: int, slots: int, ranks_per_node: int | None, dispatcher: str | None
+) -> ClusterSpec:
+    """The ranks' cluster: a preset or a file, with another dispatcher if one is given."""
+    nodes = load_cluster(cluster, ranks=ranks, slots_per_rank=slots, ranks_per_node=ranks_per_node)
+    return nodes if dispatcher is None else replace(nodes, dispatch_forwards=DISPATCHERS[dispatcher])
+
+
+def ranks_of(trace: RoutingTrace, name: str, ranks: int | None) -> int:
+    """The given ranks, or the largest power of two up to 16 that divides the experts of the trace, called `name`.
+
+    Raises:
+        InputError: if the given ranks don't divide them.
+    """
+    if ranks is None:
+        return math.gcd(trace.num_experts, 16)
     if trace.num_experts % ranks:
         divisors = [str(each) for each in range(1, trace.num_experts + 1) if trace.num_experts % each == 0]
         raise InputError(
             f"--ranks {ranks} doesn't divide the {trace.num_experts} experts of {name}; "
             f"use one of {', '.join(divisors)}"
         )
+    return ranks
 
 
 def numbers(value: int | Sequence[int]) -> list[int]:

@@ -6,27 +6,16 @@ import os
 import time
 
 from trimtab.analysis.trace_counts import DEFAULT_BUDGET
-from trimtab.api.arguments import (
-    ModelSource,
-    Overrides,
-    check_choice,
-    check_one_size,
-    check_optional,
-    check_ranks,
-    check_whole,
-    model_or_none,
-)
+from trimtab.api.arguments import ModelSource, Overrides, check_choice, check_run, model_or_none, nodes_of, ranks_of
 from trimtab.api.plan_result import PlanResult
-from trimtab.api.steps import default_ranks, with_dispatcher
-from trimtab.cluster import ClusterSpec, StepCosts, load_cluster
+from trimtab.cluster import ClusterSpec, StepCosts
 from trimtab.errors import InputError
 from trimtab.planner import Placement, PlanSettings, SequenceCounts, StepPlan, Workload, pack_by_length
 from trimtab.policies import POLICIES, Policy, View, make_view
 from trimtab.policies.trimtab import Trimtab
 from trimtab.simulator.comparison_case import budget_for
 from trimtab.trace import RoutingTrace, TraceReader
-from trimtab.trace.in_memory import open_trace
-from trimtab.trace.store import Source
+from trimtab.trace.store import Source, open_trace
 
 
 def plan(
@@ -67,23 +56,16 @@ def plan(
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
             not of the model, or does not fit the ranks or the token budget.
     """
-    check_whole(1, groups=groups)
-    check_whole(0, slots=slots)
-    check_optional(1, ranks=ranks, ranks_per_node=ranks_per_node, token_budget=token_budget, micro_steps=micro_steps)
-    check_optional(0, step=step)
-    check_one_size(token_budget, micro_steps)
+    check_run(locals())
     check_choice("policy", policy, sorted(POLICIES))
-    check_optional(1, max_rows_per_rank=max_rows_per_rank)
     balancer = POLICIES[policy]
     if max_rows_per_rank is not None or exact:
         if policy != "trimtab":
             raise InputError(f"max_rows_per_rank and exact are for policy trimtab; the policy is {policy}")
         balancer = Trimtab(PlanSettings(max_rows_per_rank=max_rows_per_rank, exact=exact))
     reader = open_trace(trace)
-    ranks = default_ranks(reader.empty) if ranks is None else ranks
-    check_ranks(reader.empty, ranks, reader.name)
-    nodes = load_cluster(cluster, ranks=ranks, slots_per_rank=slots, ranks_per_node=ranks_per_node)
-    nodes = with_dispatcher(nodes, dispatcher)
+    ranks = ranks_of(reader.empty, reader.name, ranks)
+    nodes = nodes_of(cluster, ranks, slots, ranks_per_node, dispatcher)
     step_trace = _one_step(reader, step)
     spec = model_or_none(reader.name, step_trace, model, overrides)
     costs = None
@@ -122,6 +104,7 @@ def plan(
         model=spec,
         counting_s=counting_ended - start,
         planning_s=planning_ended - counting_ended,
+        costs=costs,
         groups=groups,
     )
 

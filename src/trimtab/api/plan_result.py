@@ -11,18 +11,16 @@ import numpy as np
 
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.array_type import Array
-from trimtab.cluster import ClusterSpec, ModelSpec
+from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts
 from trimtab.figures import by_key, computed
 from trimtab.planner import StepPlan, Workload
 from trimtab.planner.plan.bounds import gap_to_bound
-from trimtab.planner.plan.prediction import cross_node_rows
+from trimtab.planner.plan.prediction import cross_node_rows, predict
 from trimtab.planner.plan.solver import why_no_solver
 from trimtab.planner.replicas.paths import HOST
 from trimtab.report.imbalance import Imbalance
-from trimtab.report.notebook import facts_table
 from trimtab.report.number_text import bytes_text, plural, seconds
-from trimtab.report.table_data import Facts
-from trimtab.report.tables import plan_balance_table
+from trimtab.report.tables import Facts, facts_table, plan_balance_table
 from trimtab.simulator import Balance, expert_time, summarise_balance
 from trimtab.trace import RoutingTrace
 
@@ -50,6 +48,7 @@ class PlanResult(Summarised):
         model: to count bytes; None if it is not known.
         counting_s: seconds taken by counting, without numba's compilation.
         planning_s: seconds taken by planning, without numba's compilation.
+        costs: of a step, to predict seconds; None if the model is not known.
         groups: expert-parallel groups that share out the micro-steps.
     """
 
@@ -65,6 +64,7 @@ class PlanResult(Summarised):
     model: ModelSpec | None
     counting_s: float
     planning_s: float
+    costs: StepCosts | None = None
     groups: int = 1
 
     @cached_property
@@ -161,12 +161,23 @@ class PlanResult(Summarised):
     @computed("s", key="predicted_s")
     def predicted_seconds(self) -> dict[str, float]:
         """Predicted time of a step of the whole model by strategy, the least first; empty if the balancer predicts
-        none. Several groups share out the micro-steps; the sum of gradients over them is counted too little."""
+        none. Several groups share out the micro-steps."""
         layers = self.model.moe_layers / self.plan.num_layers if self.model else 1.0
         share = -(-self.num_micro_steps // self.groups) / self.num_micro_steps
-        once_s = self._settings["costs"]["operations"]["optimizer_s"] if share < 1 else 0.0
+        once_s = self._seconds_once
         predicted = self._settings.get("predicted_s", {})
         return {name: layers * (once_s + share * (step_s - once_s)) for name, step_s in predicted.items()}
+
+    @property
+    def _seconds_once(self) -> float:
+        """What a step takes however many groups share its micro-steps out: the optimizer, sums of gradients that no
+        backward hides, and moves."""
+        if self.costs is None or self.groups == 1:
+            return 0.0
+        lengths = [self.trace.sequence_lengths]
+        before_LE = self.static_plan.home
+        parts_s = predict([self.plan], [self.workload_after], self.costs, lengths=lengths, before_LE=before_LE).parts_s
+        return parts_s["optimizer"] + parts_s["migration"]
 
     @computed("us", key="us_per_instance")
     def us_per_instance(self) -> float:
@@ -294,12 +305,6 @@ class PlanResult(Summarised):
     def imbalance(self) -> Imbalance:
         loads = {"static": self.loads_before_MLR, self.policy: self.loads_after_MLR}
         return Imbalance(loads, self.trace.layer_indices, int(self.trace.steps[0]))
-
-    def to_pandas(self) -> Any:
-        """A `DataFrame` with a row for each instance without and with the plan: `plan`, `step`, `micro_step`, `layer`,
-        `tokens`, `busiest_rank`, `max_over_mean`. Needs pandas, as in `pip install 'trimtab[plot]'`.
-        """
-        return self.imbalance.to_pandas()
 
     def summary(self) -> Summary:
         before, after = self.balance_before, self.balance_after

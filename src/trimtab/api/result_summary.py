@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.report.imbalance import Imbalance
-from trimtab.report.notebook import notebook_html
-from trimtab.report.table_data import TableData
+from trimtab.report.tables import TableData, notebook_html
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,13 @@ class Summarised(ABC):
             InputError: if there is no such kind, or matplotlib is not installed.
         """
         return self.imbalance.plot(kind, ax)
+
+    def to_pandas(self) -> Any:
+        """A `DataFrame` with a row for each instance without and with a plan: `plan` (`static`, or the balancer),
+        `step`, `micro_step`, `layer`, `tokens`, `busiest_rank`, `max_over_mean`. Needs pandas, as in
+        `pip install 'trimtab[plot]'`.
+        """
+        return self.imbalance.to_pandas()
 
     def __repr__(self) -> str:
         shown = self.summary()

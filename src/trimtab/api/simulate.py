@@ -13,36 +13,32 @@ from trimtab.api.arguments import (
     ModelSource,
     Overrides,
     check_choice,
-    check_one_size,
-    check_optional,
-    check_ranks,
-    check_whole,
+    check_run,
     layout_of,
     model_of,
+    nodes_of,
     numbers,
+    ranks_of,
     recomputed,
     split_names,
 )
 from trimtab.api.result_summary import Summarised, Summary
-from trimtab.api.steps import DISPATCHERS, default_ranks, read_steps, with_dispatcher
-from trimtab.cluster import load_cluster
-from trimtab.cluster.parallel_layout import SHARDINGS, ZERO1
+from trimtab.api.steps import read_steps
+from trimtab.cluster.parallel_layout import ZERO1
 from trimtab.errors import InputError
 from trimtab.policies import POLICIES
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance, need
 from trimtab.report.number_text import plural
-from trimtab.report.policies_table import policies_table
+from trimtab.report.policies_table import policies_table, sweep_table
 from trimtab.report.simulation import answer, fitting_first, policy_results, simulation_report, table_title
-from trimtab.report.sweep import sweep_table
 from trimtab.simulator.comparison import Outcome, permuted_steps, simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase, trace_hash
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
 from trimtab.simulator.step import WAITING, StepSettings
 from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import RoutingTrace
-from trimtab.trace.in_memory import open_trace
-from trimtab.trace.store import Source
+from trimtab.trace.store import Source, open_trace
 
 log = logging.getLogger("trimtab")
 # Simulated by default.
@@ -53,7 +49,6 @@ NEEDED = ("static", "balanced")
 ALL = "all"
 # Simulated again with permuted expert ids.
 PERMUTED_POLICIES = ("static", "eplb", "trimtab", "balanced")
-GROUPS_MEET = ("layer", "step")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -243,23 +238,28 @@ def simulate(
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
             not of the model, or does not fit the ranks, the token budget or the micro-steps.
     """
-    reader = open_trace(trace)
-    ranks = default_ranks(reader.empty) if ranks is None else ranks
-    every = _combinations(ranks, slots, micro_steps, token_budget, dispatcher)
+    arguments, reader = locals(), open_trace(trace)
+    sizes: Sequence[int | None] = [None] if micro_steps is None else numbers(micro_steps)
+    sent: Sequence[str | None] = [None] if dispatcher is None else split_names(dispatcher)
+    several = (
+        numbers(ranks_of(reader.empty, reader.name, None) if ranks is None else ranks),
+        numbers(slots),
+        sizes,
+        sent,
+    )
+    every, clusters = list(itertools.product(*several)), []
     names = _names(policies)
-    check_whole(1, mini_batches=mini_batches, groups=groups)
-    check_optional(1, ranks_per_node=ranks_per_node)
-    check_optional(0, step=step)
-    check_optional(1, steps=steps, step_tokens=step_tokens)
-    check_choice("groups_meet", groups_meet, GROUPS_MEET)
-    check_choice("sharding", sharding, SHARDINGS)
+    if not every:
+        raise InputError("ranks, slots, micro_steps and dispatcher: expected at least one value each")
+    for values in every:
+        check_run(arguments | dict(zip(("ranks", "slots", "micro_steps", "dispatcher"), values, strict=True)))
+        ranks_of(reader.empty, reader.name, values[0])
+        clusters.append(nodes_of(cluster, values[0], values[1], ranks_per_node, values[3]))
 
     recorded = read_steps(reader, step=step, steps=steps, step_tokens=step_tokens, sampled=sampled)
     step_trace = recorded.last
     spec = model_of(reader.name, step_trace, model, overrides)
-    for case_ranks, *_ in every:
-        check_ranks(step_trace, case_ranks, reader.name)
-    layout = layout_of(spec, [case_ranks for case_ranks, *_ in every], groups=groups, tp=tp, pp=pp, cp=cp)
+    layout = layout_of(spec, several[0], groups=groups, tp=tp, pp=pp, cp=cp)
     most = max(numbers(micro_steps or 1))
     fewest = min((part.trace for part in recorded.recorded[-recorded.measured :]), key=lambda part: part.num_sequences)
     if most > fewest.num_sequences and not recorded.is_scaled:
@@ -267,71 +267,29 @@ def simulate(
             f"--micro-steps {most}: step {fewest.steps[0]} of {reader.name} has "
             f"{plural(fewest.num_sequences, 'sequence')}; every micro-step needs one"
         )
-    clusters = [
-        load_cluster(cluster, ranks=case_ranks, slots_per_rank=case_slots, ranks_per_node=ranks_per_node)
-        for case_ranks, case_slots, *_ in every
-    ]
-
     total = len(every) * (len(names) + 1)
     cases: list[SimulatedCase] = []
-    for (case_ranks, case_slots, size, sent), nodes in zip(every, clusters, strict=True):
+    settings = StepSettings(
+        groups=groups, meet=groups_meet, recompute=recompute, sharding=sharding,
+        checkpointing=recomputed(checkpointing), layout=layout,
+    )  # fmt: skip
+    for (case_ranks, case_slots, size, sends), nodes in zip(every, clusters, strict=True):
         case = recorded.case(
-            with_dispatcher(nodes, sent),
-            spec,
-            StepSettings(
-                groups=groups,
-                meet=groups_meet,
-                recompute=recompute,
-                sharding=sharding,
-                checkpointing=recomputed(checkpointing),
-                layout=layout,
-            ),
-            micro_steps=size,
-            token_budget=token_budget,
-            mini_batches=mini_batches,
+            nodes, spec, settings, micro_steps=size, token_budget=token_budget, mini_batches=mini_batches,
             equal_terms=equal_terms,
-        )
+        )  # fmt: skip
         outcomes: dict[str, Outcome] = {}
         done = len(cases) * (len(names) + 1)
-        for name in names:
-            progress(name, done + len(outcomes), total)
-            outcomes[name] = simulate_policy(case, name)
+        for policy in names:
+            progress(policy, done + len(outcomes), total)
+            outcomes[policy] = simulate_policy(case, policy)
         progress("permuted expert ids", done + len(names), total)
         permuted = permuted_steps(case, [name for name in PERMUTED_POLICIES if name in names], PERMUTATION_SEED)
         times_s = {name: step.step_time_s for name, step in permuted.items()}
         waiting_s = permuted["static"].causes_s[WAITING]
-        cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes, times_s, waiting_s, sent))
+        cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes, times_s, waiting_s, sends))
     progress(names[-1], total, total)
     return SimulationResult(reader.name, step_trace, tuple(cases))
-
-
-def _combinations(
-    ranks: int | Sequence[int],
-    slots: int | Sequence[int],
-    micro_steps: int | Sequence[int] | None,
-    token_budget: int | None,
-    dispatcher: str | Sequence[str] | None,
-) -> list[tuple[int, int, int | None, str | None]]:
-    """Ranks, slots, micro-steps (None with a token budget) and dispatcher (None: the cluster's) of every case."""
-    check_one_size(token_budget, micro_steps)
-    check_optional(1, token_budget=token_budget)
-    sizes: list[int | None] = [None]
-    if token_budget is None:
-        sizes = [None] if micro_steps is None else [*numbers(micro_steps)]
-        for size in sizes:
-            check_optional(1, micro_steps=size)
-    for number in numbers(ranks):
-        check_whole(1, ranks=number)
-    for number in numbers(slots):
-        check_whole(0, slots=number)
-    sent: list[str | None] = [None] if dispatcher is None else [*split_names(dispatcher)]
-    for name in sent:
-        if name is not None:
-            check_choice("dispatcher", name, DISPATCHERS)
-    combinations = list(itertools.product(numbers(ranks), numbers(slots), sizes, sent))
-    if not combinations:
-        raise InputError("ranks, slots, micro_steps and dispatcher: expected at least one value each")
-    return combinations
 
 
 def _flat(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.analysis.trace_counts import DEFAULT_BUDGET
-from trimtab.api.arguments import check_choice
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.errors import InputError
@@ -23,8 +22,6 @@ from trimtab.trace import RoutingTrace, TraceReader
 
 # Simulated by default, if the trace has so many after its first.
 MOST_STEPS = 6
-# What is sent to a node: every row, or a token once; see `ClusterSpec.dispatch_forwards`.
-DISPATCHERS = {"rows": False, "tokens": True}
 
 PreparedStep = tuple[SequenceCounts, RoutingTrace | ResampledTrace]
 
@@ -117,19 +114,6 @@ class TraceSteps:
             return made(steps)
         halves = tuple(made(cut(whole_steps(self.recorded, seed, half=half))) for half in (0, 1))
         return replace(made(steps), halves=halves)
-
-
-def with_dispatcher(cluster: ClusterSpec, dispatcher: str | None) -> ClusterSpec:
-    """The cluster with another dispatcher, a key of `DISPATCHERS`, if one is given."""
-    if dispatcher is None:
-        return cluster
-    check_choice("dispatcher", dispatcher, DISPATCHERS)
-    return replace(cluster, dispatch_forwards=DISPATCHERS[dispatcher])
-
-
-def default_ranks(trace: RoutingTrace) -> int:
-    """The largest power of two up to 16 that divides the experts."""
-    return next(ranks for ranks in (16, 8, 4, 2, 1) if trace.num_experts % ranks == 0)
 
 
 def read_steps(

@@ -138,8 +138,8 @@ def run_on_gpus(options: argparse.Namespace) -> int:
         if getattr(options, name) is not None:
             raise InputError(f"--{name}: --gpu does not check it; run trimtab doctor without --gpu as well")
     need_extra("torch")
+    from trimtab.doctor.examination import versions
     from trimtab.doctor.gpu import examine_gpus, verdict
-    from trimtab.doctor.machine import versions
 
     if options.full:
         need_extra("megatron", extra="megatron")

@@ -18,53 +18,35 @@ from trimtab.errors import InputError
 LARGEST = 2**31 - 1
 
 
-def _integer(least: int, text: str) -> int:
+def _number(read: Callable[[str], Any], is_right: Callable[[Any], bool], form: str, text: str) -> Any:
+    """The number in a text, or an error that says what it should be."""
     try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text!r} should be a whole number of at least {least}")
+        value = read(text)
+    except (ValueError, OverflowError):
+        value = float("nan")
+    if not is_right(value):
+        raise argparse.ArgumentTypeError(f"{text!r} should be {form}")
+    return value
+
+
+def _integer(least: int, text: str) -> int:
+    value: int = _number(int, lambda number: number >= least, f"a whole number of at least {least}", text)
     if value > LARGEST:
         raise argparse.ArgumentTypeError(f"{text} is too large; it should be at most {LARGEST}")
     return value
 
 
-def _amount(text: str) -> int:
-    """A number of tokens, such as 20M, 1.5M or 80k."""
+def _tokens(text: str) -> int:
     factor = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower(), 1)
-    try:
-        value = round(float(text[:-1] if factor > 1 else text) * factor)
-    except (ValueError, OverflowError):
-        value = 0
-    if not 1 <= value <= LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} should be a number of tokens, such as 20M")
-    return value
+    return round(float(text[:-1] if factor > 1 else text) * factor)
 
 
-def _part(text: str) -> float:
-    """A part of a whole, above 0 to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} should be above 0, and at most 1")
-    return value
-
-
-def _price(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} should be a price, 0 or more")
-    return value
-
-
+# Types of options: integers of at least 1, and of at least 0; numbers of tokens, such as 20M, 1.5M or 80k; a part of a
+# whole; a price.
 positive, whole = partial(_integer, 1), partial(_integer, 0)
-"""Types of options: integers of at least 1, and of at least 0."""
+_amount = partial(_number, _tokens, lambda value: 1 <= value <= LARGEST, "a number of tokens, such as 20M")
+_part = partial(_number, float, lambda value: 0 < value <= 1, "above 0, and at most 1")
+_price = partial(_number, float, lambda value: 0 <= value < float("inf"), "a price, 0 or more")
 
 
 def _cluster(text: str) -> str:

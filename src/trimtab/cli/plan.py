@@ -11,7 +11,7 @@ from trimtab.cli.options import add_options, add_output, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.cli.run_options import add_run
 from trimtab.policies import POLICIES
-from trimtab.report.tables import balance_tables, facts
+from trimtab.report.tables import balance_tables, terminal_facts
 
 
 def add(commands: Any) -> None:
@@ -40,5 +40,5 @@ def run(options: argparse.Namespace) -> None:
     if options.output:
         result.plan.save(options.output)
     console = write_figures(options, result.figures())
-    console.print(facts(result.facts, result.title))
+    console.print(terminal_facts(result.facts, result.title))
     console.print(balance_tables(result.trace, result.loads_before_MLR, result.loads_after_MLR))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from trimtab.api.steps import DISPATCHERS
+from trimtab.api.arguments import DISPATCHERS
 from trimtab.cli.options import add_model, add_options, add_settings, add_trace, positive
 from trimtab.cluster.parallel_layout import GRANULARITIES
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.progress import Progress
 
-from trimtab.api.simulate import ALL, GROUPS_MEET, MAIN_POLICIES, simulate
+from trimtab.api.arguments import GROUPS_MEET
+from trimtab.api.simulate import ALL, MAIN_POLICIES, simulate
 from trimtab.api.steps import MOST_STEPS
 from trimtab.cli.options import add_options, given
 from trimtab.cli.output import write_figures
@@ -18,9 +19,9 @@ from trimtab.cli.run_options import add_run, add_simulated_steps
 from trimtab.cluster.parallel_layout import SHARDINGS
 from trimtab.kernels import compile_beside
 from trimtab.policies import POLICIES
-from trimtab.report.perfetto import check_name, write_perfetto
+from trimtab.report.sections import simulation_tables
 from trimtab.report.simulation import timelines
-from trimtab.report.tables import simulation_tables
+from trimtab.report.timelines import check_name, write_perfetto
 
 log = logging.getLogger("trimtab")
 # Balancers whose kernels take longest to compile. A second process compiles them, while this one compiles those of the

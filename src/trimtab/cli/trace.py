@@ -1,24 +1,40 @@
-"""`trimtab trace`: inspect routing traces and make synthetic ones; see also `trace_import`, `trace_export`."""
+"""`trimtab trace`: inspect routing traces, make synthetic ones, and convert them from and to other formats."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.progress import Progress
 
-from trimtab.cli import trace_export, trace_import
-from trimtab.cli.options import add_options, add_output, add_trace, given, positive
+from trimtab.api.import_dump import check_pattern, named_model, with_model
+from trimtab.array_type import Array
+from trimtab.cli.options import add_model, add_options, add_output, add_trace, given, positive, whole
 from trimtab.cli.output import write_figures
 from trimtab.console import console
 from trimtab.errors import InputError
-from trimtab.files import is_stream
+from trimtab.files import is_stream, write_atomically
+from trimtab.planner.placement.serving_placement import count_parts, fill_slots, slot_loads
+from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.number_text import bytes_text
-from trimtab.report.tables import skew_table, trace_facts
-from trimtab.trace import PRESETS, TraceReader, id_dtype, synthesize_preset, write_trace
+from trimtab.report.tables import skew_table, terminal_facts, trace_facts
+from trimtab.trace import PRESETS, RoutingTrace, TraceReader, id_dtype, synthesize_preset, write_trace
+from trimtab.trace.exports.arrays import write_npz, write_safetensors
+from trimtab.trace.exports.megatron import write_megatron
+from trimtab.trace.formats.bounded_import import bounded_import
+from trimtab.trace.formats.importing import FORMATS, import_own_files
+from trimtab.trace.formats.normalise import Summary
+from trimtab.trace.formats.records import ImportOptions
 from trimtab.trace.statistics import layer_skew
+from trimtab.trace.store import named_files
 
 
 def add(commands: Any) -> None:
@@ -58,8 +74,8 @@ def add(commands: Any) -> None:
     option("--steps", dest="num_steps", type=positive, default=1)
     option("--seed", default=0)
     synth.set_defaults(run=run_synth)
-    trace_import.add(actions)
-    trace_export.add(actions)
+    add_import(actions)
+    add_export(actions)
 
 
 def run_info(options: argparse.Namespace) -> None:
@@ -99,3 +115,165 @@ def run_synth(options: argparse.Namespace) -> None:
     write_trace(synthesize_preset(**given(options, synthesize_preset)), options.output)
     if not is_stream(options.output):
         console().print(trace_facts(TraceReader(options.output)))
+
+
+log = logging.getLogger("trimtab")
+
+
+def add_import(actions: Any) -> None:
+    parser = actions.add_parser(
+        "import",
+        help="convert routing that a framework recorded",
+        description="Convert routing that an RL or serving framework recorded into a routing trace. "
+        f"Formats: {', '.join(FORMATS)}.",
+        examples=["trimtab trace import rollout.jsonl -o out/rollout.parquet --model qwen3-30b-a3b"],
+    )
+    parser.add_argument(
+        "source", type=Path, nargs="+", metavar="SOURCE", help="files, folders or patterns of one dump, in order"
+    )
+    add_output(parser, "the trace (.parquet)")
+    option = partial(add_options, parser, of=ImportOptions)
+    add_options(parser, "--format", choices=tuple(FORMATS), unset="detected", help="format of the dump")
+    add_model(parser, of=ImportOptions, unset="the dump's if it is known; else experts, layers and top-k as options")
+    option("--num-experts", type=positive, unset="the model's", help="experts of a layer")
+    option("--num-layers", "--top-k", unset="the model's")
+    option("--step", unset="0, for sequences without one")
+    option(
+        "--step-from", type=str, metavar="NAME", unset="none",
+        help="regular expression whose group is the step in a file's path, such as 'step(\\d+)'; ranks of a step may "
+        "have files of their own",
+    )  # fmt: skip
+    option("--domain", unset="none", help="label of sequences without one")
+    option("--sampled")
+    add_options(
+        parser, "--no-limits", action="store_false", dest="limits",
+        help="for your own files: no limits of memory and processor time",
+    )  # fmt: skip
+    parser.set_defaults(run=run_import)
+
+
+def run_import(options: argparse.Namespace) -> None:
+    files = named_files(options.source, "*")
+    summary = Summary()
+    screen = console()
+    start = time.perf_counter()
+    last_step = 0
+    with Progress(transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def watched(parts: Iterable[RoutingTrace]) -> Iterator[RoutingTrace]:
+            nonlocal last_step
+            for part in parts:
+                last_step = max(last_step, int(part.steps.max(initial=0)))
+                progress.update(task, description=f"{summary.format}: {summary.tokens:,} tokens")
+                yield part
+
+        read = bounded_import if options.limits else import_own_files
+        parts = read(files, options.format, _import_options(options, files), summary)
+        write_trace(watched(parts), options.output)
+    seconds = time.perf_counter() - start
+    if not last_step and {"step", "step_from"}.isdisjoint(vars(options)):
+        log.info("no step is recorded, so all sequences are of step 0; --step-from takes steps from files' names")
+    if not is_stream(options.output):
+        screen.print(trace_facts(TraceReader(options.output), summary.unknown_routes))
+    screen.print(terminal_facts(_rows(summary, seconds), "Imported"))
+
+
+def _rows(summary: Summary, seconds: float) -> list[tuple[str, str]]:
+    rows = [("format", summary.format), ("time", f"{seconds:.1f} s")]
+    if summary.unknown_rows:
+        rows.append(("without any route", f"{summary.unknown_rows:,} tokens"))
+    return rows + [("left out", f"{count:,} {what}") for what, count in summary.dropped.items()]
+
+
+def _import_options(options: argparse.Namespace, files: Sequence[Path]) -> ImportOptions:
+    """The options, completed by the facts of the model."""
+    found = ImportOptions(**given(options, ImportOptions))
+    check_pattern(found.step_from)
+    return with_model(found, found.model or named_model(files, found), getattr(options, "overrides", ()))
+
+
+TRACES = {"megatron": write_megatron, "numpy": write_npz, "safetensors": write_safetensors}
+PLACEMENTS = ("sglang-placement", "vllm-placement")
+
+
+def add_export(actions: Any) -> None:
+    parser = actions.add_parser(
+        "export",
+        help="write a trace for other tools, or a placement for a rollout engine",
+        description="Write a routing trace as Megatron's JSON lines, numpy's .npz or safetensors; or make an expert "
+        "placement from it. sglang-placement is read by SGLang's --init-expert-location. vllm-placement is a list of "
+        "physical experts for each MoE layer, as proposed for vLLM (pull request 49572); no release of vLLM reads it.",
+        examples=[
+            "trimtab trace export rollout.parquet --to sglang-placement --ranks 8 --redundant 16 -o placement.json",
+            "trimtab trace export rollout.parquet --to megatron -o trace.jsonl",
+        ],
+    )
+    add_trace(parser)
+    add_options(parser, "--to", choices=(*TRACES, *PLACEMENTS), required=True, help="format to write")
+    add_output(parser, "the trace or placement")
+    add_options(parser, "--step", unset="all; placements take all")
+    add_options(parser, "--ranks", unset="none; required for placements")
+    add_options(parser, "--ranks-per-node", unset="all")
+    add_options(
+        parser, "--redundant", type=whole, unset="0", help="placement: redundant experts of a layer, over all ranks"
+    )
+    add_options(parser, "--num-layers", unset="up to the last of the trace; only for sglang-placement")
+    parser.set_defaults(run=run_export)
+
+
+def run_export(options: argparse.Namespace) -> None:
+    placing = options.to in PLACEMENTS
+    for name in ("ranks", "ranks_per_node", "redundant", "num_layers"):
+        if not placing and getattr(options, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} is for placements; --to {options.to} writes the trace itself")
+    trace = TraceReader(options.trace)
+    if not placing:
+        TRACES[options.to](trace.read(options.step), options.output)
+        shown = []
+    else:
+        shown = _place(options, trace)
+    if not is_stream(options.output):
+        shown = [*shown, ("size", bytes_text(options.output.stat().st_size))]
+    console().print(terminal_facts([("form", options.to), *shown], str(options.output)))
+
+
+def _place(options: argparse.Namespace, trace: TraceReader) -> list[tuple[str, str]]:
+    """Make and write a placement. Returns the facts to print."""
+    if options.ranks is None:
+        raise InputError(f"--to {options.to} needs --ranks, the ranks of the engine's expert parallelism")
+    if options.step is not None:
+        raise InputError("--step is for traces; a placement is made from all of its trace")
+    if options.to == "sglang-placement" and options.output.suffix != ".json":
+        raise InputError(f"{options.output}: SGLang takes a file for a placement only if it is named *.json")
+    ranks, nodes_of, redundant = options.ranks, options.ranks_per_node or options.ranks, options.redundant or 0
+    layers, experts = trace.empty.layer_indices, trace.empty.num_experts
+    num_layers = options.num_layers or int(layers.max()) + 1
+    if num_layers <= layers.max():
+        raise InputError(f"--num-layers is {num_layers}; the trace has decoder layer {layers.max()}")
+    if options.to == "vllm-placement" and options.num_layers is not None:
+        raise InputError("--num-layers is for sglang-placement; vLLM's maps have MoE layers only")
+    counts_MLE = count_parts(trace)
+    slots_LP = fill_slots(counts_MLE, experts + redundant, ranks, nodes_of)
+    if options.to == "vllm-placement":
+        content: Any = slots_LP.tolist()
+    else:
+        content = {"physical_to_logical_map": with_dense_layers(slots_LP, layers, num_layers, experts).tolist()}
+    write_atomically(options.output, json.dumps(content) + "\n")
+    usual_LP = np.broadcast_to(np.arange(experts + redundant) % experts, slots_LP.shape)
+    before, after = (float(max_over_mean(slot_loads(counts_MLE, each, ranks)).mean()) for each in (usual_LP, slots_LP))
+    return [
+        ("placement", f"{experts} experts and {redundant} redundant ones of a layer on {ranks} ranks"),
+        ("busiest rank / mean", f"{after:.3f}; in the engine's own order {before:.3f}"),
+    ]
+
+
+def with_dense_layers(slots_LP: Array, layers: Array, num_layers: int, num_experts: int) -> Array:
+    """Slots `[num_layers, P]` of all decoder layers; those without experts have SGLang's default order.
+
+    Args:
+        layers: `[L]` the decoder layer of each row of `slots_LP`.
+    """
+    all_LP = np.tile(np.arange(slots_LP.shape[1]) % num_experts, (num_layers, 1))
+    all_LP[layers] = slots_LP
+    return all_LP

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.finding import Finding
-from trimtab.doctor.megatron_check import check_options
-from trimtab.doctor.megatron_file import flat_options, read_options, read_tree
+from trimtab.doctor.megatron_check import check_options, flat_options, read_options, read_tree
 from trimtab.errors import InputError
 from trimtab.files import read_small_text
 from trimtab.integrations.framework_options import MILES, MTP, SLIME, VERL, refused, wrong_mode

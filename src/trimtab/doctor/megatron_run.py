@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.doctor.finding import Finding
-from trimtab.doctor.megatron_check import RESHARDABLE, SIZES
-from trimtab.doctor.megatron_file import read_options
+from trimtab.doctor.megatron_check import RESHARDABLE, SIZES, read_options
 from trimtab.errors import InputError, RankFailedError
 from trimtab.integrations.megatron.option_tables import immovable, refusals
 from trimtab.launch.launcher import launch

@@ -15,8 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from trimtab.calibration.random_experts import this_device
-from trimtab.doctor.planned_micro_step import PATHS, PlannedMicroStep, StepSizes
-from trimtab.doctor.random_delays import RandomDelays
+from trimtab.doctor.planned_micro_step import PATHS, PlannedMicroStep, RandomDelays, StepSizes
 from trimtab.launch import launch
 from trimtab.runtime.session_settings import Paths
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import logging
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,10 +28,67 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from trimtab.cores import usable_cores
 from trimtab.errors import InputError, RankFailedError
-from trimtab.launch.suspension import Suspensions, continue_with_launcher, is_suspended
 from trimtab.messages import show_messages
 from trimtab.rank_variables import can_share_gpus, rank_variable, torchrun_ranks
 from trimtab.shared_files import remove_shared_files
+
+PR_SET_PDEATHSIG = 1
+
+
+def is_suspended(pid: int) -> bool:
+    """Whether a process is suspended. False if there is no such process, or no /proc."""
+    return _state(pid) == "T"
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, also if its parent has not noticed yet. True without /proc."""
+    return _state(pid) in ("", "Z", "X")
+
+
+def _state(pid: int) -> str:
+    """The state of a process, one letter; "" if there is no such process, or no /proc."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    # The name before it may contain anything.
+    return stat.rpartition(")")[2].split()[0]
+
+
+def continue_with_launcher() -> None:
+    """Continue this process when its parent ends, so that it can end too. Linux only; elsewhere it does nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+class Suspensions:
+    """Seconds for which ranks have been suspended while their launcher ran. Ctrl-Z suspends it too.
+
+    Args:
+        timeout: maximum for a rank.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+        self._seconds: dict[int, float] = {}
+
+    def add(self, pids: Mapping[int, int], seconds: float) -> None:
+        """Look at all ranks, `seconds` after the last look.
+
+        Args:
+            pids: process ids of the ranks that run.
+
+        Raises:
+            RankFailedError: naming a rank that has been suspended for the timeout.
+        """
+        self._seconds = {
+            rank: self._seconds.get(rank, 0.0) + seconds for rank, pid in pids.items() if is_suspended(pid)
+        }
+        for rank, suspended_s in self._seconds.items():
+            if suspended_s >= self._timeout_s:
+                name = f"rank {rank} (process {pids[rank]})"
+                raise RankFailedError(f"{name} has been suspended for {suspended_s:.0f} s; the run was stopped")
+
 
 log = logging.getLogger("trimtab")
 # Timeout of the default process group, and of a rank that is suspended.

@@ -20,8 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from trimtab.errors import InputError
-from trimtab.launch.launcher import ALLOCATOR, GRACE_S, TIMEOUT, raise_cause, read_error_file
-from trimtab.launch.suspension import Suspensions
+from trimtab.launch.launcher import ALLOCATOR, GRACE_S, TIMEOUT, Suspensions, raise_cause, read_error_file
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "taskset": "util-linux", "unshare": "util-linux"}
 INTERFACE = "eth0"

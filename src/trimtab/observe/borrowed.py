@@ -1,16 +1,18 @@
-"""`Borrowed`: arrays of a framework, read later by another thread without keeping much of their memory alive."""
+"""`Sample`s of arrays of a framework, read later by another thread without keeping much of their memory alive."""
 
 from __future__ import annotations
 
 import mmap
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.trace.formats.records import Dropped, Record
 
 # Tokens of an array that are compared before and after reading.
 COMPARED_TOKENS = 8
@@ -79,6 +81,23 @@ class Borrowed:
 
     def __del__(self) -> None:
         self._room.give_back(self._kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sequence, or all completions of a request.
+
+    Attributes:
+        owner: what holds the recorded ids: an array of this sample or of a whole batch, or a response.
+        nbytes: of the ids, or of what they are made of.
+        records: from what the owner holds to records.
+        mark: `fingerprint` of the ids, padding included, when they were handed over; None if they are made of text.
+    """
+
+    owner: Borrowed
+    nbytes: int
+    records: Callable[[Any], Iterable[Record | Dropped]]
+    mark: bytes | None = None
 
 
 def size_of(value: Any) -> int:

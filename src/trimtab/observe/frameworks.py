@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from trimtab.errors import InputError
-from trimtab.observe.borrowed import Borrowed, Room, fingerprint, size_of
-from trimtab.observe.sample_reader import Sample
+from trimtab.observe.borrowed import Borrowed, Room, Sample, fingerprint, size_of
 from trimtab.trace import ImportOptions
 from trimtab.trace.formats.dump_fields import damaged_values, field, is_on_device
 from trimtab.trace.formats.from_memory import READERS
@@ -44,11 +43,7 @@ class Framework:
         return self.figure.format(figure)
 
     def samples(self, content: Any, room: Room, options: ImportOptions) -> list[Sample]:
-        """The samples of a batch.
-
-        Raises:
-            InputError: if it is no batch of this framework, or has no routes.
-        """
+        """The samples of a batch. Raises InputError if it is no batch of this framework, or has no routes."""
         with damaged_values():
             samples = list(self._split(content, room, options))
         if not samples:

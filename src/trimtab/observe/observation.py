@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -12,15 +13,23 @@ import numpy as np
 from trimtab.api.arguments import check_model
 from trimtab.cluster import ClusterSpec, ModelSpec, default_model, model_like
 from trimtab.errors import InputError
-from trimtab.observe.sample_reader import ReadFigures, Sample, SampleReader
-from trimtab.observe.step_counts import StepCounts
-from trimtab.observe.step_figures import StepFigures
+from trimtab.observe.borrowed import Sample, fingerprint
+from trimtab.observe.step_figures import StepCounts, StepFigures
 from trimtab.trace import ImportOptions, RoutingTrace, TraceWriter
 from trimtab.trace.formats.normalise import Summary, normalise
-from trimtab.trace.formats.records import Record
+from trimtab.trace.formats.records import Dropped, Record
 from trimtab.trace.message_text import reason
 
+# Why a sample was not read; other reasons are messages of its reader.
 LATE = "handed over faster than the thread reads"
+FREED = "freed by the framework before the thread read them"
+CHANGED = "written to before the thread had read them"
+NO_ROOM = "more text, lists and arrays of mapped files than may be held"
+# A sequence's ids in a trace; longer sequences are not read.
+MOST_BYTES = 32 << 20
+# Padding rows of a sample whose experts are looked at.
+PADDING_ROWS = 16
+TOO_LONG = f"longer than {MOST_BYTES >> 20} MB of ids"
 # Of a disk, what writing leaves free.
 LEAST_FREE_BYTES = 1 << 30
 
@@ -47,20 +56,33 @@ class Call(NamedTuple):
 
 @dataclass
 class _Step:
-    """The step that is being read."""
+    """The step that is being read.
+
+    Attributes:
+        seconds, payload_bytes: of its calls.
+        handed_over, read: samples.
+        failed: those that were not read, by reason.
+        summary: rows by kind.
+        padding_peaks: of each sample with padding, the part of its padding rows that use the same expert, mean over
+            layers.
+    """
 
     number: int
-    read: ReadFigures = field(default_factory=ReadFigures)
     counts: StepCounts | None = None
     seconds: float = 0.0
     payload_bytes: int = 0
+    handed_over: int = 0
+    read: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    summary: Summary = field(default_factory=Summary)
+    padding_peaks: list[float] = field(default_factory=list)
 
 
 class Observation:
     """The work of the observer's thread.
 
     Args:
-        options: facts of the model.
+        options: facts of the model. MoE layers that are not given are those of the first sample.
         cluster: of an expert-parallel group.
         model: for predicted times; None: the preset like the routing, if there is one.
         token_budget: tokens of a rank in a micro-step.
@@ -82,7 +104,7 @@ class Observation:
         disk_bytes: int,
         complain: Callable[[str, str, str], None],
     ) -> None:
-        self._reader = SampleReader(options)
+        self._options = options
         self._cluster, self._model, self._token_budget = cluster, model, token_budget
         self._writer, self._sample, self._complain = writer, sample, complain
         self._disk_bytes = disk_bytes
@@ -99,12 +121,12 @@ class Observation:
         step = self._step
         step.seconds += call.seconds
         step.payload_bytes += call.payload_bytes
-        step.read.handed_over += len(call.samples) + call.late
+        step.handed_over += len(call.samples) + call.late
         if call.late:
-            step.read.failed[LATE] += call.late
+            step.failed[LATE] += call.late
         while call.samples:
             # Each is let go as soon as it is read.
-            trace = self._reader.read(call.samples.pop(), step.read)
+            trace = self._read(call.samples.pop(), step)
             if trace is not None:
                 self._add(replace(trace, steps=np.full(trace.num_sequences, call.step, np.int32)), step)
         if call.is_last:
@@ -126,6 +148,32 @@ class Observation:
     def flush(self) -> None:
         """Write what is buffered."""
         self._write(TraceWriter.flush)
+
+    def _read(self, sample: Sample, step: _Step) -> RoutingTrace | None:
+        """The sequences of a sample as a trace; None if it can't be read, which is counted."""
+        owner = sample.owner.get()
+        if owner is None:
+            step.failed[FREED if sample.owner.can_be_weak else NO_ROOM] += 1
+            return None
+        summary = Summary()
+        try:
+            records = [_light(record) for record in sample.records(owner)]
+            (trace,) = normalise(records, self._options, summary, "the sample")
+            record = records[0]
+            peak = _peak(record) if isinstance(record, Record) else None
+            if sample.mark is not None and isinstance(record, Record) and fingerprint(record.block) != sample.mark:
+                raise InputError(CHANGED)
+        except Exception as error:
+            # Of any kind: what is wrong with a sample must not end the observation.
+            step.failed[reason(error)] += 1
+            return None
+        if self._options.moe_layers is None:
+            self._options = replace(self._options, moe_layers=tuple(trace.layer_indices.tolist()))
+        step.read += 1
+        step.summary.add(summary)
+        if peak is not None:
+            step.padding_peaks.append(peak)
+        return trace
 
     def _add(self, trace: RoutingTrace, step: _Step) -> None:
         if self._figures is None:
@@ -162,22 +210,54 @@ class Observation:
     def _end(self, step: _Step) -> tuple[int, dict[str, float]]:
         """The figures of a step that has no more samples."""
         self._step = None
-        read, found = step.read, {}
-        for why, count in read.failed.items():
-            problem = f"some samples are dropped, {count:,} of {read.handed_over:,} in step {step.number}: {why}"
+        found: dict[str, float] = {}
+        for why, count in step.failed.items():
+            problem = f"some samples are dropped, {count:,} of {step.handed_over:,} in step {step.number}: {why}"
             self._complain("samples", problem, why)
         counted = None if step.counts is None else step.counts.finish()
         if counted is not None and step.counts is not None and self._figures is not None:
             found = self._figures.of(counted)
-            found["counted_share"] = 1 - step.counts.left_out / max(1, read.read)
-        padding = read.summary.dropped["padding rows"]
+            found["counted_share"] = 1 - step.counts.left_out / max(1, step.read)
+        padding = step.summary.dropped["padding rows"]
         found |= {
-            "observed_share": read.read / max(1, read.handed_over),
-            "dropped_samples": float(read.handed_over - read.read),
-            "padding_share": padding / max(1, padding + read.summary.tokens),
+            "observed_share": step.read / max(1, step.handed_over),
+            "dropped_samples": float(step.handed_over - step.read),
+            "padding_share": padding / max(1, padding + step.summary.tokens),
             "payload_mb": step.payload_bytes / 1e6,
             "observe_s": step.seconds,
         }
-        if read.padding_peaks:
-            found["padding_same_expert"] = float(np.mean(read.padding_peaks))
+        if step.padding_peaks:
+            found["padding_same_expert"] = float(np.mean(step.padding_peaks))
         return step.number, found
+
+
+def _light(record: Record | Dropped) -> Record | Dropped:
+    """The record without token ids. Raises InputError if it is too long."""
+    if isinstance(record, Dropped):
+        return record
+    if record.ids.size > MOST_BYTES:
+        raise InputError(TOO_LONG)
+    return replace(record, tokens=())
+
+
+def _peak(record: Record) -> float | None:
+    """The part of padding tokens that use the same expert, of the most used one, mean over layers; None without any."""
+    if record.rows is None:
+        return None
+    block = record.block
+    is_padding = np.ones(len(block), bool)
+    is_padding[record.rows] = False
+    places = np.flatnonzero(is_padding)
+    ids_NLK = block[places[:: max(1, len(places) // PADDING_ROWS)]]
+    if not len(ids_NLK):
+        return None
+    count, layers, _ = ids_NLK.shape
+    ids_NLK = np.sort(ids_NLK, axis=2).astype(np.int64)
+    is_first = np.ones(ids_NLK.shape, bool)
+    # K equal ids are one expert.
+    is_first[:, :, 1:] = ids_NLK[:, :, 1:] != ids_NLK[:, :, :-1]
+    ids_NLK -= ids_NLK.min()
+    width = int(ids_NLK.max()) + 1
+    cells = (np.arange(layers)[:, None] * width + ids_NLK)[is_first]
+    used_LE = np.bincount(cells, minlength=layers * width).reshape(layers, width)
+    return float((used_LE.max(axis=1) / count).mean())

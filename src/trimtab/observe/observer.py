@@ -197,15 +197,12 @@ class Observer:
         atexit.unregister(self.close)
         self._calls.put(None)
         before = None
-        while self._thread.is_alive() and (left := self._left()) != before:
+        # Calls that wait for the thread, and samples of the call that it reads.
+        while self._thread.is_alive() and (left := (self._calls.qsize(), len(self._reading))) != before:
             before = left
             self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
             self._complain("closed", f"the thread has read nothing for {PATIENCE_S:.0f} s; the rest is left out")
-
-    def _left(self) -> tuple[int, int]:
-        """Calls that wait for the thread, and samples of the call that it reads."""
-        return self._calls.qsize(), len(self._reading)
 
     def __enter__(self) -> Observer:
         return self

@@ -1,19 +1,29 @@
-"""An advice: figures of strategies, sentences, tables, and its JSON."""
+"""An advice: figures of strategies, sentences, tables, its JSON, and the sections of its page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from html import escape as html_escape
 from typing import Any
 
 from rich.console import RenderableType
 from rich.markup import escape
 
+from trimtab.figures import by_key, measured, with_documented_figures
 from trimtab.report.number_text import NONE, bytes_text, plural, seconds
+from trimtab.report.policies_table import WaterfallRow, waterfall_rows, waterfall_table
 from trimtab.report.simulation import layout_facts, scale_note
-from trimtab.report.table_data import Facts, Row, TableData
-from trimtab.report.tables import facts, terminal_table
-from trimtab.report.waterfall import WaterfallRow, waterfall_rows, waterfall_table
+from trimtab.report.tables import (
+    Facts,
+    Row,
+    TableData,
+    html_table,
+    terminal_facts,
+    terminal_table,
+    without_empty_columns,
+)
+from trimtab.report.widgets import Section, facts, lead, notes_section, summary, tiles
 from trimtab.simulator.comparison import Outcome
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.draws import Drawn, Estimate
@@ -29,34 +39,30 @@ ERROR_BAND = (
 )
 
 
+@with_documented_figures
 @dataclass(frozen=True)
 class StrategyFigures:
-    """Figures of one strategy.
-
-    Attributes:
-        strategy: what it is.
-        step_s: seconds of a step.
-        speedup: over doing nothing. over_eplb: over EPLB; None where that can't be compared.
-        of_even: step time with perfectly even routing, divided by this one.
-        peak_bytes: of the rank that needs most. fits: whether the device has them.
-        gpu_hours, money: of 1,000 steps; money None without a price.
-        hit_rate: of a prediction, the part of the predicted replicas that got rows; None for others.
-        largest_tokens: most tokens of a rank in a micro-step that fit, with the imbalance of the simulated micro-steps.
-        largest_rows: most rows of a rank in a layer then. 0 and 0: none fit.
+    """Figures of one strategy: `step_s`, seconds of a step; `speedup` over doing nothing; `over_eplb`, None where that
+    can't be compared; and those below. Money and GPU hours are of 1,000 steps.
     """
 
     strategy: RunStrategy
     step_s: Estimate
     speedup: Estimate
     over_eplb: Estimate | None
-    of_even: float
-    peak_bytes: int
-    fits: bool
-    gpu_hours: float
-    money: float | None
-    hit_rate: float | None
-    largest_tokens: int
-    largest_rows: int
+    of_even: float = measured("step time with perfectly even routing, divided by this one", key="of_even")
+    gpu_hours: float = measured("of all GPUs", "h", key="gpu_hours_of_1000_steps")
+    money: float | None = measured("None without a price", key="money_of_1000_steps")
+    peak_bytes: int = measured("of the rank that needs most", "bytes", key="peak_bytes")
+    fits: bool = measured("whether the device has them", key="fits")
+    hit_rate: float | None = measured(
+        "of a prediction, the part of the predicted replicas that got rows; None for others", key="hit_rate"
+    )
+    largest_tokens: int = measured(
+        "most tokens of a rank in a micro-step that fit, with the imbalance of the simulated micro-steps; 0: none fit",
+        key="largest_micro_batch_tokens",
+    )
+    largest_rows: int = measured("most rows of a rank in a layer then", key="largest_micro_batch_rows")
 
     @property
     def gain(self) -> Estimate:
@@ -179,14 +185,7 @@ class Advice:
                     "step_s": asdict(each.step_s),
                     "speedup": asdict(each.speedup),
                     "over_eplb": asdict(each.over_eplb) if each.over_eplb else None,
-                    "of_even": each.of_even,
-                    "gpu_hours_of_1000_steps": each.gpu_hours,
-                    "money_of_1000_steps": each.money,
-                    "peak_bytes": each.peak_bytes,
-                    "fits": each.fits,
-                    "hit_rate": each.hit_rate,
-                    "largest_micro_batch_tokens": each.largest_tokens,
-                    "largest_micro_batch_rows": each.largest_rows,
+                    **by_key(each),
                     "needs": each.strategy.needs,
                     "settings": list(each.strategy.settings),
                 }
@@ -225,19 +224,19 @@ def advice_table(advice: Advice) -> TableData:
     """Strategies by seconds."""
     longest = max(each.step_s.value for each in advice.strategies)
     has_spread = any(each.step_s.low != each.step_s.high for each in advice.strategies)
-    has_eplb = any(each.over_eplb for each in advice.strategies)
 
     def row(each: StrategyFigures) -> Row:
         step = each.step_s
         mark = " (advised)" if each is advice.chosen and advice.verdict == each.strategy.name else ""
         hits = f"; {each.hit_rate:.0%} of its replicas get rows" if each.hit_rate is not None else ""
+        interval = f"{seconds(step.low, longest).split()[0]} to {seconds(step.high, longest)}"
         return Row(
             each.strategy.name + mark,
             (
                 seconds(step.value, longest),
-                *([f"{seconds(step.low, longest).split()[0]} to {seconds(step.high, longest)}"] if has_spread else []),
+                interval if has_spread else NONE,
                 f"{each.speedup.value:.2f}x",
-                *([NONE if each.over_eplb is None else f"{each.over_eplb.value:.2f}x"] if has_eplb else []),
+                NONE if each.over_eplb is None else f"{each.over_eplb.value:.2f}x",
                 f"{each.of_even:.0%}",
                 f"{bytes_text(each.peak_bytes)}{'' if each.fits else '!'}",
             ),
@@ -246,35 +245,23 @@ def advice_table(advice: Advice) -> TableData:
             is_ours=each is advice.chosen,
         )
 
-    columns = (
-        "strategy", "step", *(["interval"] if has_spread else []), "speed-up", *(["over eplb"] if has_eplb else []),
-        "of even", "memory",
-    )  # fmt: skip
-    return TableData("Strategies, the fastest first", columns, tuple(map(row, advice.strategies)))
+    columns = ("strategy", "step", "interval", "speed-up", "over eplb", "of even", "memory")
+    rows = tuple(map(row, advice.strategies))
+    return without_empty_columns(TableData("Strategies, the fastest first", columns, rows))
 
 
 def cost_table(advice: Advice) -> TableData:
     """GPU hours and money of 1,000 steps, and what each strategy needs."""
-    nothing = advice.nothing
-    rows = tuple(
-        Row(
-            each.strategy.name,
-            (
-                f"{each.gpu_hours:,.0f}",
-                f"{round(nothing.gpu_hours - each.gpu_hours):,}",
-                *(
-                    [f"{round((nothing.gpu_hours - each.gpu_hours) * advice.gpu_hour):,}"]
-                    if advice.gpu_hour is not None
-                    else []
-                ),
-                each.strategy.needs or "nothing",
-            ),
-            is_ours=each is advice.chosen,
-        )
-        for each in advice.strategies
-    )
-    money = ["money saved"] if advice.gpu_hour is not None else []
-    return TableData("GPU hours of 1,000 steps", ("strategy", "hours", "saved", *money, "needs"), rows)
+
+    def row(each: StrategyFigures) -> Row:
+        saved = advice.nothing.gpu_hours - each.gpu_hours
+        money = NONE if advice.gpu_hour is None else f"{round(saved * advice.gpu_hour):,}"
+        cells = (f"{each.gpu_hours:,.0f}", f"{round(saved):,}", money, each.strategy.needs or "nothing")
+        return Row(each.strategy.name, cells, is_ours=each is advice.chosen)
+
+    columns = ("strategy", "hours", "saved", "money saved", "needs")
+    rows = tuple(map(row, advice.strategies))
+    return without_empty_columns(TableData("GPU hours of 1,000 steps", columns, rows))
 
 
 def settings_to_copy(advice: Advice) -> list[str]:
@@ -388,6 +375,36 @@ def advice_output(advice: Advice) -> list[RenderableType]:
     shown.append(terminal_table(waterfall_table(waterfall(advice), advice.static.simulated.step_time_s)))
     if lines := settings_to_copy(advice):
         shown.append("[bold]Settings[/bold]\n" + "\n".join(map(escape, lines)) + "\n")
-    shown.append(facts(advice_facts(advice), "Setting"))
+    shown.append(terminal_facts(advice_facts(advice), "Setting"))
     shown.append("\n".join(map(escape, advice_notes(advice))))
     return shown
+
+
+def advice_sections(advice: Advice) -> list[Section]:
+    """The sections of the page, in order."""
+    even = (
+        "Speed-up is over doing nothing. Of even: step time with perfectly even routing, divided by this one; above "
+        "100% where a strategy also balances sequences, or sends fewer rows. Memory is that of the rank that needs "
+        "most; with an exclamation mark it does not fit."
+    )
+    causes = (
+        "Waiting is what the step would be shorter if every expert phase took the ranks' mean time, with the same "
+        "rows. The changes add up to the difference."
+    )
+    changes = waterfall(advice)
+    found = [
+        Section("figures", "Figures", "At a glance", tiles(advice_tiles(advice))),
+        Section("strategies", "Strategies", "What a run can do", lead(even) + html_table(advice_table(advice))),
+        Section("cost", "Cost", "What it saves, and what it needs", html_table(cost_table(advice))),
+        Section("waterfall", "Waterfall", f"From static to {html_escape(changes[-1].name)}", lead(causes) + html_table(
+            waterfall_table(changes, advice.static.simulated.step_time_s)
+        )),
+    ]  # fmt: skip
+    if lines := settings_to_copy(advice):
+        text = "".join(f"<pre>{html_escape(line)}</pre>" for line in lines)
+        found.append(Section("settings", "Settings", "Settings to copy", text))
+    if text := " ".join(limit_texts(advice)):
+        found.append(Section("limits", "Limits", "When it fits and pays", summary(text)))
+    found.append(Section("setting", "Setting", "Setting", facts(advice_facts(advice))))
+    found.append(notes_section(advice_notes(advice)))
+    return found

@@ -9,7 +9,6 @@ from trimtab.analysis.analysis import worst_layers
 from trimtab.analysis.hot_experts import HOT_FACTOR
 from trimtab.analysis.summary import cost_summary, layers_summary, notes
 from trimtab.array_type import Array
-from trimtab.report.analysis_data import hot_columns, hot_values, load_map, vio_columns, vio_values
 from trimtab.report.analysis_tables import (
     balance_table,
     domains_table,
@@ -25,8 +24,18 @@ from trimtab.report.analysis_tables import (
     stability_facts,
 )
 from trimtab.report.charts import bar_chart, line_chart
-from trimtab.report.colour_scale import hot_scale, overlap_scale, vio_scale
 from trimtab.report.model import AnalysisReport
+from trimtab.report.page_data import (
+    hot_columns,
+    hot_scale,
+    hot_values,
+    load_map,
+    overlap_scale,
+    vio_columns,
+    vio_scale,
+    vio_values,
+)
+from trimtab.report.tables import html_table
 from trimtab.report.widgets import (
     Section,
     colour_legend,
@@ -36,7 +45,6 @@ from trimtab.report.widgets import (
     lead,
     notes_section,
     summary,
-    table,
     times,
 )
 
@@ -71,7 +79,7 @@ def _balance(analysis: Analysis) -> str:
             f"busiest rank, so on average a rank is idle for {total.lost:.1%} of expert time."
         )
         + summary(cost_summary(analysis))
-        + f'<div class="pair"><div>{table(balance_table(analysis))}</div>{_histogram(analysis)}</div>'
+        + f'<div class="pair"><div>{html_table(balance_table(analysis))}</div>{_histogram(analysis)}</div>'
     )
 
 
@@ -97,7 +105,7 @@ def _placements(analysis: Analysis) -> str:
         f"{analysis.placements.instances:,} instances. The loss that remains with a placement based on the step itself "
         "varies between micro-steps, or is due to experts that can't be divided evenly. Only a plan for each "
         "micro-step removes the part that varies."
-    ) + table(placements_table(analysis))
+    ) + html_table(placements_table(analysis))
 
 
 def _layers(analysis: Analysis) -> str:
@@ -111,7 +119,7 @@ def _layers(analysis: Analysis) -> str:
         summary(layers_summary(analysis))
         + grid("vio", "max_vio of every layer and micro-step", legend)
         + f"<h3>{layers.title}</h3>"
-        + table(layers)
+        + html_table(layers)
     )
 
 
@@ -135,7 +143,7 @@ def _sizes(analysis: Analysis) -> str:
         )
         + f'<div class="pair">{line_chart(sizes_chart(analysis))}{line_chart(ranks_chart(analysis))}</div>'
         + "<h3>Mean max_vio</h3>"
-        + table(sizes_by_ranks_table(analysis))
+        + html_table(sizes_by_ranks_table(analysis))
     )
 
 
@@ -154,7 +162,7 @@ def _hot(analysis: Analysis) -> str:
     return (
         lead(f"An expert is hot in an instance if it has more than {HOT_FACTOR} times the mean expert's tokens.")
         + facts(hot_facts(analysis))
-        + f'<div class="pair below">{bars}<div>{table(hottest_table(analysis))}</div></div>'
+        + f'<div class="pair below">{bars}<div>{html_table(hottest_table(analysis))}</div></div>'
         + f'<div class="below">{_selection_note(hot_columns(analysis), analysis)}'
         + grid("hot", "Tokens of every expert in every micro-step", legend, names, worst_layers(analysis)[0])
         + "</div>"
@@ -169,6 +177,6 @@ def _domains(analysis: Analysis) -> str:
             "Each domain is analyzed as if the trace had no other sequences; figures are means over layers. The skew "
             "of one domain does not decrease with more sequences; a mixture of domains is more even."
         )
-        + table(domains_table(analysis))
+        + html_table(domains_table(analysis))
         + f'<div class="below">{grid("overlap", "Expert load that two domains have in common", legend)}</div>'
     )

@@ -13,8 +13,7 @@ from trimtab.analysis.summary import answer, cost_summary, layers_summary, notes
 from trimtab.report.charts import Line, LineChart
 from trimtab.report.model import AnalysisReport
 from trimtab.report.number_text import number, plural, seconds
-from trimtab.report.table_data import Facts, Row, TableData
-from trimtab.report.tables import facts, terminal_table
+from trimtab.report.tables import Facts, Row, TableData, terminal_facts, terminal_table
 
 SPREAD = ("mean", "p50", "p99", "worst")
 SHOWN_LAYERS = 5
@@ -29,7 +28,7 @@ def analysis_tables(report: AnalysisReport) -> list[RenderableType]:
     shown: list[RenderableType] = [
         f"[bold]{escape(answer(analysis))}[/bold]" + (f"\n{escape(summary)}" if summary else ""),
         "",
-        facts(setting_facts(report), "Setting"),
+        terminal_facts(setting_facts(report), "Setting"),
     ]
     tables = [
         balance_table(analysis),
@@ -39,8 +38,10 @@ def analysis_tables(report: AnalysisReport) -> list[RenderableType]:
         chart_table(ranks_chart(analysis), "ranks"),
     ]
     shown += map(terminal_table, tables)
-    shown.append(facts(stability_facts(analysis), "Whole steps and micro-steps"))
-    shown.append(facts(hot_facts(analysis), f"Hot experts: more than {HOT_FACTOR} times the mean expert's tokens"))
+    shown.append(terminal_facts(stability_facts(analysis), "Whole steps and micro-steps"))
+    shown.append(
+        terminal_facts(hot_facts(analysis), f"Hot experts: more than {HOT_FACTOR} times the mean expert's tokens")
+    )
     if len(analysis.domains) > 1:
         shown.append(terminal_table(domains_table(analysis, SHOWN_DOMAINS)))
     shown.append("\n".join(notes(analysis)))

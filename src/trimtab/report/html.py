@@ -11,18 +11,14 @@ from html import escape
 from importlib.resources import files
 
 from trimtab.files import write_atomically
-from trimtab.report.advice import Advice
-from trimtab.report.advice_sections import advice_sections
-from trimtab.report.analysis_data import analysis_data
+from trimtab.report.advice import Advice, advice_sections
 from trimtab.report.analysis_sections import analysis_sections
-from trimtab.report.colour_scale import load_scale
 from trimtab.report.model import AnalysisReport, Report
-from trimtab.report.page_arrays import PageArrays
-from trimtab.report.payload import in_script, page_data, simulation_data
+from trimtab.report.page_data import PageArrays, analysis_data, in_script, load_scale, page_data, simulation_data
 from trimtab.report.sections import sections
 from trimtab.report.widgets import summary
 
-SCRIPTS = ("common.js", "bars.js", "heatmap.js", "grid.js", "timeline.js", "page.js")
+SCRIPTS = ("common.js", "bars.js", "heatmap.js", "grid.js", "timeline.js", "downloads.js", "page.js")
 # Control characters, which a browser drops; bidirectional ones, which reorder the text after a name; bytes of a file's
 # name that are not UTF-8, which can't be written.
 NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

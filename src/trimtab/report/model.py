@@ -8,7 +8,7 @@ from trimtab.analysis import Analysis
 from trimtab.analysis.summary import answer
 from trimtab.array_type import Array
 from trimtab.report.charts import LineChart
-from trimtab.report.table_data import Facts, TableData
+from trimtab.report.tables import Facts, TableData
 
 
 @dataclass(frozen=True)

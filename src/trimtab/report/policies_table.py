@@ -1,12 +1,17 @@
-"""Tables that compare balancers: step times with memory, and balance with replicas. Sorted by step time."""
+"""Tables that compare balancers: step times with memory, balance with replicas, cases of a sweep, a waterfall."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from trimtab.report.model import PolicyResult
-from trimtab.report.number_text import NONE, bytes_text, number
-from trimtab.report.table_data import Row, TableData
+from trimtab.report.number_text import NONE, bytes_text, digits, number, seconds
+from trimtab.report.tables import Row, TableData, without_empty_columns
+from trimtab.simulator.comparison import fits
+from trimtab.simulator.pipeline import BUBBLE
+from trimtab.simulator.simulated_case import SimulatedCase
+from trimtab.simulator.step import SEQUENCES, WAITING, SimulatedStep
 
 OURS = "trimtab"
 EPLB_COLUMN, IDEAL_COLUMN, FITS_COLUMN, FAR_COLUMN = "over eplb", "of ideal", "fits", "far rows"
@@ -46,7 +51,7 @@ def policies_table(policies: Sequence[PolicyResult], title: str = "Recompute and
         )
         for policy in by_time(policies)
     )
-    return _without_empty_columns(TableData(title, ("policy", *TIME_COLUMNS), rows))
+    return without_empty_columns(TableData(title, ("policy", *TIME_COLUMNS), rows))
 
 
 def _step_time(step_time_s: float, longest_s: float) -> str:
@@ -69,7 +74,7 @@ def balance_and_replicas(policies: Sequence[PolicyResult]) -> TableData:
         )
         for policy in by_time(policies)
     )
-    return _without_empty_columns(TableData("Balance and replicas", ("policy", *BALANCE_COLUMNS), rows))
+    return without_empty_columns(TableData("Balance and replicas", ("policy", *BALANCE_COLUMNS), rows))
 
 
 def _marked(policy: PolicyResult, *, is_fastest: bool) -> str:
@@ -79,10 +84,110 @@ def _marked(policy: PolicyResult, *, is_fastest: bool) -> str:
     return f"{policy.name} ({text})" if text else policy.name
 
 
-def _without_empty_columns(table: TableData) -> TableData:
-    kept = [index for index in range(len(table.columns) - 1) if any(row.cells[index] != NONE for row in table.rows)]
+def sweep_table(cases: Sequence[SimulatedCase]) -> TableData:
+    """Ranks, slots, micro-steps and dispatcher of every case, and seconds of a step.
+
+    The column `fits` counts the balancers that fit the device, if not all or none do.
+    """
+    unit, factor = ("Seconds", 1.0) if max(case.seconds("static") for case in cases) >= 1 else ("Milliseconds", 1e3)
+
+    def time(case: SimulatedCase, name: str) -> str:
+        return digits(factor * case.seconds(name)) if name in case.outcomes else NONE
+
     rows = tuple(
-        Row(row.name, tuple(row.cells[index] for index in kept), row.about, row.bar, row.layer, row.is_ours)
-        for row in table.rows
+        Row(
+            str(case.ranks),
+            (
+                str(case.slots),
+                str(case.micro_steps or case.outcomes["static"].plan.num_micro_steps),
+                case.dispatcher or NONE,
+                f"{case.fastest} {time(case, case.fastest)}",
+                _fits_text(case),
+                *(time(case, name) for name in ("trimtab", "eplb", "static", "balanced")),
+            ),
+        )
+        for case in cases
     )
-    return TableData(table.title, (table.columns[0], *(table.columns[index + 1] for index in kept)), rows)
+    columns = (
+        "ranks", "slots", "micro-steps", "sent", "fastest", "fits", "trimtab", "eplb", "static", "ideal",
+    )  # fmt: skip
+    return without_empty_columns(TableData(f"{unit} of a step in every case", columns, rows))
+
+
+def _fits_text(case: SimulatedCase) -> str:
+    found = [fits(case.case, outcome) for outcome in case.real.values()]
+    return "yes" if all(found) else f"{sum(found)} of {len(found)}" if any(found) else "no"
+
+
+# Causes of a change, and the causes of `SimulatedStep.causes_s` that it has.
+CHANGES = {
+    "waiting": (WAITING,),
+    "sequences": (SEQUENCES,),
+    "moves": ("migration",),
+    "copies": ("transfers",),
+    "planning": ("planning",),
+    "rows": ("dispatch",),
+    "bubble": (BUBBLE,),
+    "other": ("attention", "experts", "optimizer"),
+}
+ABOUT_CHANGE = {
+    "waiting": "for the busiest rank's experts",
+    "sequences": "uneven sequences",
+    "moves": "homes and mirrors",
+    "copies": "weights and gradients of replicas",
+    "planning": "that ranks wait for",
+    "rows": "dispatch and combine",
+    "bubble": "of the pipeline",
+    "other": "experts, dense parts, optimizer",
+}
+
+
+@dataclass(frozen=True)
+class WaterfallRow:
+    """A total, or a change from the row before.
+
+    Attributes:
+        seconds: of the total, or the change.
+        after: seconds of the step with this and all earlier changes.
+        is_total: whether it is a total.
+    """
+
+    name: str
+    seconds: float
+    after: float
+    is_total: bool = False
+
+
+def waterfall_rows(before: SimulatedStep, after: SimulatedStep, name: str) -> list[WaterfallRow]:
+    """From a step of `static` to one of the strategy `name`. The changes add up to the difference.
+
+    `bubble` is one only with a pipeline.
+    """
+    rows = [WaterfallRow("static", before.step_time_s, before.step_time_s, is_total=True)]
+    now = before.step_time_s
+    for change, causes in CHANGES.items():
+        if not set(causes) <= before.causes_s.keys():
+            continue
+        difference = sum(after.causes_s[cause] - before.causes_s[cause] for cause in causes)
+        now += difference
+        rows.append(WaterfallRow(change, difference, now))
+    return [*rows, WaterfallRow(name, after.step_time_s, after.step_time_s, is_total=True)]
+
+
+def waterfall_table(rows: Sequence[WaterfallRow], span: float) -> TableData:
+    """The rows as a table; changes have a sign."""
+
+    def text(row: WaterfallRow) -> str:
+        sign = "" if row.is_total or row.seconds < 0 else "+"
+        return f"{sign}{seconds(row.seconds, span)}"
+
+    largest = max(row.after for row in rows) or 1.0
+    return TableData(
+        f"From static to {rows[-1].name}",
+        ("cause", "change", "step"),
+        tuple(
+            Row(row.name, (text(row), seconds(row.after, span)), about=ABOUT_CHANGE.get(row.name, ""),
+                bar=row.seconds / largest if row.is_total else None, is_ours=row is rows[-1])
+            for row in rows
+        ),
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The sections of the page of a simulated or measured step."""
+"""How a simulated or measured step is shown: the sections of its page, and tables in a terminal."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from html import escape
 from itertools import cycle
 
+from rich.console import RenderableType
+from rich.markup import escape as shown_text
+
 from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.charts import line_chart
 from trimtab.report.model import PolicyResult, Report, Timeline
 from trimtab.report.number_text import NONE, bytes_text, seconds
-from trimtab.report.payload import load_maps, worst_layers
+from trimtab.report.page_data import load_maps, uneven_layers
 from trimtab.report.policies_table import (
     EPLB_COLUMN,
     FAR_COLUMN,
@@ -22,13 +25,25 @@ from trimtab.report.policies_table import (
     balance_and_replicas,
     by_time,
     policies_table,
+    sweep_table,
 )
-from trimtab.report.table_data import Row, TableData
-from trimtab.report.widgets import Section, facts, heat_map, lead, notes_section, options, table
+from trimtab.report.simulation import answers, notes, policy_results, setting_facts, table_title
+from trimtab.report.tables import Row, TableData, html_table, terminal_facts, terminal_table
+from trimtab.report.widgets import Section, facts, heat_map, lead, notes_section, options
 from trimtab.simulator.pipeline import BUBBLE
+from trimtab.simulator.simulated_case import SimulatedCase
+from trimtab.trace import RoutingTrace
 
 SHOWN_LAYERS = 10
 NEW_LINE = "\n"
+# Short names of `PARTS`, so a line fits a terminal.
+SHORT_PARTS = ("dense", "dispatch", "experts", "imbal.", "copies", "plan", "moves", "optim.")
+SHORT_PURPOSES = {
+    "parameters": "params", "gradients": "grads", "optimizer state": "optim.", "gathered layers": "gathered",
+    "activations": "activ.", "output head": "head", "dispatch buffers": "buffers", "replica pool": "copies",
+}  # fmt: skip
+# With more cases, a sweep prints only the table of all cases.
+MOST_DETAILED_CASES = 4
 # Colours of parts that are not in PARTS.
 SPARE_COLOURS = ("spare", "attention", "dispatch", "experts", "imbalance", "transfers", "planning", "migration")
 # Words in an operation's name, and the part with its colour; the first match is used.
@@ -45,37 +60,28 @@ SHADES = (None, "var(--ink) 28%", "var(--ground) 40%", "var(--ink) 50%", "var(--
 
 def sections(report: Report) -> list[Section]:
     """The sections for which the report has data, in order."""
-    found = []
-    if report.cases:
-        found.append(Section("cases", "Cases", "All cases", _cases(report.cases)))
-    if report.policies:
-        found.append(Section("policies", "Policies", "Policies compared", _policies(report)))
-    if any(policy.parts_s for policy in report.policies):
-        found.append(Section("time", "Time", "Where the time goes", _times(report.policies)))
-    if load_maps(report):
-        found.append(Section("load", "Load", "Load of every rank", _loads(report)))
-    if report.timelines:
-        found.append(Section("step-timeline", "Timeline", "One micro-step, operation by operation", _timeline(report)))
-    if load_maps(report):
-        found.append(Section("layers", "Layers", "Worst layers", _worst_layers(report)))
-    if report.rollout:
-        found.append(Section("rollout", "Rollout", "Rollouts of the run", _rollout(report)))
-    if any(policy.memory_bytes for policy in report.policies):
-        found.append(Section("memory", "Memory", "Memory of a rank", _memory(report)))
-    if report.facts:
-        found.append(Section("setting", "Setting", "Setting", facts(report.facts)))
-    if report.notes:
-        found.append(notes_section(report.notes))
-    return found
+    has_maps = bool(load_maps(report))
+    parts: list[tuple[object, str, str, str, Callable[[Report], str]]] = [
+        (report.cases, "cases", "Cases", "All cases", _cases),
+        (report.policies, "policies", "Policies", "Policies compared", _policies),
+        (any(policy.parts_s for policy in report.policies), "time", "Time", "Where the time goes", _times),
+        (has_maps, "load", "Load", "Load of every rank", _loads),
+        (report.timelines, "step-timeline", "Timeline", "One micro-step, operation by operation", _timeline),
+        (has_maps, "layers", "Layers", "Worst layers", _worst_layers),
+        (report.rollout, "rollout", "Rollout", "Rollouts of the run", _rollout),
+        (any(policy.memory_bytes for policy in report.policies), "memory", "Memory", "Memory of a rank", _memory),
+        (report.facts, "setting", "Setting", "Setting", lambda report: facts(report.facts)),
+    ]
+    found = [Section(name, word, heading, body(report)) for has_data, name, word, heading, body in parts if has_data]
+    return [*found, notes_section(report.notes)] if report.notes else found
 
 
-def _cases(cases: TableData) -> str:
-    texts = (
-        f"{cases.title}: recompute and update.",
-        "The fastest is the fastest policy of all that fit the device. Fits: whether the policies below fit.",
-        "The other sections show the first case.",
-    )
-    return lead(" ".join(texts)) + table(cases)
+def _cases(report: Report) -> str:
+    assert report.cases is not None
+    return lead(
+        f"{report.cases.title}: recompute and update. The fastest is the fastest policy of all that fit the device. "
+        "Fits: whether the policies below fit. The other sections show the first case."
+    ) + html_table(report.cases)
 
 
 def _policies(report: Report) -> str:
@@ -96,11 +102,11 @@ def _policies(report: Report) -> str:
     if FAR_COLUMN in balance.columns:
         more.append("Far rows: rows computed on another node than the one that holds the token.")
     explained = [f'<p class="below lead">{escape(" ".join(each))}</p>' for each in (texts, more)]
-    return lead(f"{times.title}.") + table(times) + explained[0] + table(balance) + explained[1]
+    return lead(f"{times.title}.") + html_table(times) + explained[0] + html_table(balance) + explained[1]
 
 
-def _times(policies: Sequence[PolicyResult]) -> str:
-    rows = [(policy.name, policy.parts_s, policy.step_time_s) for policy in by_time(policies)]
+def _times(report: Report) -> str:
+    rows = [(policy.name, policy.parts_s, policy.step_time_s) for policy in by_time(report.policies)]
     parts = dict(PARTS) | {BUBBLE: "bubble of the pipeline"}
     return (
         '<p class="lead">Time on the critical path, all policies on one scale. <span class="screen">Point at a part, '
@@ -109,14 +115,11 @@ def _times(policies: Sequence[PolicyResult]) -> str:
 
 
 def _rollout(report: Report) -> str:
-    charts = "".join(map(line_chart, report.rollout))
-    return (
-        lead(
-            "Steps of the whole run, not only of the comparison. A decode step samples a token of every response that "
-            "has not ended. Occupied part: sampled tokens, divided by places and decode steps."
-        )
-        + f'<div class="pair">{charts}</div>'
+    text = (
+        "Steps of the whole run, not only of the comparison. A decode step samples a token of every response that has "
+        "not ended. Occupied part: sampled tokens, divided by places and decode steps."
     )
+    return f'{lead(text)}<div class="pair">{"".join(map(line_chart, report.rollout))}</div>'
 
 
 def _memory(report: Report) -> str:
@@ -184,12 +187,12 @@ def _bars(
     return (
         f'<figure data-bars aria-label="{escape(what)}"><ul class="legend">{legend}</ul>{"".join(lines)}'
         '<output class="readout" aria-live="polite"></output>'
-        f"<details><summary>As a table</summary>{table(data)}</details></figure>"
+        f"<details><summary>As a table</summary>{html_table(data)}</details></figure>"
     )
 
 
 def _loads(report: Report) -> str:
-    return heat_map(load_maps(report), report.layer_names, int(worst_layers(report.before)[0]))
+    return heat_map(load_maps(report), report.layer_names, int(uneven_layers(report.before)[0]))
 
 
 def _timeline(report: Report) -> str:
@@ -249,10 +252,45 @@ def _worst_layers(report: Report) -> str:
             (f"{before_L[layer]:.3f}", f"{after_L[layer]:.3f}", f"{before_L[layer] / after_L[layer]:.2f}×"),
             layer=layer,
         )
-        for layer in worst_layers(report.before)[:SHOWN_LAYERS].tolist()
+        for layer in uneven_layers(report.before)[:SHOWN_LAYERS].tolist()
     )
     columns = ("layer", f"{report.before.title}, max/mean", f"{report.after.title}, max/mean", "gain")
     return lead(
         f"By max/mean under {report.before.title}, averaged over micro-steps. A layer takes as long as its busiest "
         "rank. Choose a layer to show it in the heat map."
-    ) + table(TableData("Worst layers", columns, rows))
+    ) + html_table(TableData("Worst layers", columns, rows))
+
+
+def simulation_tables(source: str, trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[RenderableType, ...]:
+    """What `trimtab simulate` prints: the answer, all cases of a sweep, balancers by step time, memory, setting."""
+    first, tables = cases[0], [sweep_table(cases)]
+    if len(cases) == 1:
+        policies = by_time(policy_results(first))
+        tables = [
+            policies_table(policies, table_title(first)), balance_and_replicas(policies), _parts_table(policies),
+            _memory_table(policies),
+        ]  # fmt: skip
+    elif len(cases) <= MOST_DETAILED_CASES:
+        tables += [policies_table(policy_results(case), f"{case.text}: {table_title(case)}") for case in cases]
+    shown: list[RenderableType] = [f"[bold]{shown_text(answers(cases))}[/bold]\n", *map(terminal_table, tables)]
+    shown.append(terminal_facts(setting_facts(source, trace, first), "Setting"))
+    shown.append("\n".join(map(shown_text, notes(trace, cases))))
+    return tuple(shown)
+
+
+def _parts_table(policies: Sequence[PolicyResult]) -> TableData:
+    bubbles = [BUBBLE] if any(BUBBLE in policy.parts_s for policy in policies) else []
+    names = (*PARTS, *bubbles)
+    rows = tuple(Row(policy.name, tuple(f"{policy.parts_s[name] * 1e3:,.0f}" for name in names)) for policy in policies)
+    return TableData("Where the milliseconds go", ("policy", *SHORT_PARTS, *bubbles), rows)
+
+
+def _memory_table(policies: Sequence[PolicyResult]) -> TableData:
+    """Gigabytes of the rank that needs most. Columns have short names, so a line fits a terminal."""
+    purposes = dict.fromkeys(purpose for policy in policies for purpose in policy.memory_bytes)
+    rows = tuple(
+        Row(policy.name, tuple(f"{policy.memory_bytes[purpose] / 1e9:,.1f}" for purpose in purposes))
+        for policy in policies
+    )
+    columns = (SHORT_PURPOSES.get(purpose, purpose) for purpose in purposes)
+    return TableData("Gigabytes of the rank that needs most", ("policy", *columns), rows)

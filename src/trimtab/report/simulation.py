@@ -10,8 +10,8 @@ from trimtab.cluster import Layout
 from trimtab.cluster.parallel_layout import SELECTIVE
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import bytes_text, plural
-from trimtab.report.sweep import sweep_table
-from trimtab.report.table_data import Facts
+from trimtab.report.policies_table import sweep_table
+from trimtab.report.tables import Facts
 from trimtab.simulator.comparison import FIRST_PLACEMENT_STEPS, Outcome, fits, operations
 from trimtab.simulator.comparison_case import SLACK, ComparisonCase
 from trimtab.simulator.recorded_operations import KINDS

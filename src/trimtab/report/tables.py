@@ -1,48 +1,66 @@
-"""Terminal output: tables and facts, and what `trimtab trace info`, `plan` and `simulate` print with them."""
+"""Tables as data, and as text of a terminal, HTML of pages and of notebooks; tables of traces and plans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html import escape
 from textwrap import fill
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.markup import escape
+from rich.markup import escape as marked
 from rich.table import Table
 
 from trimtab.array_type import Array
-from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.report.model import PolicyResult
-from trimtab.report.number_text import bytes_text
-from trimtab.report.policies_table import balance_and_replicas, by_time, policies_table
-from trimtab.report.simulation import answers, notes, policy_results, setting_facts, table_title
-from trimtab.report.sweep import sweep_table
-from trimtab.report.table_data import Facts, Row, TableData
+from trimtab.report.number_text import NONE, bytes_text
 from trimtab.simulator import Balance, summarise_balance
-from trimtab.simulator.pipeline import BUBBLE
-from trimtab.simulator.simulated_case import SimulatedCase
 from trimtab.trace import RoutingTrace, TraceReader
 from trimtab.trace.statistics import LayerSkew
 
 SHOWN_LAYERS = 5
-# Short names of `PARTS`, so a line fits a terminal.
-SHORT_PARTS = ("dense", "dispatch", "experts", "imbal.", "copies", "plan", "moves", "optim.")
-SHORT_PURPOSES = {
-    "parameters": "params", "gradients": "grads", "optimizer state": "optim.", "gathered layers": "gathered",
-    "activations": "activ.", "output head": "head", "dispatch buffers": "buffers", "replica pool": "copies",
-}  # fmt: skip
 # In characters: a usual terminal, and the narrowest column whose header wraps.
 TERMINAL_WIDTH, NARROWEST = 80, 8
-# With more cases, a sweep prints only the table of all cases.
-MOST_DETAILED_CASES = 4
 
 
-def facts(rows: Facts, title: str) -> Table:
+Facts = Sequence[tuple[str, str]]
+"""Names and values, such as the settings of a run."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: a name and the texts of its cells. The other attributes are shown in HTML pages only.
+
+    Attributes:
+        about: description below the name.
+        bar: length of a bar in the first cell, as a part of the longest; None for no bar.
+        layer: MoE layer, by index, that the heat map shows when the name is chosen.
+        is_ours: whether the row is Trimtab's, which is emphasised.
+    """
+
+    name: str
+    cells: tuple[str, ...]
+    about: str = ""
+    bar: float | None = None
+    layer: int | None = None
+    is_ours: bool = False
+
+
+@dataclass(frozen=True)
+class TableData:
+    """A table: a title, and columns of which the first one holds the names of the rows."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+def terminal_facts(rows: Facts, title: str) -> Table:
     """Names and values below a title."""
     table = _table(title, show_header=False)
     for name, value in rows:
-        table.add_row(escape(name), escape(value))
+        table.add_row(marked(name), marked(value))
     return table
 
 
@@ -50,9 +68,9 @@ def terminal_table(data: TableData) -> Table:
     """A table with its title; numbers are aligned to the right."""
     table = _table(data.title)
     for index, column in enumerate(_headers(data)):
-        table.add_column(escape(column), justify="right" if index else "left", no_wrap=bool(index))
+        table.add_column(marked(column), justify="right" if index else "left", no_wrap=bool(index))
     for row in data.rows:
-        table.add_row(*map(escape, (row.name, *row.cells)))
+        table.add_row(*map(marked, (row.name, *row.cells)))
     return table
 
 
@@ -71,9 +89,56 @@ def _headers(data: TableData) -> Sequence[str]:
 
 def _table(title: str, *, show_header: bool = True) -> Table:
     return Table(
-        title=escape(title), title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), pad_edge=False,
+        title=marked(title), title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), pad_edge=False,
         min_width=len(title), show_header=show_header,
     )  # fmt: skip
+
+
+def without_empty_columns(data: TableData) -> TableData:
+    """The table without columns that have no figure in any row."""
+    kept = [index for index in range(len(data.columns) - 1) if any(row.cells[index] != NONE for row in data.rows)]
+    rows = tuple(replace(row, cells=tuple(row.cells[index] for index in kept)) for row in data.rows)
+    return TableData(data.title, (data.columns[0], *(data.columns[index + 1] for index in kept)), rows)
+
+
+def html_table(data: TableData) -> str:
+    """A table with its title as caption, in a box of its own, which scrolls on a narrow page."""
+    title = escape(data.title)
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in data.columns)
+    rows = "".join(map(_html_row, data.rows))
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Table: {title}"><table>'
+        f"<caption><b>{title}</b></caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _html_row(row: Row) -> str:
+    name = escape(row.name)
+    if row.layer is not None:
+        name = f'<button type="button" class="link" data-layer="{row.layer}">{name}</button>'
+    about = f'<span class="about">{escape(row.about)}</span>' if row.about else ""
+    cells = [f"<td>{escape(cell)}</td>" for cell in row.cells]
+    if row.bar is not None:
+        bar = f'<i style="width:{100 * row.bar:.2f}%"></i><span>{escape(row.cells[0])}</span>'
+        cells[0] = f'<td class="with-bar"><span class="amount">{bar}</span></td>'
+    ours = ' class="ours"' if row.is_ours else ""
+    return f'<tr{ours}><th scope="row">{name}{about}</th>{"".join(cells)}</tr>'
+
+
+def notebook_html(title: str, text: str, tables: Sequence[TableData]) -> str:
+    """A title and a sentence over tables, whose titles are their captions."""
+    shown = "".join(html_table(_plain(each)) for each in tables)
+    return f"<div><p><b>{escape(title)}</b><br>{escape(text)}</p>{shown}</div>"
+
+
+def _plain(data: TableData) -> TableData:
+    """The table without bars and descriptions, which need the page's styles."""
+    return replace(data, rows=tuple(Row(row.name, row.cells) for row in data.rows))
+
+
+def facts_table(title: str, facts: Facts) -> TableData:
+    """Names and values as a table."""
+    return TableData(title, ("name", "value"), tuple(Row(name, (value,)) for name, value in facts))
 
 
 def trace_facts(reader: TraceReader, unknown_routes: int | None = None) -> Table:
@@ -94,7 +159,7 @@ def trace_facts(reader: TraceReader, unknown_routes: int | None = None) -> Table
     ]
     if unknown_routes is not None:
         rows.insert(5, ("unknown routes", f"{unknown_routes:,} of {tokens * shape.num_layers:,} (token, layer) pairs"))
-    return facts(rows, reader.name)
+    return terminal_facts(rows, reader.name)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -135,45 +200,3 @@ def plan_balance_table(before: Balance, after: Balance) -> TableData:
         for name, balance in (("static", before), ("planned", after))
     )
     return TableData("Rank load, max/mean over instances", ("homes", "mean", "p50", "p99", "max"), rows)
-
-
-def simulation_tables(source: str, trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[RenderableType, ...]:
-    """What `trimtab simulate` prints: the answer, all cases of a sweep, balancers by step time, memory, setting."""
-    first = cases[0]
-    shown: list[RenderableType]
-    if len(cases) == 1:
-        policies = by_time(policy_results(first))
-        shown = [
-            f"[bold]{escape(answers(cases))}[/bold]\n",
-            terminal_table(policies_table(policies, table_title(first))),
-            terminal_table(balance_and_replicas(policies)),
-            terminal_table(_parts_table(policies)),
-            terminal_table(_memory_table(policies)),
-        ]
-    else:
-        shown = [f"[bold]{escape(answers(cases))}[/bold]\n", terminal_table(sweep_table(cases))]
-        if len(cases) <= MOST_DETAILED_CASES:
-            titles = [f"{case.text}: {table_title(case)}" for case in cases]
-            pairs = zip(cases, titles, strict=True)
-            shown += [terminal_table(policies_table(policy_results(case), title)) for case, title in pairs]
-    shown.append(facts(setting_facts(source, trace, first), "Setting"))
-    shown.append("\n".join(map(escape, notes(trace, cases))))
-    return tuple(shown)
-
-
-def _parts_table(policies: Sequence[PolicyResult]) -> TableData:
-    bubbles = [BUBBLE] if any(BUBBLE in policy.parts_s for policy in policies) else []
-    names = (*PARTS, *bubbles)
-    rows = tuple(Row(policy.name, tuple(f"{policy.parts_s[name] * 1e3:,.0f}" for name in names)) for policy in policies)
-    return TableData("Where the milliseconds go", ("policy", *SHORT_PARTS, *bubbles), rows)
-
-
-def _memory_table(policies: Sequence[PolicyResult]) -> TableData:
-    """Gigabytes of the rank that needs most. Columns have short names, so a line fits a terminal."""
-    purposes = dict.fromkeys(purpose for policy in policies for purpose in policy.memory_bytes)
-    rows = tuple(
-        Row(policy.name, tuple(f"{policy.memory_bytes[purpose] / 1e9:,.1f}" for purpose in purposes))
-        for policy in policies
-    )
-    columns = (SHORT_PURPOSES.get(purpose, purpose) for purpose in purposes)
-    return TableData("Gigabytes of the rank that needs most", ("policy", *columns), rows)

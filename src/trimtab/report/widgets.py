@@ -1,4 +1,4 @@
-"""HTML of parts of a page: tables, facts, heat maps. All texts are escaped with `escape`."""
+"""HTML of parts of a page: facts, heat maps, legends. All texts are escaped with `escape`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from trimtab.report.colour_scale import ColourScale, load_scale
 from trimtab.report.model import LoadMap
-from trimtab.report.table_data import Facts, Row, TableData
+from trimtab.report.page_data import ColourScale, load_scale
+from trimtab.report.tables import Facts
 
 POINT_AT_CELL = "Point at a cell, or use Tab and the arrow keys."
 
@@ -28,30 +28,6 @@ class Section:
             f'<section id="{self.name}" aria-labelledby="{self.name}-heading">'
             f'<h2 id="{self.name}-heading">{self.heading}</h2>\n{self.body}\n</section>'
         )
-
-
-def table(data: TableData) -> str:
-    """A table with its title as caption, in a box of its own, which scrolls on a narrow page."""
-    title = escape(data.title)
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in data.columns)
-    rows = "".join(map(_row, data.rows))
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="Table: {title}"><table>'
-        f"<caption><b>{title}</b></caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _row(row: Row) -> str:
-    name = escape(row.name)
-    if row.layer is not None:
-        name = f'<button type="button" class="link" data-layer="{row.layer}">{name}</button>'
-    about = f'<span class="about">{escape(row.about)}</span>' if row.about else ""
-    cells = [f"<td>{escape(cell)}</td>" for cell in row.cells]
-    if row.bar is not None:
-        bar = f'<i style="width:{100 * row.bar:.2f}%"></i><span>{escape(row.cells[0])}</span>'
-        cells[0] = f'<td class="with-bar"><span class="amount">{bar}</span></td>'
-    ours = ' class="ours"' if row.is_ours else ""
-    return f'<tr{ours}><th scope="row">{name}{about}</th>{"".join(cells)}</tr>'
 
 
 def heat_map(maps: Sequence[LoadMap], layer_names: Sequence[str], worst: int) -> str:

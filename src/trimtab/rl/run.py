@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from trimtab.errors import InputError
 from trimtab.files import write_atomically, write_problem
 from trimtab.report.html import write_html
-from trimtab.report.perfetto import write_perfetto
+from trimtab.report.timelines import write_perfetto
 from trimtab.rl.checkpoint import Checkpoint, last_checkpoint, remove_unfinished
 from trimtab.rl.comparison_text import answer, check, comparison_figures, comparison_table, possible
 from trimtab.rl.config import TrainConfig

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from trimtab.array_type import Array
 from trimtab.rl.config import PrefixRouting
 from trimtab.trace import RoutingTrace, hash_tokens
-from trimtab.trace.sequence_facts import Windows
+from trimtab.trace.routing import Windows
 
 
 @dataclass(frozen=True, eq=False)

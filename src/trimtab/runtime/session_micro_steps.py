@@ -16,7 +16,7 @@ from trimtab.planner import StepPlan
 from trimtab.runtime.layer.layer_call import A_MICRO_STEP
 from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, Routing, RunningStep
 from trimtab.runtime.live.balancer import Figures, LiveBalancer, LiveMicroStep
-from trimtab.runtime.rank_memory import RankMemory
+from trimtab.runtime.plan_report import RankMemory
 from trimtab.runtime.ranks.lockstep import LIVE_MICRO_STEP, MICRO_STEP
 from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.session_base import SessionBase

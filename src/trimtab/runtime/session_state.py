@@ -15,8 +15,7 @@ from trimtab.runtime.session_base import SessionBase
 from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.known_places import Names, OnMove, names_in, read_state
 from trimtab.runtime.state.named_rows import follow, names_of, saved_places
-from trimtab.runtime.state.optimizer_rows import ExpertState
-from trimtab.runtime.state.row_updates import check_elementwise
+from trimtab.runtime.state.optimizer_rows import ExpertState, check_elementwise
 
 
 class SessionState(SessionBase):

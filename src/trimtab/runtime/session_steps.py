@@ -15,21 +15,14 @@ import torch.distributed as dist
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import PlannedStep, Schedule, SequenceCounts, StepPlan
-from trimtab.planner.plan.slices import SlicePlanner, SliceRules, layers_of_rank
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.layer.micro_step import RunningStep
 from trimtab.runtime.plan_report import PlanReport
 from trimtab.runtime.planning_in_rollout import PlanningInRollout
-from trimtab.runtime.ranks.lockstep import (
-    APPLY_PLAN,
-    PLAN,
-    PLAN_SEQUENCES,
-    digest,
-)
+from trimtab.runtime.ranks.lockstep import APPLY_PLAN, PLAN, PLAN_SEQUENCES, digest
 from trimtab.runtime.ranks.rank_calls import attempt
-from trimtab.runtime.rows.background_slices import StepSlices, planner_thread
-from trimtab.runtime.rows.rank_load import RankLoad
-from trimtab.runtime.rows.unread_rows import assign_unread
+from trimtab.runtime.rows.background_slices import planner_thread, start_slices
+from trimtab.runtime.rows.rank_load import RankLoad, assign_unread, checked_load
 from trimtab.runtime.session_micro_steps import SessionMicroSteps
 from trimtab.runtime.session_settings import SessionSettings
 from trimtab.runtime.step_planner import SessionPlanner
@@ -357,7 +350,7 @@ class SessionSteps(SessionMicroSteps):
         plan, experts, is_executed = planned.plan, self._experts, self.settings.executes_plans
         problem = problem or attempt(self._check_plan, plan)[1]
         if problem is None:
-            load, problem = attempt(self._checked_load, plan, trace, load)
+            load, problem = attempt(checked_load, plan, trace, load, self.topology)
         same: dict[str, object] = {"the plan": plan.hash, **self._shared}
         if is_executed and not problem and experts.num_moved(plan.placement):
             same |= experts.state_to_move(experts.places_after(plan.placement))
@@ -374,7 +367,11 @@ class SessionSteps(SessionMicroSteps):
         start = time.perf_counter()
         number = self._end_step()
         transfers = experts.transfers if is_executed else None
-        following = None if slices is None else self._start_slices(plan, load, slices)
+        following = None
+        if slices is not None:
+            following = start_slices(plan, load, slices, self.topology)
+            # A micro-step waits for its replicas for as long as they are predicted to save.
+            self._patience_s = self.settings.patience_s(slices.saved_s / max(1, plan.num_micro_steps))
         if is_executed:
             with torch.inference_mode(False):
                 experts.move(experts.places_after(plan.placement))
@@ -396,22 +393,3 @@ class SessionSteps(SessionMicroSteps):
             planned, (before, after), self.memory(), is_executed=is_executed, homes_moved=moved,
             moving_s=moving_s, applying_s=time.perf_counter() - applied_at - moving_s,
         )  # fmt: skip
-
-    def _checked_load(self, plan: StepPlan, trace: RoutingTrace, load: RankLoad | None) -> RankLoad:
-        """This rank's load under a plan of its group; counted if None. Raises InputError if the plan is not for it."""
-        rank = self.topology.rank
-        plan.check_form(plan.num_micro_steps, trace.num_layers, self.topology.num_ranks, trace.num_experts)
-        load = load or RankLoad.of(trace, plan.schedule, rank, self.topology)
-        plan.check_quotas(load.counts_MLE[:, :, None], rank)
-        return load
-
-    def _start_slices(self, header: StepPlan, load: RankLoad, rules: SliceRules) -> StepSlices:
-        ranks = self.topology.num_ranks
-        layers_R = [layers_of_rank(header.num_layers, rank, ranks) for rank in range(ranks)]
-        workload, first_layer = load.for_layers(layers_R), layers_R[self.topology.rank].start
-        planner = SlicePlanner.of(rules, self.topology.group, workload, header.home, first_layer)
-        slices = StepSlices(header, planner, self.topology, expected_max_vio=rules.max_vio)
-        planner_thread(self.topology).start(slices.run)
-        # A micro-step waits for its replicas for as long as they are predicted to save.
-        self._patience_s = self.settings.patience_s(rules.saved_s / max(1, header.num_micro_steps))
-        return slices

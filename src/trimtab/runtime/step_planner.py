@@ -28,9 +28,8 @@ from trimtab.planner.plan.instances import plan_homes
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.planning_in_rollout import PlannedAhead, PlanningInRollout, RankSequences
-from trimtab.runtime.ranks.leaders import Leaders
 from trimtab.runtime.ranks.lockstep import digest
-from trimtab.runtime.ranks.rank_calls import on_first_rank
+from trimtab.runtime.ranks.rank_calls import Leaders, on_first_rank
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.rank_load import RankLoad, RequestedCounts
 from trimtab.runtime.session_settings import Mode, SessionSettings

@@ -9,7 +9,7 @@ import numpy as np
 from trimtab.planner import SequenceCounts
 from trimtab.simulator.resampling import ResampledTrace
 from trimtab.trace import RoutingTrace
-from trimtab.trace.sequence_facts import windows_array
+from trimtab.trace.routing import windows_array
 
 
 def cut_trace(trace: RoutingTrace, pieces: int) -> RoutingTrace:

@@ -7,15 +7,13 @@ Files, packed and synthetic routing are imported when they are first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
-from trimtab.trace.sequence_facts import SequenceFacts
+from trimtab.trace.routing import RoutingTrace, SequenceFacts, hash_tokens, id_dtype, no_route
 
 if TYPE_CHECKING:
     from trimtab.trace.formats.records import ImportOptions
     from trimtab.trace.packed_routes import pack, unpack
-    from trimtab.trace.presets import PRESETS, SkewPreset, synthesize_preset
+    from trimtab.trace.presets import PRESETS, SkewPreset, synthesize, synthesize_preset
     from trimtab.trace.store import TraceReader, read_trace, write_trace
-    from trimtab.trace.synth import synthesize
     from trimtab.trace.writer import TraceWriter
 
 __all__ = [
@@ -40,9 +38,8 @@ __all__ = [
 _MODULES = {
     "formats.records": ("ImportOptions",),
     "packed_routes": ("pack", "unpack"),
-    "presets": ("PRESETS", "SkewPreset", "synthesize_preset"),
+    "presets": ("PRESETS", "SkewPreset", "synthesize", "synthesize_preset"),
     "store": ("TraceReader", "read_trace", "write_trace"),
-    "synth": ("synthesize",),
     "writer": ("TraceWriter",),
 }
 

@@ -42,11 +42,7 @@ class Column(NamedTuple):
 
 
 def read_columns(path: Path) -> list[list[Column]]:
-    """The columns of every row group of a file.
-
-    Raises:
-        InputError: if it has no readable footer or pages.
-    """
+    """The columns of every row group of a file. Raises InputError if it has no readable footer or pages."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, io.SEEK_END)

@@ -8,9 +8,8 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.routing import RoutingTrace, id_dtype
+from trimtab.trace.routing import RoutingTrace, id_dtype, windows_array
 from trimtab.trace.sampling import derive, expert_noise, normal, sample_experts
-from trimtab.trace.sequence_facts import windows_array
 
 SHORTEST = 16  # tokens
 LENGTH_SPREAD = 0.4  # standard deviation of a length's logarithm
@@ -232,3 +231,39 @@ def _profiles(preset: SkewPreset, key_S: Array) -> Array:
         return domain_S
     block_S = np.arange(len(key_S)) * len(preset.spikes) // len(key_S)
     return np.where(np.array(preset.spikes)[block_S] > 0, preset.domains + block_S, domain_S)
+
+
+def synthesize(
+    *,
+    num_sequences: int,
+    sequence_length: int,
+    num_layers: int,
+    num_experts: int,
+    top_k: int,
+    zipf: float,
+    seed: int = 0,
+) -> RoutingTrace:
+    """A trace whose experts are drawn without replacement from a Zipf popularity, shuffled for every layer.
+
+    Args:
+        zipf: exponent of the popularity, rank**-zipf. Real models show 0.30 to 0.95. At 0 routing is not random but
+            exactly even: over any `num_experts` tokens in a row each expert is used `top_k` times.
+    """
+    rng = np.random.default_rng(seed)
+    # Sampled first, so the hot experts depend on the seed and not on the trace's length.
+    experts_LE = np.stack([rng.permutation(num_experts) for _ in range(num_layers)])
+    tokens = num_sequences * sequence_length
+    ids_TLK = np.empty((tokens, num_layers, top_k), id_dtype(num_experts))
+    for layer in range(num_layers):
+        if zipf == 0:
+            positions_TK = (np.arange(tokens)[:, None] * top_k + np.arange(top_k)) % num_experts
+        else:
+            # Gumbel top-k: the largest of log-popularity plus Gumbel noise is a draw without replacement.
+            scores_TE = rng.gumbel(size=(tokens, num_experts)) - zipf * np.log(np.arange(1, num_experts + 1))
+            positions_TK = np.argpartition(-scores_TE, top_k - 1, axis=1)[:, :top_k]
+        ids_TLK[:, layer] = experts_LE[layer][positions_TK]
+    return RoutingTrace.from_sequences(
+        list(ids_TLK.reshape(num_sequences, sequence_length, num_layers, top_k)),
+        num_experts=num_experts,
+        model="synthetic",
+    )

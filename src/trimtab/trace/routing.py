@@ -1,10 +1,10 @@
-"""`RoutingTrace`: the experts that every token of every sequence used, in every MoE layer."""
+"""`RoutingTrace`: the experts that every token of every sequence used, in every MoE layer; and `SequenceFacts`."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,57 @@ import numpy.typing as npt
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
-from trimtab.trace.sequence_facts import SequenceFacts, Windows, check_windows, windows_array
+
+Windows = tuple[tuple[int, int], ...]
+"""Windows of one sequence, `(version, rows)` each; none if all rows are of the same version."""
+
+
+def windows_array(windows: Iterable[Windows]) -> Array:
+    """`[S]`, an array of the windows of each sequence."""
+    return np.fromiter(windows, object)
+
+
+def check_windows(windows: Windows, sequence: int, length: int) -> None:
+    """Raise InputError if windows have not the rows of their sequence."""
+    rows = [rows for _, rows in windows]
+    if min(rows) < 1 or sum(rows) != length:
+        raise InputError(f"sequence {sequence} has {length} tokens; its windows have {rows}")
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceFacts:
+    """Facts of the S sequences of a trace except their routes; see `RoutingTrace`.
+
+    Attributes:
+        lengths: `[S]` int64, routed tokens.
+        prompt_lengths: `[S]` int32.
+        steps: `[S]` int32.
+        sequence_hashes: `[S]` uint64.
+        prompt_hashes: `[S]` uint64.
+        domains: `[S]` str.
+        windows: `[S]` tuples.
+    """
+
+    lengths: Array
+    prompt_lengths: Array
+    steps: Array
+    sequence_hashes: Array
+    prompt_hashes: Array
+    domains: Array
+    windows: Array
+
+    def select(self, chosen: Array | slice) -> SequenceFacts:
+        """The facts of some sequences: `[S]` bool, indices, or a slice."""
+        return SequenceFacts(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+    def joined(self, *others: SequenceFacts) -> SequenceFacts:
+        """The facts of these sequences, followed by those of the others."""
+        parts = (self, *others)
+        return SequenceFacts(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(self)))
+
+
+# Names that `RoutingTrace` has, too.
+_FACTS = [field.name for field in fields(SequenceFacts) if field.name != "lengths"]
 
 
 def id_dtype(num_experts: int) -> np.dtype[Any]:
@@ -88,7 +138,7 @@ class RoutingTrace:
         starts = self.sequence_starts
         if len(starts) == 0 or starts[0] != 0 or starts[-1] != len(ids) or np.any(np.diff(starts) < 0):
             raise InputError(f"sequence_starts should rise from 0 to the number of tokens, {len(ids)}")
-        for name in ("prompt_lengths", "steps", "sequence_hashes", "prompt_hashes", "domains", "windows"):
+        for name in _FACTS:
             if len(getattr(self, name)) != self.num_sequences:
                 raise InputError(
                     f"{name} has {len(getattr(self, name))} entries; there are {self.num_sequences} sequences"
@@ -127,7 +177,6 @@ class RoutingTrace:
             if not arrays:
                 raise InputError("a trace without sequences needs its shape (layers, top_k)")
             shape = arrays[0].shape[1:]
-        num_layers = shape[0]
         return cls(
             expert_ids=np.concatenate([np.empty((0, *shape), dtype), *arrays]),
             sequence_starts=np.concatenate([[0], np.cumsum([len(ids) for ids in arrays])]).astype(np.int64),
@@ -137,7 +186,7 @@ class RoutingTrace:
             prompt_hashes=np.asarray(np.zeros(count) if prompt_hashes is None else prompt_hashes, np.uint64),
             domains=np.broadcast_to(np.asarray(domains, np.str_), (count,)).copy(),
             windows=windows_array([()] * count if windows is None else windows),
-            layer_indices=np.asarray(np.arange(num_layers) if layer_indices is None else layer_indices, np.int32),
+            layer_indices=np.asarray(np.arange(shape[0]) if layer_indices is None else layer_indices, np.int32),
             num_experts=num_experts,
             model=model,
             sampled=sampled,
@@ -192,10 +241,7 @@ class RoutingTrace:
     @property
     def facts(self) -> SequenceFacts:
         """What is known of each sequence except its routes."""
-        return SequenceFacts(
-            self.sequence_lengths, self.prompt_lengths, self.steps, self.sequence_hashes, self.prompt_hashes,
-            self.domains, self.windows,
-        )  # fmt: skip
+        return SequenceFacts(self.sequence_lengths, *(getattr(self, name) for name in _FACTS))
 
     def with_sequences(self, facts: SequenceFacts, ids_TLK: Array) -> RoutingTrace:
         """The trace of other sequences of the same model, with these facts and ids `[T, L, K]`."""
@@ -203,12 +249,7 @@ class RoutingTrace:
             self,
             expert_ids=ids_TLK,
             sequence_starts=np.concatenate([[0], np.cumsum(facts.lengths)]).astype(np.int64),
-            prompt_lengths=facts.prompt_lengths,
-            steps=facts.steps,
-            sequence_hashes=facts.sequence_hashes,
-            prompt_hashes=facts.prompt_hashes,
-            domains=facts.domains,
-            windows=facts.windows,
+            **{name: getattr(facts, name) for name in _FACTS},
         )
 
     def check_same_model(self, other: RoutingTrace) -> None:

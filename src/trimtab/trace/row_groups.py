@@ -18,11 +18,10 @@ import pyarrow.parquet as pq
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.coding import decode, encode
+from trimtab.kernels import kernel
 from trimtab.trace.message_text import at_place, short
 from trimtab.trace.parquet_footer import Column
-from trimtab.trace.routing import RoutingTrace, no_route
-from trimtab.trace.sequence_facts import SequenceFacts, Windows, check_windows, windows_array
+from trimtab.trace.routing import RoutingTrace, SequenceFacts, Windows, check_windows, no_route, windows_array
 
 FORMAT = "trimtab-routing-2"
 IDS = "expert_ids"
@@ -77,11 +76,7 @@ def schema_of(trace: RoutingTrace) -> pa.Schema:
 
 
 def table_of(trace: RoutingTrace, schema: pa.Schema) -> pa.Table:
-    """The rows of a trace, ids coded.
-
-    Raises:
-        InputError: if the name of a domain is too long.
-    """
+    """The rows of a trace, ids coded. Raises InputError if the name of a domain is too long."""
     _check_letters(int(np.char.str_len(trace.domains).max(initial=0)))
     coded = np.empty_like(trace.expert_ids)
     encode(trace.expert_ids.reshape(-1, trace.top_k), coded.reshape(-1, trace.top_k))
@@ -317,3 +312,56 @@ def _check_header(header: Mapping[str, Any]) -> None:
 def _check_number(name: str, value: Any, least: int, most: Any) -> None:
     if type(value) is not int or not least <= value <= most:
         raise InputError(f"its header should have {name} from {least} to {most}, not {short(value)}")
+
+
+BLOCK = 64
+
+
+@kernel
+def encode(ids_NK, coded_NK):  # type: ignore[no-untyped-def]
+    """Write the encoded rows of `ids_NK` (uint8 or uint16) to `coded_NK`, of the same dtype. Differences wrap."""
+    rows, top_k = ids_NK.shape
+    # A block at a time, one position of top_k after the other, so a comparison is one instruction for many rows.
+    lanes_KB = np.empty((top_k, BLOCK), ids_NK.dtype)
+    for start in range(0, rows, BLOCK):
+        size = min(BLOCK, rows - start)
+        for b in range(size):
+            for k in range(top_k):
+                lanes_KB[k, b] = ids_NK[start + b, k]
+        for turn in range(top_k):
+            for k in range(turn % 2, top_k - 1, 2):
+                low_B, high_B = lanes_KB[k], lanes_KB[k + 1]
+                for b in range(BLOCK):
+                    one, other = low_B[b], high_B[b]
+                    low_B[b] = min(one, other)
+                    high_B[b] = max(one, other)
+        for k in range(top_k - 1, 0, -1):
+            low_B, high_B = lanes_KB[k - 1], lanes_KB[k]
+            for b in range(BLOCK):
+                high_B[b] -= low_B[b]
+        for b in range(size):
+            for k in range(top_k):
+                coded_NK[start + b, k] = lanes_KB[k, b]
+
+
+@kernel
+def decode(coded_NK, num_experts, no_route, ids_NK):  # type: ignore[no-untyped-def]
+    """Write the rows that `encode` encoded to `ids_NK`, with ascending ids within a row.
+
+    Returns:
+        The first row whose ids are neither distinct and below `num_experts` nor all `no_route`; -1 if there is none.
+    """
+    bad = -1
+    for n in range(coded_NK.shape[0]):
+        expert = np.int64(coded_NK[n, 0])
+        ids_NK[n, 0] = expert
+        unknown = expert == no_route
+        fine = unknown or expert < num_experts
+        for k in range(1, coded_NK.shape[1]):
+            difference = np.int64(coded_NK[n, k])
+            expert += difference
+            ids_NK[n, k] = expert
+            fine &= difference == 0 if unknown else (difference > 0 and expert < num_experts)
+        if not fine and bad < 0:
+            bad = n
+    return bad

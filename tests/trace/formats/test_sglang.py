@@ -14,8 +14,7 @@ from trimtab import InputError
 from trimtab.array_type import Array
 from trimtab.trace.formats import sglang
 from trimtab.trace.formats.importing import format_of
-from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.routes import missing_id
+from trimtab.trace.formats.records import ImportOptions, Record, missing_id
 
 MODEL = ImportOptions(num_layers=3, top_k=2)
 

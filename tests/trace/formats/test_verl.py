@@ -237,6 +237,8 @@ def test_masked_tokens_inside_a_sequence_are_dropped() -> None:
 
 def test_rows_of_padding_are_counted() -> None:
     assert kept(verl.records_of_batch({key: value[:0] for key, value in batch().items()})) == []
+    # A field of this name beside the routes is not the batch.
+    assert len(kept(verl.records_of_batch({**batch(), "batch": {}}))) == len(kept(verl.records_of_batch(batch())))
     tensors = {key: value[[3, 3, 0, 1]] for key, value in batch().items()}
     items = list(verl.records_of_batch(tensors))
     assert dropped(items) == {"padding rows": 2 * (PROMPT + RESPONSE) + 9 + 5, "empty sequences": 2}

@@ -17,8 +17,7 @@ from helpers.import_items import dropped, kept, survives, tokens_of
 from helpers.response_dumps import json_lines, npy_bytes, npy_text, routes
 from trimtab import InputError
 from trimtab.trace.formats import sglang, vllm
-from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.routes import between_padding, missing_id
+from trimtab.trace.formats.records import ImportOptions, Record, missing_id
 
 NOTHING = ImportOptions()
 
@@ -253,11 +252,15 @@ def test_padded_batch(tmp_path: Path, gap: int, dtype: str) -> None:
     assert dropped(vllm.read(named, NOTHING)) == {"padding rows": 3 + 8}
 
 
-def test_rows_that_may_be_routes_are_not_padding() -> None:
+@pytest.mark.parametrize(
+    ("rows", "kept_rows"),
+    [([[0], [3], [0]], slice(0, 3)), ([[-1], [3], [-1]], slice(1, 2)), ([[-1, 2], [0, 3], [-1, -1]], slice(0, 2))],
+)
+def test_rows_that_may_be_routes_are_not_padding(rows: list[list[int]], kept_rows: slice, tmp_path: Path) -> None:
     """Of one layer and top-1, 0 is an expert; and a row that is -1 in part is no padding."""
-    assert between_padding(np.array([[[0]], [[3]], [[0]]])) == slice(0, 3)
-    assert between_padding(np.array([[[-1]], [[3]], [[-1]]])) == slice(1, 2)
-    assert between_padding(np.array([[[-1, 2]], [[0, 3]], [[-1, -1]]])) == slice(0, 2)
+    np.save(tmp_path / "a.npy", np.array(rows)[None, :, None])
+    (record,) = kept(vllm.read(tmp_path / "a.npy", ImportOptions()))
+    assert record.ids[:, 0].tolist() == rows[kept_rows]
 
 
 def test_the_size_of_raw_numbers_decides_their_dtype() -> None:

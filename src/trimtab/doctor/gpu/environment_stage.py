@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from trimtab.calibration.random_experts import this_device
+from trimtab.doctor.examination import check_shared_memory, describe_gpu_variables
 from trimtab.doctor.finding import Finding
-from trimtab.doctor.machine import check_shared_memory, describe_gpu_variables
 from trimtab.doctor.planned_micro_step import StepSizes
 from trimtab.doctor.self_check import check_path
 from trimtab.rank_variables import can_share_gpus

@@ -1,4 +1,4 @@
-"""`examine_gpus`: all stages of `trimtab doctor --gpu`, one after another."""
+"""`examine_gpus`: all stages of `trimtab doctor --gpu`, one after another, and `verdict` on what they found."""
 
 from __future__ import annotations
 
@@ -14,17 +14,30 @@ import torch
 from rich.progress import track
 
 from trimtab.doctor.finding import Finding
-from trimtab.doctor.gpu.bandwidth_stage import check_bandwidth
 from trimtab.doctor.gpu.environment_stage import check_environment
-from trimtab.doctor.gpu.equality_stage import check_equality, check_under_sanitizer
-from trimtab.doctor.gpu.layer_stage import check_layer
-from trimtab.doctor.gpu.mirror_stage import check_mirror
-from trimtab.doctor.gpu.rewriting_stage import check_rewriting
-from trimtab.doctor.gpu.soak_stage import check_soak
+from trimtab.doctor.gpu.micro_step_stages import (
+    check_equality,
+    check_layer,
+    check_synchronisation,
+    check_under_sanitizer,
+)
 from trimtab.doctor.gpu.stage_process import Stage, StageResult, run_stage
-from trimtab.doctor.gpu.synchronisation_stage import check_synchronisation
+from trimtab.doctor.gpu.transfer_stages import check_bandwidth, check_mirror, check_rewriting, check_soak
 from trimtab.errors import InputError
 from trimtab.rank_variables import SHARE_GPUS, can_share_gpus
+
+GO, NO_GO, WITH_LIMITS = 0, 1, 3
+
+
+def verdict(results: Sequence[StageResult]) -> tuple[str, int]:
+    """The line that names the first problem, else the first warning; and the exit status, 0, 3 or 1."""
+    for status, word, exit_status in (("problem", "NO GO", NO_GO), ("warning", "GO WITH LIMITS", WITH_LIMITS)):
+        for result in results:
+            for finding in result.findings:
+                if finding.status == status:
+                    return f"{word}: {result.name}, {finding.name}: {finding.text}", exit_status
+    return "GO", GO
+
 
 STAGES = (
     # Also compiles kernels, once per installation.

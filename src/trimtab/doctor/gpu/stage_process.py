@@ -30,8 +30,7 @@ from trimtab.doctor.finding import Finding
 from trimtab.errors import InputError, RankFailedError
 from trimtab.files import write_atomically
 from trimtab.launch import launch
-from trimtab.launch.launcher import exit_with_parent
-from trimtab.launch.suspension import has_ended
+from trimtab.launch.launcher import exit_with_parent, has_ended
 from trimtab.messages import show_messages
 from trimtab.shared_files import remove_shared_files
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from trimtab.runtime.layer.binding import bind
 from trimtab.runtime.layer.layer import Leave, RoutedLayer, UseReplicas
 from trimtab.runtime.layer.layer_call import LayerCall
 from trimtab.runtime.layer.micro_step import Routing
@@ -75,7 +76,7 @@ class FrameworkLayer(RoutedLayer):
         """
         if not self.is_balanced_now:
             return None
-        call = self._calls.bind(self.homes, expert_ids, self._calls.routes(), problem)
+        call = bind(self._calls, self.homes, expert_ids, self._calls.routes(), problem)
         call.begin_forward()
         if torch.is_grad_enabled():
             hidden = _Enter.apply(hidden, call, *(self.homes.trained if call.replicas.count else ()))

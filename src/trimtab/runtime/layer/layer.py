@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.autograd.torch_engine import SubstitutedValues, running_backward
+from trimtab.runtime.layer.binding import bind
 from trimtab.runtime.layer.dispatch import Dispatcher, run_in_two_phases
 from trimtab.runtime.layer.layer_call import LayerCall, LayerCalls
 from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, OTHER
@@ -149,7 +150,7 @@ class ExpertLayer(RoutedLayer):
                 "in a planned micro-step the recorded routing must be used, unless it is entered as "
                 "micro_step(index, may_deviate=True)"
             )
-        call = self._calls.bind(self.homes, expert_ids, routes)
+        call = bind(self._calls, self.homes, expert_ids, routes)
         call.begin_forward()
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # Replica gradients are sent in this layer's backward, which autograd would otherwise skip.

@@ -1,6 +1,6 @@
 """`LayerCall`: one call of a layer on one rank, from its forward to the end of its backward.
 
-`LayerCalls` creates them, from the plan if it has all rows, else after an exchange of counts.
+`LayerCalls` is what all calls of a session share; see `bind` for how they are created.
 """
 
 from __future__ import annotations
@@ -8,30 +8,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from trimtab.array_type import Array
-from trimtab.errors import InputError, RanksDisagreeError
-from trimtab.runtime.autograd.accumulation import Accumulation
-from trimtab.runtime.autograd.gradient_watch import GradientWatch
+from trimtab.runtime.autograd.gradient_watch import Accumulation, GradientWatch
 from trimtab.runtime.autograd.torch_engine import require_eager, running_backward, will_run
 from trimtab.runtime.layer.backward import Backward
 from trimtab.runtime.layer.micro_step import BoundRoutes
-from trimtab.runtime.live.balancer import LiveCall, LiveMicroStep, Seconds
-from trimtab.runtime.ranks.lockstep import COUNTS, RETURNS, Lockstep, message_tag
+from trimtab.runtime.live.balancer import LiveCall, Seconds
+from trimtab.runtime.ranks.lockstep import RETURNS, Lockstep, message_tag
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.exchange import RowExchange
-from trimtab.runtime.rows.layout import Layout, RowPlaces, SecondPhase, place_rows
-from trimtab.runtime.rows.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows
+from trimtab.runtime.rows.layout import Layout, RowPlaces
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.state.weight_watch import foreign_weights
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.returns import ReplicaGradients, accumulates
-from trimtab.runtime.transfer.streams import download, start_timer
+from trimtab.runtime.transfer.streams import start_timer
 from trimtab.runtime.transfer.transfers import Transfers
 
 # In errors.
@@ -98,132 +92,6 @@ class LayerCalls:
             return self.backward.routes_of_rerun()
         self.backward.leave_backward()
         return self.current
-
-    def bind(
-        self,
-        homes: HomeExperts,
-        expert_ids: torch.Tensor,
-        routes: BoundRoutes | None,
-        problem: Exception | None = None,
-    ) -> LayerCall:
-        """Create the call. Collective if rows are unknown on any rank, or may deviate from the plan.
-
-        Args:
-            expert_ids: `[T, K]`, expert ids of this rank's rows.
-            problem: why this rank's ids can't be used, if they may deviate from the plan; raised on all ranks.
-
-        Raises:
-            InputError: on all ranks, if a rank has an id out of range.
-            RuntimeError: on all ranks, if a rank has other rows than planned, or in backward than in forward.
-        """
-        if self.is_at_first_homes and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"MoE layer {homes.index} was called with gradients within first_homes(), which is for passes without"
-            )
-        tables = routes.tables_of(homes.index) if routes is not None and routes.replays else None
-        if tables is not None and tables.layout is not None:
-            return LayerCall(self, homes, tables.layout, routes)
-        positions = None if routes is None else routes.positions
-        own_ids = expert_ids if positions is None else expert_ids.index_select(0, positions)
-        if routes is not None and routes.live is not None:
-            layout, choice = self._balanced_layout(homes, own_ids, routes.live)
-            return LayerCall(self, homes, layout, routes, choice)
-        planned = None if tables is None else tables.partial
-        if planned is None:
-            self.counters.live_calls += routes is None and self.is_planned
-            if torch.is_grad_enabled() and running_backward() is None:
-                self.accumulation.begin_forward()
-            if routes is None and running_backward() is None:
-                problem = problem or foreign_weights([homes])
-            experts = PhysicalExperts.of(homes, self.topology.rank, self.topology.positions, self.num_slots)
-            planned = PlannedRows.unknown(tuple(own_ids.shape), experts)
-        elif routes is not None:
-            self.counters.mixed_instances += routes.is_planned
-        layout = self._exchanged_layout(homes, download(own_ids), planned, routes, problem)
-        return LayerCall(self, homes, layout, routes)
-
-    def _balanced_layout(
-        self, homes: HomeExperts, own_ids: torch.Tensor, micro_step: LiveMicroStep
-    ) -> tuple[Layout, LiveCall]:
-        """The layout of an instance whose replicas are chosen now. The host waits for the ids that the router chose."""
-        ids_NK = download(own_ids)
-        values_RV = self._exchange_counts(homes, ids_NK, micro_step.balancer.measured(homes.index))
-        counts_RE, measured_RS = values_RV[:, : len(homes.home_E)], values_RV[:, len(homes.home_E) :]
-        rows_R = counts_RE.sum(axis=1)
-        if homes.equal_tokens and (rows_R != rows_R[0]).any():
-            raise RanksDisagreeError(
-                f"MoE layer {homes.index}: ranks have {rows_R.tolist()} rows, and {homes.equal_tokens} needs the same "
-                "number of tokens on all ranks"
-            )
-        call = micro_step.choose(homes.index, counts_RE, measured_RS)
-        rank = self.topology.rank
-        experts = PhysicalExperts.of(homes, rank, self.topology.positions, self.num_slots)
-        counts_E, arriving_RH = counts_RE[rank], counts_RE[:, experts.is_here_E]
-        if not call.moves or not call.replicas.count:
-            planned = PlannedRows.of(ids_NK, counts_E, arriving_RH, experts, call.replicas)
-            return place_rows(planned, has_places=homes.sends_rows).on(homes.device), call
-        nothing = InstanceReplicas.none(len(counts_RE))
-        layout = place_rows(PlannedRows.of(ids_NK, counts_E, arriving_RH, experts, nothing), has_places=True)
-        second = SecondPhase.of(homes, rank, layout.home_groups.counts, call.replicas).on(homes.device)
-        return replace(layout.on(homes.device), replicas=call.replicas, second=second), call
-
-    def _exchanged_layout(
-        self,
-        homes: HomeExperts,
-        ids_NK: Array,
-        planned: PlannedRows,
-        routes: BoundRoutes | None,
-        problem: Exception | None,
-    ) -> Layout:
-        """The layout of an instance in which a rank's rows may not be the planned ones: they are unknown, or deviate.
-
-        The host has waited for the ids. The ranks exchange how many rows they send to each physical expert. Collective.
-        """
-        rows, deviating = planned, 0
-        problem = problem or _problem_of(homes, ids_NK, planned)
-        if problem is None:
-            rows, deviating = planned.with_ids(ids_NK)
-            problem = None if routes is None else _problem_of_rerun(homes, rows, routes)
-        sent_RP = self.lockstep.agree(COUNTS, layer=homes.index, values=rows.sent_P, problem=problem)
-        if running_backward() is None:
-            self.counters.deviating_rows += deviating
-        unknown_U = planned.unknown_tokens
-        if len(unknown_U) and routes is not None and routes.record is not None and not torch.is_grad_enabled():
-            routes.record(homes.index, unknown_U, ids_NK[unknown_U])
-        return place_rows(rows.receiving(sent_RP), has_places=homes.sends_rows).on(homes.device)
-
-    def _exchange_counts(self, homes: HomeExperts, ids_NK: Array, others: Sequence[int]) -> Array:
-        """Rows of every rank by expert, and other integers of every rank: `[R, E + len(others)]`. Collective."""
-        num_experts, problem = len(homes.home_E), _problem_of(homes, ids_NK)
-        counts_E = np.zeros(0, np.int64) if problem else np.bincount(ids_NK.reshape(-1), minlength=num_experts)
-        return self.lockstep.agree(COUNTS, layer=homes.index, values=[*counts_E.tolist(), *others], problem=problem)
-
-
-def _problem_of(homes: HomeExperts, ids_NK: Array, planned: PlannedRows | None = None) -> Exception | None:
-    """The error of a layer's ids, or None."""
-    num_experts = len(homes.home_E)
-    if planned is not None and ids_NK.shape != planned.ids_NK.shape:
-        return RuntimeError(
-            f"MoE layer {homes.index} was called with expert ids {list(ids_NK.shape)}; the micro-step was planned with "
-            f"{list(planned.ids_NK.shape)}"
-        )
-    if not ids_NK.size or 0 <= ids_NK.min() <= ids_NK.max() < num_experts:
-        return None
-    wrong = ids_NK.min() if ids_NK.min() < 0 else ids_NK.max()
-    return InputError(f"MoE layer {homes.index} was given expert id {wrong}; ids should be from 0 to {num_experts - 1}")
-
-
-def _problem_of_rerun(homes: HomeExperts, rows: PlannedRows, routes: BoundRoutes) -> RuntimeError | None:
-    """The error of a layer that checkpointing recomputes with other rows than in its forward, or None."""
-    key = homes.index, hash(rows.physical_NK.tobytes())
-    if running_backward() is None:
-        routes.micro_step.forwards.add(key)
-    elif key not in routes.micro_step.forwards:
-        return RuntimeError(
-            f"MoE layer {homes.index} was recomputed in backward with other expert ids than its forward had; keep the "
-            "ids that the forward used, or choose them outside of what is checkpointed"
-        )
-    return None
 
 
 class LayerCall:

@@ -1,18 +1,42 @@
-"""`on_first_rank`: a call on one rank, whose result all ranks get; `CallThread`: blocking calls on a thread."""
+"""Calls whose results or errors ranks share, and blocking calls on a thread.
+
+* `on_first_rank`: a call on one rank, whose result all ranks get.
+* `Leaders`: exchanges between the first ranks of all expert-parallel groups, each of which plans for its group.
+* `CallThread`: blocking calls that the caller can stop waiting for.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
 from trimtab.errors import InputError
 
 T = TypeVar("T")
+
+
+class _Failure(NamedTuple):
+    """The error of a rank. Other ranks may not be able to load its class."""
+
+    is_input: bool
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Failure:
+        """An error of this rank."""
+        is_input = isinstance(error, InputError)
+        text = str(error) if is_input else f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
+        return cls(is_input, text)
+
+    def as_error(self) -> InputError | RuntimeError:
+        """The error to raise on other ranks."""
+        return InputError(self.text) if self.is_input else RuntimeError(self.text)
 
 
 def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup) -> T:
@@ -22,23 +46,17 @@ def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup) -> T:
         InputError: on all ranks, if the function raises it.
         RuntimeError: on other ranks, if the function raises anything else, with the rank and the error.
     """
-    # The result; if the function failed, whether for its input; and the error's text, since other ranks may not be able
-    # to load its class.
-    message: list[Any] = [None, None, ""]
+    message: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
             message[0] = function()
         except BaseException as error:
-            first = dist.get_process_group_ranks(group)[0]
-            is_input = isinstance(error, InputError)
-            text = str(error) if is_input else f"rank {first} failed: {type(error).__name__}: {error}"
-            dist.broadcast_object_list([None, is_input, text], group=group, group_src=0)
+            dist.broadcast_object_list([_Failure.of(error)], group=group, group_src=0)
             raise
     dist.broadcast_object_list(message, group=group, group_src=0)
-    result, is_input_error, text = message
-    if is_input_error is not None:
-        raise InputError(text) if is_input_error else RuntimeError(text)
-    return cast(T, result)
+    if isinstance(message[0], _Failure):
+        raise message[0].as_error()
+    return cast(T, message[0])
 
 
 def attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:
@@ -92,3 +110,60 @@ def _run_calls(
         # Frees the objects that the call refers to.
         del call
         done.release()
+
+
+class Leaders:
+    """Exchanges of one plan between the first ranks of all expert-parallel groups, each of which plans for its group.
+
+    So neither memory nor time of planning grows with the number of groups. A rank that fails tells the others in place
+    of its next value, so that none waits for it.
+
+    Args:
+        group: the first ranks of all expert-parallel groups, in their order; None for one expert-parallel group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._told: BaseException | None = None
+
+    def run(self, plan: Callable[[], T]) -> T:
+        """Call a function that uses `gather` and `spread`. Collective; it raises on all ranks if it fails on any.
+
+        Raises:
+            InputError, RuntimeError: as on the first rank that failed; a rank's own error on that rank.
+        """
+        try:
+            result = plan()
+            self.gather([])
+            return result
+        except BaseException as error:
+            if self._group is not None and error is not self._told:
+                with suppress(Exception):
+                    self._exchange(_Failure.of(error))
+            raise
+
+    def gather(self, values: Sequence[T]) -> list[T]:
+        """The values of all ranks, one after another. Collective."""
+        if self._group is None:
+            return list(values)
+        return [value for part in self._exchange(list(values)) for value in part]
+
+    def spread(self, make: Callable[[], Sequence[T]]) -> T:
+        """Of the values that the first of the ranks makes, this rank's. Collective."""
+        if self._group is None:
+            return make()[0]
+        values = list(make()) if dist.get_rank(self._group) == 0 else None
+        # The others get to know of an error.
+        self.gather([])
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, values, group=self._group, group_src=0)
+        return mine[0]  # type: ignore[no-any-return]
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, mine, group=self._group)
+        for value in found:
+            if isinstance(value, _Failure):
+                self._told = value.as_error()
+                raise self._told
+        return found

@@ -25,12 +25,13 @@ import torch.distributed as dist
 from trimtab.array_type import Array
 from trimtab.errors import RanksDisagreeError
 from trimtab.planner import StepPlan
-from trimtab.planner.plan.slices import SlicePlanner, from_bytes, layers_of_rank, rounds_of, to_bytes
+from trimtab.planner.plan.slices import SlicePlanner, SliceRules, from_bytes, layers_of_rank, rounds_of, to_bytes
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.physical_experts import CACHED_MICRO_STEPS, InstanceReplicas
+from trimtab.runtime.rows.rank_load import RankLoad
 
 # Rounds that the ranks compare when they enter a micro-step.
 COMPARED = 3
@@ -214,6 +215,16 @@ class StepSlices:
                 figures["moe/planned_max_vio"] = self._max_vio
                 figures["moe/max_vio_error"] = self._max_vio - self._expected_max_vio
             return figures
+
+
+def start_slices(header: StepPlan, load: RankLoad, rules: SliceRules, topology: Topology) -> StepSlices:
+    """Start to plan the slices of a step on the planner's thread. Collective over the expert-parallel group."""
+    layers_R = [layers_of_rank(header.num_layers, rank, topology.num_ranks) for rank in range(topology.num_ranks)]
+    workload, first_layer = load.for_layers(layers_R), layers_R[topology.rank].start
+    planner = SlicePlanner.of(rules, topology.group, workload, header.home, first_layer)
+    slices = StepSlices(header, planner, topology, expected_max_vio=rules.max_vio)
+    planner_thread(topology).start(slices.run)
+    return slices
 
 
 def planner_thread(topology: Topology) -> CallThread:

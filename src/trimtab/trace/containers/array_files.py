@@ -107,11 +107,7 @@ def array_names(path: Path) -> list[str] | None:
 
 @contextmanager
 def open_arrays(path: Path) -> Iterator[Arrays]:
-    """The arrays of a file.
-
-    Raises:
-        InputError: here or while reading, if the file is damaged.
-    """
+    """The arrays of a file. Raises InputError here or while reading, if the file is damaged."""
     try:
         if torch_files.looks_loadable(path):
             found = torch_files.load(path)

@@ -125,11 +125,7 @@ class _Text:
 
 
 def json_lines(path: Path) -> Iterator[bytes]:
-    """Lines of a file, unzipped if compressed, with line ends.
-
-    Raises:
-        InputError: if it can't be read.
-    """
+    """Lines of a file, unzipped if compressed, with line ends. Raises InputError if it can't be read."""
     with _naming_damage(), _open(path) as file:
         for line in file:
             yield line if line.endswith(b"\n") else line + b"\n"

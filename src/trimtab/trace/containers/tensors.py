@@ -65,11 +65,7 @@ class LatinBytes(Sealed):
 
 
 def buffer_of(data: Any) -> memoryview:
-    """The bytes of any value of a dump that has bytes.
-
-    Raises:
-        InputError: if it has none.
-    """
+    """The bytes of any value of a dump that has bytes. Raises InputError if it has none."""
     if isinstance(data, LatinBytes):
         try:
             return memoryview(data.text.encode("latin-1"))
@@ -137,11 +133,7 @@ class Jagged(Sealed):
     lengths: Any = None
 
     def bounds(self) -> list[tuple[int, int]]:
-        """The start and end of every row.
-
-        Raises:
-            InputError: if the offsets are not ascending within the values.
-        """
+        """The start and end of every row. Raises InputError if the offsets are not ascending within the values."""
         values, offsets = self.values.numpy(), self.offsets.numpy()
         if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets) or not values.ndim:
             raise InputError("a damaged file: a nested tensor without offsets")

@@ -129,11 +129,7 @@ class Unpickler(pickle.Unpickler):
         return self._file.at
 
     def load(self) -> Any:
-        """The next pickle's value.
-
-        Raises:
-            InputError: if it is damaged, or holds anything but data.
-        """
+        """The next pickle's value. Raises InputError if it is damaged, or holds anything but data."""
         try:
             return super().load()
         except InputError:

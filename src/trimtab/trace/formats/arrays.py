@@ -19,7 +19,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.array_files import Arrays, array_names, open_arrays
 from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.routes import check_ids, lengths_of_starts, missing_id
+from trimtab.trace.formats.responses import check_ids
 from trimtab.trace.routing import no_route
 
 IDS = "expert_ids"
@@ -30,55 +30,96 @@ def recognise(path: Path) -> bool:
 
 
 def read_metadata(path: Path) -> ImportOptions:
-    """Model facts stored in the file.
-
-    Raises:
-        InputError: if it is not such a file.
-    """
+    """Model facts stored in the file. Raises InputError if it is not such a file."""
     with open_arrays(path) as arrays:
         return _metadata(arrays)
 
 
 def read(path: Path, options: ImportOptions) -> Iterator[Record]:
-    """Yields the records of the file, one per sequence.
+    """Yields the records of the file, one per sequence."""
+    with open_arrays(path) as arrays:
+        yield from sequences(arrays, IDS, _metadata(arrays).num_experts)
+
+
+def sequences(arrays: Arrays, name: str, num_experts: int | None = None) -> Iterator[Record]:
+    """The records of ids `[T, L, K]` of sequences one after another, or of a padded batch `[S, t, L, K]`.
+
+    `sequence_starts`, with or without the end, or `lengths` tell sequences apart. In a batch `lengths` are those of
+    its rows; without them, rows of zeros or -1 at both ends are padding.
+
+    Args:
+        name: of the array of ids.
+        num_experts: if known, and ids have Trimtab's dtype, `no_route` is the id of unknown routes.
 
     Raises:
         InputError: if arrays are missing or don't fit together.
     """
-    with open_arrays(path) as arrays:
-        shape = arrays.shape(IDS)
-        if len(shape) != 3 or 0 in shape[1:]:
-            raise InputError(f"{IDS} has shape {list(shape)}; it should be [tokens, layers, top_k]")
-        starts = arrays.values("sequence_starts", "iu") if "sequence_starts" in arrays else np.array([0, shape[0]])
-        lengths = lengths_of_starts(starts, shape[0])
-        count = len(lengths)
-        prompts, steps = (arrays.numbers(name, count) for name in ("prompt_lengths", "steps"))
-        hashes, prompt_hashes = (arrays.numbers(name, count, 1 << 64) for name in ("sequence_hashes", "prompt_hashes"))
-        domains = _domains(arrays, count)
-        layers = _layers(arrays, shape[1])
-        metadata = _metadata(arrays)
-        end = 0
-        for index, length in enumerate(lengths.tolist()):
-            start, end = end, end + length
-            ids = check_ids(arrays.rows(IDS, start, end))
-            yield Record(
-                ids,
-                f"sequence {index}",
-                missing=_gap(ids, metadata.num_experts),
-                prompt_length=int(prompts[index]),
-                sequence_hash=int(hashes[index]),
-                prompt_hash=int(prompt_hashes[index]),
-                step=int(steps[index]),
-                domain=domains[index],
-                layers=layers,
-            )
+    shape = arrays.shape(name)
+    padded = len(shape) == 4
+    if len(shape) not in (3, 4) or 0 in shape[-2:] or (padded and not shape[1]):
+        raise InputError(
+            f"{name or 'routed_experts'} has shape {list(shape)}; it should be [tokens, layers, top_k] or [sequences, "
+            "tokens, layers, top_k]"
+        )
+    lengths: Array | None = None
+    if not padded:
+        lengths = _lengths(arrays, shape[0])
+    elif "lengths" in arrays:
+        lengths = arrays.numbers("lengths", shape[0], shape[1] + 1)
+    count = shape[0] if lengths is None else len(lengths)
+    prompts, steps = (arrays.numbers(key, count) for key in ("prompt_lengths", "steps"))
+    hashes, prompt_hashes = (arrays.numbers(key, count, 1 << 64) for key in ("sequence_hashes", "prompt_hashes"))
+    domains = _domains(arrays, count)
+    layers = _layers(arrays, shape[1]) if name == IDS and not padded else None
+    end = 0
+    for index in range(count):
+        length = None if lengths is None else int(lengths[index])
+        start, end = end, end + (1 if padded else length or 0)
+        rows = arrays.rows(name, start, end)
+        ids = check_ids(rows[0] if padded else rows)
+        is_ours = ids.dtype.kind == "u" and ids.dtype.itemsize <= 2
+        yield Record(
+            ids,
+            f"sequence {index}",
+            missing=no_route(num_experts) if num_experts and is_ours else "inferred",
+            rows=_between_padding(ids) if length is None else slice(0, length),
+            prompt_length=int(prompts[index]),
+            sequence_hash=int(hashes[index]),
+            prompt_hash=int(prompt_hashes[index]),
+            step=int(steps[index]),
+            domain=domains[index],
+            layers=layers,
+        )
 
 
-def _gap(ids: Array, num_experts: int | None) -> int | None:
-    """The id of unknown routes: `no_route` for Trimtab's id dtype, else the usual values."""
-    if num_experts is not None and ids.dtype.kind == "u" and ids.dtype.itemsize <= 2:
-        return no_route(num_experts)
-    return missing_id(ids)
+def _lengths(arrays: Arrays, total: int) -> Array:
+    """`[S]` tokens of each of the concatenated sequences, `total` together."""
+    if "sequence_starts" in arrays:
+        starts = arrays.values("sequence_starts", "iu").astype(np.int64)
+        if len(starts) and starts[0] == 0 and starts[-1] != total:
+            starts = np.append(starts, total)
+        if not len(starts) or starts[0] != 0 or starts[-1] != total or (np.diff(starts) < 0).any():
+            raise InputError(f"sequence_starts should be ascending from 0 to the number of tokens, {total}")
+        return np.diff(starts)
+    if "lengths" in arrays:
+        lengths = arrays.values("lengths", "iu").astype(np.int64)
+        if lengths.min(initial=0) < 0 or lengths.max(initial=0) > total or lengths.sum() != total:
+            raise InputError(f"lengths should add up to the number of tokens, {total}")
+        return lengths
+    return np.array([total])
+
+
+def _between_padding(ids: Array) -> slice:
+    """The rows of ids `[t, L, K]` without those at both ends that are all 0 or all -1.
+
+    With one layer and top-1 zeros stay: they may be routes.
+    """
+    flat = ids.reshape(len(ids), -1)
+    padded = (flat == -1).all(axis=1) if ids.dtype.kind == "i" else np.zeros(len(ids), bool)
+    if flat.shape[1] > 1:
+        padded |= ~flat.any(axis=1)
+    kept = np.flatnonzero(~padded)
+    return slice(kept[0], kept[-1] + 1) if len(kept) else slice(0, 0)
 
 
 def _metadata(arrays: Arrays) -> ImportOptions:

@@ -11,17 +11,8 @@ from typing import Protocol
 
 from trimtab.errors import InputError
 from trimtab.trace.containers.json_values import json_head
-from trimtab.trace.formats import (
-    arrays,
-    megatron,
-    nemo_rl,
-    sglang,
-    sglang_recorder,
-    slime,
-    token_imbalance,
-    verl,
-    vllm,
-)
+from trimtab.trace.formats import arrays, megatron, nemo_rl, sglang, sglang_recorder, slime, token_imbalance, verl, vllm
+from trimtab.trace.formats.dump_fields import damaged_values
 from trimtab.trace.formats.normalise import Summary, normalise
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.message_text import printable, reason
@@ -42,7 +33,8 @@ class Format(Protocol):
         """Yields the records of a file.
 
         Raises:
-            InputError: naming the problem and the place in the file, without the file's name.
+            InputError: in one line, without the file's name: what is wrong, and where; also if no sequence has routes.
+                What values of unexpected kinds raise is converted (`damaged_values`).
         """
 
 
@@ -60,11 +52,7 @@ FORMATS: dict[str, Format] = {
 
 
 def format_of(path: Path) -> str:
-    """The name of the format that a file looks like.
-
-    Raises:
-        InputError: if it looks like none, or like several.
-    """
+    """The name of the format that a file looks like. Raises InputError if it looks like none, or like several."""
     if not path.stat().st_size:
         raise InputError(f"{path}: an empty file")
     fitting = [name for name, form in FORMATS.items() if form.recognise(path)]
@@ -160,7 +148,8 @@ def step_in(path: Path, pattern: str) -> int:
 
 def trace_of(records: Iterable[Record | Dropped], options: ImportOptions) -> RoutingTrace:
     """Returns one trace of records in memory."""
-    return RoutingTrace.concatenate(list(normalise(records, options, Summary())))
+    with damaged_values():
+        return RoutingTrace.concatenate(list(normalise(records, options, Summary())))
 
 
 def _records(
@@ -180,7 +169,8 @@ def _records(
 def _naming(file: Path) -> Iterator[None]:
     """Converts every error into a one-line InputError that names the file."""
     try:
-        yield
+        with damaged_values():
+            yield
     except InputError as error:
         raise InputError(f"{file}: {printable(str(error)[:LONGEST_REASON])}") from None
     except OSError as error:

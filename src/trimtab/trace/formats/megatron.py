@@ -14,7 +14,7 @@ Our own export adds `prompt_length`, `domain` and `sequence`; there every sequen
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,77 +37,59 @@ def recognise(path: Path) -> bool:
     return b'"top_indices"' in head and b'"layer"' in head
 
 
-@dataclass(frozen=True)
-class _Row:
-    where: str
-    step: int
-    layer: int
-    ids: Array
-    sequence: int | None
-    prompt_length: int
-    domain: str
-
-
 def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
     """Records of one rank's file. Memory holds one step, or one sequence of our own export.
 
-    Raises:
-        InputError: if a row isn't what Megatron writes, steps go backwards, or the layers of a step differ in how often
-            they are there or how many tokens they have.
+    Steps may not go backwards, and the layers of a step are there equally often, with equal numbers of tokens.
     """
-
     return require_records(_records(path), "no row of a decoder layer")
 
 
 def _records(path: Path) -> Iterator[Record | Dropped]:
-    waiting: list[_Row] = []
+    waiting: list[tuple[int, Record]] = []
+    before: tuple[int, int | None] | None = None
     for where, value, ids in _values(path):
         with at_place(where):
             row = _row(value, where, ids)
             if row is None:
                 yield MTP_ROWS
                 continue
-            if waiting and row.step < waiting[0].step:
-                raise InputError(f"step {row.step} comes after step {waiting[0].step}")
-        if waiting and (row.step, row.sequence) != (waiting[0].step, waiting[0].sequence):
+            step = row[1].step
+            if before and step < before[0]:
+                raise InputError(f"step {step} comes after step {before[0]}")
+            together = step, whole_field(value, "sequence", None)
+        if together != before:
             yield from _micro_batches(waiting)
-            waiting = []
+            before, waiting = together, []
         waiting.append(row)
-    if waiting:
-        yield from _micro_batches(waiting)
+    yield from _micro_batches(waiting)
 
 
-def _micro_batches(rows: list[_Row]) -> Iterator[Record]:
-    by_layer: dict[int, list[_Row]] = {}
-    for row in rows:
-        by_layer.setdefault(row.layer, []).append(row)
+def _micro_batches(rows: list[tuple[int, Record]]) -> Iterator[Record]:
+    """The records of rows of one step, given with their layers."""
+    by_layer: dict[int, list[Record]] = {}
+    for layer, row in rows:
+        by_layer.setdefault(layer, []).append(row)
     layers = tuple(sorted(by_layer))
-    first = rows[0]
     times = {layer: len(by_layer[layer]) for layer in layers}
     if len(set(times.values())) > 1:
         rare, often = min(layers, key=times.__getitem__), max(layers, key=times.__getitem__)
+        first = rows[0][1]
         raise InputError(
             f"{first.where}, step {first.step}: layer {often} is there {times[often]} times, layer {rare} "
             f"{times[rare]} times; each should be there once a micro-batch"
         )
     for rows_L in zip(*(by_layer[layer] for layer in layers), strict=True):
         start = min(rows_L, key=lambda row: int(row.where.split()[1]))
-        for row in rows_L:
-            if row.ids.shape != rows_L[0].ids.shape:
+        tokens, top_k = rows_L[0].source.shape
+        for layer, row in zip(layers, rows_L, strict=True):
+            if row.source.shape != (tokens, top_k):
                 raise InputError(
-                    f"{row.where}: layer {row.layer} has {row.ids.shape[0]} tokens, top-{row.ids.shape[1]}; layer "
-                    f"{rows_L[0].layer} of the same micro-batch has {rows_L[0].ids.shape[0]}, "
-                    f"top-{rows_L[0].ids.shape[1]}"
+                    f"{row.where}: layer {layer} has {row.source.shape[0]} tokens, top-{row.source.shape[1]}; layer "
+                    f"{layers[0]} of the same micro-batch has {tokens}, top-{top_k}"
                 )
-        yield Record(
-            np.stack([row.ids for row in rows_L], axis=1),
-            where=f"{start.where}, step {start.step}",
-            missing=-1,
-            prompt_length=start.prompt_length,
-            step=start.step,
-            domain=start.domain,
-            layers=layers,
-        )
+        ids_TLK = np.stack([row.source for row in rows_L], axis=1)
+        yield replace(start, source=ids_TLK, where=f"{start.where}, step {start.step}", layers=layers)
 
 
 def _values(path: Path) -> Iterator[tuple[str, Any, Array | None]]:
@@ -195,8 +177,8 @@ def _blank(text, at):  # type: ignore[no-untyped-def]
     return at
 
 
-def _row(value: Any, where: str, ids: Array | None) -> _Row | None:
-    """One row, None for one of multi-token prediction.
+def _row(value: Any, where: str, ids: Array | None) -> tuple[int, Record] | None:
+    """The layer and the ids `[T, K]` of one row, with what is known of it; None for one of multi-token prediction.
 
     Args:
         ids: the ids of `top_indices`, if they were parsed separately.
@@ -217,12 +199,11 @@ def _row(value: Any, where: str, ids: Array | None) -> _Row | None:
     if not ids.shape[1]:
         raise InputError("topk is 0")
     domain = value.get("domain")
-    return _Row(
-        where=where,
-        step=whole_field(value, "step", 0) or 0,
-        layer=whole_field(value, "layer"),
-        ids=ids,
-        sequence=whole_field(value, "sequence", None),
+    return whole_field(value, "layer"), Record(
+        ids,
+        where,
+        missing=-1,
         prompt_length=whole_field(value, "prompt_length", 0) or 0,
+        step=whole_field(value, "step", 0) or 0,
         domain=domain if isinstance(domain, str) else "",
     )

@@ -17,16 +17,8 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
 from trimtab.trace.containers.unpickling import OpaqueObject
-from trimtab.trace.formats.dump_fields import (
-    damaged_values,
-    field,
-    first_field,
-    integers,
-    label_of,
-    optional_integers,
-    rows_of,
-    shape_of,
-)
+from trimtab.trace.formats import dump_fields as fields
+from trimtab.trace.formats.dump_fields import field
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 KEY = "routed_experts"
@@ -40,13 +32,8 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
-    """The records of a dump, one per row of the batch.
-
-    Raises:
-        InputError: one line, if it is damaged, or holds no `routed_experts` or no lengths.
-    """
-    with damaged_values():
-        yield from records_of_batch(torch_files.load(path))
+    """The records of a dump, one per row of the batch."""
+    return records_of_batch(torch_files.load(path))
 
 
 def records_of_batch(batch: Any) -> Iterator[Record | Dropped]:
@@ -54,39 +41,35 @@ def records_of_batch(batch: Any) -> Iterator[Record | Dropped]:
 
     Reads `routed_experts`, `input_lengths` or `unpadded_sequence_lengths`, `generation_lengths`, `input_ids` or
     `output_ids`, and `task_name`; or `message_log`.
-
-    Raises:
-        InputError: one line, if there are no routes or no lengths, or shapes do not fit together.
     """
-    with damaged_values():
-        if isinstance(batch, OpaqueObject):
-            # A UserDict keeps its items in an attribute.
-            batch = batch.items or field(batch, "data")
-        if isinstance(batch, list | tuple):
-            batch = {
-                "message_log": [field(sample, "message_log") for sample in batch],
-                "task_name": [field(sample, "task_name") for sample in batch],
-            }
-        if batch is None or (not isinstance(batch, Mapping) and not hasattr(batch, "keys")):
-            raise InputError(f"a {type(batch).__name__} where a batch should be: a dictionary with {KEY!r}")
-        if field(batch, KEY) is not None:
-            yield from _padded(batch)
-        elif field(batch, "message_log") is not None:
-            yield from _logged(batch)
-        else:
-            raise InputError(f"no {KEY!r} in this batch; NeMo-RL writes it with policy.router_replay.enabled=true")
+    if isinstance(batch, OpaqueObject):
+        # A UserDict keeps its items in an attribute.
+        batch = batch.items or field(batch, "data")
+    if isinstance(batch, list | tuple):
+        batch = {
+            "message_log": [field(sample, "message_log") for sample in batch],
+            "task_name": [field(sample, "task_name") for sample in batch],
+        }
+    if batch is None or (not isinstance(batch, Mapping) and not hasattr(batch, "keys")):
+        raise InputError(f"a {type(batch).__name__} where a batch should be: a dictionary with {KEY!r}")
+    if field(batch, KEY) is not None:
+        yield from _padded(batch)
+    elif field(batch, "message_log") is not None:
+        yield from _logged(batch)
+    else:
+        raise InputError(f"no {KEY!r} in this batch; NeMo-RL writes it with policy.router_replay.enabled=true")
 
 
 def _padded(batch: Any) -> Iterator[Record | Dropped]:
     routes = field(batch, KEY)
-    count, width, *_ = shape_of(routes, KEY)
-    found = first_field(batch, *_LENGTHS)
+    count, width, *_ = fields.shape_of(routes, KEY)
+    found = fields.first_field(batch, *_LENGTHS)
     if found is None:
         raise InputError(f"its rows are padded and their lengths ({' or '.join(_LENGTHS)}) are missing")
-    lengths = integers(found, _LENGTHS[0], 1)
-    tokens = first_field(batch, "input_ids", "output_ids")
-    tokens_BT = None if tokens is None else integers(tokens, "input_ids", 2)
-    generated_B = optional_integers(batch, "generation_lengths", 1)
+    lengths = fields.integers(found, _LENGTHS[0], 1)
+    tokens = fields.first_field(batch, "input_ids", "output_ids")
+    tokens_BT = None if tokens is None else fields.integers(tokens, "input_ids", 2)
+    generated_B = fields.optional_integers(batch, "generation_lengths", 1)
     for name, array in (("lengths", lengths), ("input_ids", tokens_BT), ("generation_lengths", generated_B)):
         if array is not None and len(array) != count:
             raise InputError(f"{name} has {len(array)} rows; {KEY} has {count}")
@@ -107,7 +90,7 @@ def _padded(batch: Any) -> Iterator[Record | Dropped]:
             num_tokens=length,
             prompt_length=max(0, length - answer),
             tokens=() if tokens_BT is None else (tokens_BT[row, :length],),
-            domain=label_of(field(batch, "task_name"), row),
+            domain=fields.label_of(field(batch, "task_name"), row),
             recorded=_recorded,
         )
 
@@ -118,11 +101,11 @@ def _logged(batch: Any) -> Iterator[Record]:
         raise InputError(f"message_log is a {type(log).__name__}; it should be a list, one entry a sample")
     found = False
     for row, listed in enumerate(log):
-        messages, where = rows_of(listed, "message_log"), f"sample {row}"
+        messages, where = fields.rows_of(listed, "message_log"), f"sample {row}"
         if all(field(message, KEY) is None for message in messages):
             continue
         found = True
-        tokens = [integers(field(message, "token_ids"), f"{where}: token_ids", 1) for message in messages]
+        tokens = [fields.integers(field(message, "token_ids"), f"{where}: token_ids", 1) for message in messages]
         roles = [field(message, "role") for message in messages]
         answered = roles.index("assistant") if "assistant" in roles else len(roles)
         yield Record(
@@ -134,7 +117,7 @@ def _logged(batch: Any) -> Iterator[Record]:
             num_tokens=sum(map(len, tokens)),
             prompt_length=sum(map(len, tokens[:answered])),
             tokens=tuple(tokens),
-            domain=label_of(field(batch, "task_name"), row),
+            domain=fields.label_of(field(batch, "task_name"), row),
             recorded=_recorded,
         )
     if len(log) and not found:
@@ -143,7 +126,7 @@ def _logged(batch: Any) -> Iterator[Record]:
 
 def _joined(turns: list[tuple[Any, int]]) -> Array:
     """The ids of the turns of one sample, given with their numbers of tokens; a turn without routes has rows of -1."""
-    ids = [None if routes is None else integers(routes, KEY, 3) for routes, _ in turns]
+    ids = [None if routes is None else fields.integers(routes, KEY, 3) for routes, _ in turns]
     shape, *others = {each.shape[1:] for each in ids if each is not None}
     if others:
         raise InputError(f"its messages have {KEY} of different shapes")

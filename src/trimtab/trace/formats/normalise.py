@@ -17,8 +17,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
 from trimtab.trace.formats.dump_fields import damaged_values
-from trimtab.trace.formats.records import Dropped, ImportOptions, Record
-from trimtab.trace.formats.routes import missing_id
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record, missing_id
 from trimtab.trace.message_text import at_place, printable
 from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
 from trimtab.trace.store import ROW_GROUP_BYTES
@@ -59,11 +58,8 @@ class Summary:
 
     def add(self, other: Summary) -> None:
         """Increase the counts by those of other data of the same dump."""
-        self.sequences += other.sequences
-        self.tokens += other.tokens
-        self.unknown_rows += other.unknown_rows
-        self.unknown_routes += other.unknown_routes
-        self.dropped += other.dropped
+        for name in ("sequences", "tokens", "unknown_rows", "unknown_routes", "dropped"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 def normalise(

@@ -113,6 +113,16 @@ class Record:
             return np.concatenate([integers(part, "token ids", 1).astype(np.int64) for part in self.tokens])
 
 
+def missing_id(ids: Array) -> int | None:
+    """The value of all K ids without a route, for frameworks that pre-fill their buffers; see `Record.missing`.
+
+    -1 if it occurs. Else 0, except for top-1, where 0 is an expert.
+    """
+    if ids.dtype.kind == "i" and ids.size and int(ids.min()) < 0:
+        return -1
+    return 0 if ids.shape[-1] > 1 else None
+
+
 @dataclass(frozen=True)
 class Dropped:
     """Data of the source that is not imported: `count` of a kind, such as "padding rows"."""
@@ -122,11 +132,7 @@ class Dropped:
 
 
 def require_records(items: Iterable[Record | Dropped], message: str) -> Iterator[Record | Dropped]:
-    """Yields the same items.
-
-    Raises:
-        InputError: with this message, at the end, if there is no record among them.
-    """
+    """Yields the same items. Raises InputError with this message, at the end, if there is no record among them."""
     found = False
     for item in items:
         found = found or isinstance(item, Record)

@@ -1,7 +1,9 @@
-"""Responses of vLLM and SGLang: the response inside a client's wrapper, its labels, and its token counts."""
+"""Responses of vLLM and SGLang: the response inside a client's wrapper, its labels, token counts and routes."""
 
 from __future__ import annotations
 
+import binascii
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +12,18 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.formats.records import Dropped, Record, require_records
-from trimtab.trace.message_text import kind_of
+from trimtab.trace.containers.tensors import NPY_MAGIC, array_of_npy
+from trimtab.trace.formats.dump_fields import array_of_lists
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record, require_records
+from trimtab.trace.message_text import kind_of, reason, short
 
+ROUTES = "routed_experts"
 WITHOUT_ROUTES = Dropped("responses without routed_experts")
 # Keys under which clients store a server's response with data of the request, outermost first.
 _WRAPPERS = ("response", "body", "result")
+_RAW_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+# With a shape but no dtype, the size of a number gives the dtype. Signed, so -1 stays -1.
+_DTYPE_OF_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,33 @@ class Response:
     domain: str = ""
     step: int = 0
     prompt_ids: Any = None
+
+    def record(
+        self,
+        source: Any,
+        where: str,
+        tokens: tuple[Array | None, Array | None],
+        lengths: tuple[int | None, int | None],
+        first: int,
+    ) -> Record:
+        """The record of one completion.
+
+        Args:
+            source: of ids `[t, layers, K]`, from token `first` on.
+            tokens, lengths: of the prompt and of the output; None where they are unknown.
+        """
+        prompt, output = lengths
+        return Record(
+            source,
+            where,
+            missing="inferred",
+            first=first,
+            num_tokens=None if prompt is None or output is None else prompt + output,
+            prompt_length=prompt or 0,
+            tokens=() if tokens[0] is None or tokens[1] is None else tokens,
+            step=self.step,
+            domain=self.domain,
+        )
 
 
 def responses_in(values: Iterable[tuple[str, Any]]) -> Iterator[Response]:
@@ -71,11 +106,7 @@ def first_given(source: Mapping[str, Any], *keys: str, default: Any = None) -> A
 
 
 def token_count(source: Mapping[str, Any], key: str) -> int | None:
-    """A number of tokens, None if missing.
-
-    Raises:
-        InputError: if it is not a valid number.
-    """
+    """A number of tokens, None if missing. Raises InputError if it is not a valid number."""
     value = source.get(key)
     if value is None:
         return None
@@ -98,36 +129,6 @@ def tokens(value: Any) -> Array | None:
     return ids.astype(np.int64)
 
 
-def record_of(
-    source: Any,
-    response: Response,
-    where: str,
-    prompt: Array | None,
-    output: Array | None,
-    prompt_length: int | None,
-    output_length: int | None,
-    first: int,
-) -> Record:
-    """The record of one completion.
-
-    Args:
-        source: of ids `[t, layers, K]`, from token `first` on.
-        prompt, output: token ids, None if unknown.
-        prompt_length, output_length: tokens, None if unknown.
-    """
-    return Record(
-        source,
-        where,
-        missing="inferred",
-        first=first,
-        num_tokens=None if prompt_length is None or output_length is None else prompt_length + output_length,
-        prompt_length=prompt_length or 0,
-        tokens=() if prompt is None or output is None else (prompt, output),
-        step=response.step,
-        domain=response.domain,
-    )
-
-
 def require_routes(items: Iterable[Record | Dropped]) -> Iterator[Record | Dropped]:
     """Yields the same items; raises InputError if no response has routes."""
     return require_records(
@@ -135,3 +136,103 @@ def require_routes(items: Iterable[Record | Dropped]) -> Iterator[Record | Dropp
         "no response holds routed_experts; vLLM and SGLang return them with --enable-return-routed-experts, SGLang if "
         "the request says return_routed_experts",
     )
+
+
+def decode_routes(value: Any, options: ImportOptions, dtype: str = "int32") -> Array:
+    """Decodes ids `[t, layers, K]` of a response.
+
+    Args:
+        value: base64 of `.npy` bytes (vLLM); base64 of raw numbers (SGLang), whose shape comes from `options`;
+            `{"data": base64, "shape": [t, layers, K], "dtype": ...}`; nested lists (vLLM 0.21); or an array.
+        options: for raw numbers, number of layers and top_k.
+        dtype: of raw numbers.
+
+    Raises:
+        InputError: if it is none of these formats, or sizes don't fit.
+    """
+    if isinstance(value, str):
+        data = _decoded(value)
+        ids = array_of_npy(data, ROUTES) if data.startswith(NPY_MAGIC) else shape_flat(_raw(data, dtype), options)
+    elif isinstance(value, Mapping):
+        ids = _array_of_mapping(value, dtype)
+    elif isinstance(value, list | tuple):
+        ids = array_of_lists(value, 3)
+    else:
+        ids = _plain_array(value)
+    if ids.ndim != 3 or 0 in ids.shape[1:]:
+        raise InputError(f"routed_experts has shape {list(ids.shape)}; it should be [tokens, layers, top_k]")
+    return check_ids(ids)
+
+
+def check_ids(ids: Array) -> Array:
+    """The ids, in this machine's byte order. Raises InputError unless they are integers."""
+    if ids.dtype.kind not in "iu":
+        raise InputError(f"ids are {ids.dtype}; they should be integers")
+    return ids if ids.dtype.isnative else ids.astype(ids.dtype.newbyteorder("="))
+
+
+def raw_dtype(name: Any) -> str:
+    """The declared dtype. Raises InputError if it is not a dtype of ids."""
+    if not isinstance(name, str) or name.strip().lower() not in _RAW_DTYPES:
+        raise InputError(f"routed_experts_dtype is {short(name)}; it should be one of {', '.join(_RAW_DTYPES)}")
+    return name.strip().lower()
+
+
+def shape_flat(flat: Array, options: ImportOptions, what: str = "routed_experts") -> Array:
+    """`[t, layers, K]` of ids one after another, with the caller's numbers of layers and top_k.
+
+    Raises:
+        InputError: if one is unknown, or they don't divide the number of ids.
+    """
+    layers, top_k = options.num_layers, options.top_k
+    if not layers or not top_k:
+        missing = " and ".join(name for name, value in (("--num-layers", layers), ("--top-k", top_k)) if not value)
+        raise InputError(f"{what} has no shape; give {missing}, or --model with a config.json or a model's name")
+    if flat.size % (layers * top_k):
+        raise InputError(
+            f"{what} holds {flat.size} ids of {flat.dtype}, which {layers} layers x top-{top_k} don't divide"
+        )
+    return flat.reshape(-1, layers, top_k)
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except ValueError as error:
+        raise InputError(f"routed_experts is not valid base64 ({reason(error)})") from None
+
+
+def _raw(data: bytes, dtype: str) -> Array:
+    kind = np.dtype(dtype).newbyteorder("<")
+    if len(data) % kind.itemsize:
+        raise InputError(f"routed_experts has {len(data)} bytes, which is no whole number of {dtype}")
+    return np.frombuffer(data, kind)
+
+
+def _array_of_mapping(value: Mapping[str, Any], default: str) -> Array:
+    data, shape, dtype = value.get("data"), value.get("shape"), value.get("dtype")
+    if not isinstance(data, str):
+        raise InputError("routed_experts has no base64 'data'")
+    content = _decoded(data)
+    if content.startswith(NPY_MAGIC):
+        return array_of_npy(content, ROUTES)
+    if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
+        raise InputError("routed_experts has no 'shape' [tokens, layers, top_k]")
+    count = math.prod(shape)
+    if dtype is None:
+        dtype = np.dtype(_DTYPE_OF_SIZE.get(len(content) // count, default)).name if count else default
+    flat = _raw(content, raw_dtype(dtype))
+    if len(flat) != count:
+        raise InputError(f"routed_experts claims shape {short(shape)} of {dtype}; there are {len(content)} bytes")
+    return flat.reshape(shape)
+
+
+def _plain_array(value: Any) -> Array:
+    """An array or tensor on the CPU."""
+    if isinstance(value, bytes | bytearray):
+        return array_of_npy(bytes(value), ROUTES)
+    try:
+        array = np.asarray(value)
+    except Exception as error:  # whatever a tensor of another library raises
+        raise InputError(f"routed_experts is a {type(value).__name__}, not an array ({reason(error)})") from None
+    return array

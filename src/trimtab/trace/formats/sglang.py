@@ -18,13 +18,13 @@ from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
     Response,
-    record_of,
+    decode_routes,
+    raw_dtype,
     require_routes,
     responses_in,
     token_count,
     tokens,
 )
-from trimtab.trace.formats.routes import decode_routes, raw_dtype
 from trimtab.trace.message_text import at_place, kind_of
 
 
@@ -35,11 +35,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
-    """Records of a file of responses: JSON lines, a list, or one; plain, or inside a client's wrapper.
-
-    Raises:
-        InputError: if it isn't that, or `options` has no layers and top_k for ids without a shape.
-    """
+    """Records of a file of responses: JSON lines, a list, or one; plain, or inside a client's wrapper."""
     return require_routes(_records(json_values(path), options))
 
 
@@ -93,7 +89,7 @@ def _completion(meta: Any, output_ids: Any, response: Response, where: str, opti
         if output_length is None and output is not None:
             output_length = len(output)
         first = token_count(meta, "routed_experts_start_len") or 0
-        return record_of(ids, response, where, prompt, output, prompt_length, output_length, first)
+        return response.record(ids, where, (prompt, output), (prompt_length, output_length), first)
 
 
 def _output_ids(meta: Mapping[str, Any], output_ids: Any) -> Array | None:

@@ -29,14 +29,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.formats.dump_fields import (
-    damaged_values,
-    field,
-    integers,
-    optional_integers,
-    text,
-    whole_number,
-)
+from trimtab.trace.formats.dump_fields import field, integers, optional_integers, text, whole_number
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 IDS, COUNTS, PASS_COUNTS, MAP = (
@@ -57,35 +50,25 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
-    """The records of a dump, in any of the recorder's modes.
-
-    Raises:
-        InputError: one line, if it is damaged, or holds counts only and top_k is not known or does not fit them.
-    """
-    with damaged_values():
-        yield from records_of_dump(torch_files.load(path), options)
+    """The records of a dump, in any of the recorder's modes."""
+    return records_of_dump(torch_files.load(path), options)
 
 
 def records_of_dump(dump: Any, options: ImportOptions) -> Iterator[Record | Dropped]:
-    """The records of what `torch.load` returns for a dump; `options.top_k` is needed for counts.
-
-    Raises:
-        InputError: as `read`.
-    """
-    with damaged_values():
-        if not isinstance(dump, Mapping):
-            raise InputError("not a dump of SGLang's recorder: it should be a dictionary")
-        if COUNTS in dump:
-            counts = integers(dump[COUNTS], COUNTS, 3)
-            yield from _from_counts(list(counts), range(len(counts)), options)
-            return
-        passes = dump.get("records")
-        if not isinstance(passes, list | tuple):
-            raise InputError(f"not a dump of SGLang's recorder: neither {COUNTS!r} nor 'records'")
-        if passes and all(field(each, IDS) is None for each in passes):
-            yield from _from_physical_counts(dump, passes, options)
-        else:
-            yield from _from_tokens(dump, passes)
+    """The records of what `torch.load` returns for a dump; `options.top_k` is needed for counts."""
+    if not isinstance(dump, Mapping):
+        raise InputError("not a dump of SGLang's recorder: it should be a dictionary")
+    if COUNTS in dump:
+        counts = integers(dump[COUNTS], COUNTS, 3)
+        yield from _from_counts(list(counts), range(len(counts)), options)
+        return
+    passes = dump.get("records")
+    if not isinstance(passes, list | tuple):
+        raise InputError(f"not a dump of SGLang's recorder: neither {COUNTS!r} nor 'records'")
+    if passes and all(field(each, IDS) is None for each in passes):
+        yield from _from_physical_counts(dump, passes, options)
+    else:
+        yield from _from_tokens(dump, passes)
 
 
 @dataclass(frozen=True)

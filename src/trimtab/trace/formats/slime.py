@@ -15,9 +15,9 @@ from typing import Any
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
-from trimtab.trace.formats.dump_fields import as_array, damaged_values, field, integers, text, whole_number
+from trimtab.trace.formats.dump_fields import as_array, field, integers, text, whole_number
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
-from trimtab.trace.formats.routes import shape_flat
+from trimtab.trace.formats.responses import shape_flat
 
 KEY = "rollout_routed_experts"
 WITHOUT_ROUTES = Dropped("samples without routes")
@@ -31,23 +31,18 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
-    """The records of a dump, one per sample with routes.
-
-    Raises:
-        InputError: one line, if it is damaged, or none of its samples has routes.
-    """
-    with damaged_values():
-        dump = torch_files.load(path)
-        step = whole_number(field(dump, "rollout_id")) if isinstance(dump, Mapping) else 0
-        samples = dump
-        if isinstance(dump, Mapping):
-            samples = field(dump, "samples")
-            columns = field(dump, "rollout_data", dump)
-            if samples is None and field(columns, KEY) is not None:
-                samples = _from_columns(columns)
-        if not isinstance(samples, list | tuple):
-            raise InputError("not a dump of slime or miles: it should hold a list of 'samples'")
-        yield from records_of_samples(samples, step=step, options=options)
+    """The records of a dump, one per sample with routes."""
+    dump = torch_files.load(path)
+    step = whole_number(field(dump, "rollout_id")) if isinstance(dump, Mapping) else 0
+    samples = dump
+    if isinstance(dump, Mapping):
+        samples = field(dump, "samples")
+        columns = field(dump, "rollout_data", dump)
+        if samples is None and field(columns, KEY) is not None:
+            samples = _from_columns(columns)
+    if not isinstance(samples, list | tuple):
+        raise InputError("not a dump of slime or miles: it should hold a list of 'samples'")
+    yield from records_of_samples(samples, step=step, options=options)
 
 
 def records_of_samples(
@@ -57,25 +52,21 @@ def records_of_samples(
 
     Reads `rollout_routed_experts`, `tokens`, `response_length`, and the source of the prompt in `metadata`
     (data_source, domain, dataset, rm_type). Flat ids are shaped by `options.num_layers` and `options.top_k`.
-
-    Raises:
-        InputError: one line, if no sample has routes, or a sample has them in another shape.
     """
-    with damaged_values():
-        count = with_routes = 0
-        for sample in samples_of(samples):
-            ids = field(sample, KEY)
-            tokens = field(sample, "tokens")
-            if ids is None or tokens is None:
-                yield WITHOUT_ROUTES
-            else:
-                yield _record(sample, ids, tokens, f"sample {count}", step, options or ImportOptions())
-                with_routes += 1
-            count += 1
-        if count and not with_routes:
-            raise InputError(
-                f"none of its {count} samples has {KEY!r}; run slime or miles with --use-rollout-routing-replay"
-            )
+    count = with_routes = 0
+    for sample in samples_of(samples):
+        ids = field(sample, KEY)
+        tokens = field(sample, "tokens")
+        if ids is None or tokens is None:
+            yield WITHOUT_ROUTES
+        else:
+            yield _record(sample, ids, tokens, f"sample {count}", step, options or ImportOptions())
+            with_routes += 1
+        count += 1
+    if count and not with_routes:
+        raise InputError(
+            f"none of its {count} samples has {KEY!r}; run slime or miles with --use-rollout-routing-replay"
+        )
 
 
 def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, options: ImportOptions) -> Record:

@@ -40,21 +40,12 @@ def recognise(path: Path) -> bool:
 
 
 def read_metadata(path: Path) -> ImportOptions:
-    """The number of experts that a manifest states.
-
-    Raises:
-        InputError: if it is no manifest.
-    """
+    """The number of experts that a manifest states. Raises InputError if it is no manifest."""
     return ImportOptions(num_experts=whole_field(_manifest(path), "num_experts"))
 
 
 def read(path: Path, options: ImportOptions) -> Iterator[Record]:
-    """The records of a manifest and the tensors beside it, one per source rank with tokens.
-
-    Raises:
-        InputError: if the manifest is of another version, a tensor is missing or not the one that it describes, or
-            numbers of experts or tokens, top-k or source ranks don't fit.
-    """
+    """The records of a manifest and the tensors beside it, one per source rank with tokens."""
     manifest = _manifest(path)
     tensors = manifest.get("tensors")
     if not isinstance(tensors, Mapping):

@@ -22,18 +22,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from trimtab.errors import InputError
-from trimtab.trace.formats.dump_fields import (
-    damaged_values,
-    field,
-    label_of,
-    masks,
-    optional_integers,
-    required,
-    rows_of,
-    shape_of,
-    spans,
-    whole_number,
-)
+from trimtab.trace.formats import dump_fields as fields
+from trimtab.trace.formats.dump_fields import field
 from trimtab.trace.formats.records import Dropped, Record, require_records
 
 KEY, SKYRL_KEY = "routed_experts", "rollout_expert_indices"
@@ -49,31 +39,30 @@ def roll_records(batch: Any) -> Iterator[Record | Dropped]:
     Reads `routed_experts`, `attention_mask` and, if present, `response_mask`, the label `domain` and
     `meta_info["global_step"]`.
     """
-    with damaged_values():
-        tensors = batch.batch if hasattr(batch, "non_tensor_batch") else batch
-        routes = required(tensors, KEY, "ROLL records it with router_replay.mode: R3 of actor_train and actor_infer")
-        shape = shape_of(routes, KEY)
-        fed_BT, response_BT = masks(tensors, KEY, shape, "attention_mask", "response_mask")
-        if fed_BT is None:
-            raise InputError("its rows are padded, and attention_mask, which gives their lengths, is missing")
-        labels = field(getattr(batch, "non_tensor_batch", None) or {}, "domain")
-        step = whole_number(field(getattr(batch, "meta_info", None) or {}, "global_step"))
-        for row, (_, _, length) in enumerate(spans(fed_BT)):
-            if not length:
-                yield from (Dropped("empty sequences"), Dropped("padding rows", shape[1]))
-                continue
-            generated = 0 if response_BT is None else int((response_BT[row] != 0).sum())
-            yield Record(
-                routes,
-                f"row {row}",
-                missing=0,
-                place=row,
-                rows=slice(0, length),
-                num_tokens=length,
-                prompt_length=length - generated if generated else 0,
-                step=step,
-                domain=label_of(labels, row),
-            )
+    tensors = batch.batch if hasattr(batch, "non_tensor_batch") else batch
+    routes = fields.required(tensors, KEY, "ROLL records it with router_replay.mode: R3 of actor_train and actor_infer")
+    shape = fields.shape_of(routes, KEY)
+    fed_BT, response_BT = fields.masks(tensors, KEY, shape, "attention_mask", "response_mask")
+    if fed_BT is None:
+        raise InputError("its rows are padded, and attention_mask, which gives their lengths, is missing")
+    labels = field(getattr(batch, "non_tensor_batch", None) or {}, "domain")
+    step = fields.whole_number(field(getattr(batch, "meta_info", None) or {}, "global_step"))
+    for row, (_, _, length) in enumerate(fields.spans(fed_BT)):
+        if not length:
+            yield from (Dropped("empty sequences"), Dropped("padding rows", shape[1]))
+            continue
+        generated = 0 if response_BT is None else int((response_BT[row] != 0).sum())
+        yield Record(
+            routes,
+            f"row {row}",
+            missing=0,
+            place=row,
+            rows=slice(0, length),
+            num_tokens=length,
+            prompt_length=length - generated if generated else 0,
+            step=step,
+            domain=fields.label_of(labels, row),
+        )
 
 
 def skyrl_records(batch: Any) -> Iterator[Record | Dropped]:
@@ -82,32 +71,31 @@ def skyrl_records(batch: Any) -> Iterator[Record | Dropped]:
     Reads `rollout_expert_indices` and, of a list, `prompt_token_ids` and `response_ids`; of a batch,
     `router_padding_mask` and, if present, `attention_mask` and `response_mask`.
     """
-    with damaged_values():
-        routes = required(batch, SKYRL_KEY, _SKYRL_HOW)
-        if isinstance(routes, list | tuple):
-            yield from _listed(batch, SKYRL_KEY, ("prompt_token_ids", "response_ids"), "trajectory", None)
-            return
-        _, width, *_ = shape = shape_of(routes, SKYRL_KEY)
-        without_BT, fed_BT = masks(batch, SKYRL_KEY, shape, "router_padding_mask", "attention_mask")
-        if without_BT is None:
-            raise InputError("its rows are padded with ids, and router_padding_mask, which tells them, is missing")
-        responses_BR = optional_integers(batch, "response_mask", 2)
-        for row, (start, end, count) in enumerate(spans(without_BT == 0)):
-            if not count:
-                # Filler of data-parallel ranks has the first row's masks.
-                yield from (Dropped("empty sequences"), Dropped("padding rows", width))
-                continue
-            fed = width - start if fed_BT is None else int((fed_BT[row] != 0).sum())
-            answer = 0 if responses_BR is None else int((responses_BR[row] != 0).sum())
-            yield Record(
-                routes,
-                f"row {row}",
-                place=row,
-                rows=slice(start, end),
-                padding=width - fed,
-                num_tokens=max(fed, end - start + 1),
-                prompt_length=max(0, fed - answer) if answer else 0,
-            )
+    routes = fields.required(batch, SKYRL_KEY, _SKYRL_HOW)
+    if isinstance(routes, list | tuple):
+        yield from _listed(batch, SKYRL_KEY, ("prompt_token_ids", "response_ids"), "trajectory", None)
+        return
+    _, width, *_ = shape = fields.shape_of(routes, SKYRL_KEY)
+    without_BT, fed_BT = fields.masks(batch, SKYRL_KEY, shape, "router_padding_mask", "attention_mask")
+    if without_BT is None:
+        raise InputError("its rows are padded with ids, and router_padding_mask, which tells them, is missing")
+    responses_BR = fields.optional_integers(batch, "response_mask", 2)
+    for row, (start, end, count) in enumerate(fields.spans(without_BT == 0)):
+        if not count:
+            # Filler of data-parallel ranks has the first row's masks.
+            yield from (Dropped("empty sequences"), Dropped("padding rows", width))
+            continue
+        fed = width - start if fed_BT is None else int((fed_BT[row] != 0).sum())
+        answer = 0 if responses_BR is None else int((responses_BR[row] != 0).sum())
+        yield Record(
+            routes,
+            f"row {row}",
+            place=row,
+            rows=slice(start, end),
+            padding=width - fed,
+            num_tokens=max(fed, end - start + 1),
+            prompt_length=max(0, fed - answer) if answer else 0,
+        )
 
 
 def trl_records(rollout: Any) -> Iterator[Record | Dropped]:
@@ -115,9 +103,8 @@ def trl_records(rollout: Any) -> Iterator[Record | Dropped]:
 
     Reads `routed_experts`, `prompt_ids` and `completion_ids`, an entry each a completion.
     """
-    with damaged_values():
-        required(rollout, KEY, "TRL records none: let rollout_func return it")
-        yield from _listed(rollout, KEY, ("prompt_ids", "completion_ids"), "completion", "inferred")
+    fields.required(rollout, KEY, "TRL records none: let rollout_func return it")
+    yield from _listed(rollout, KEY, ("prompt_ids", "completion_ids"), "completion", "inferred")
 
 
 def ms_swift_records(samples: Iterable[Any]) -> Iterator[Record | Dropped]:
@@ -128,17 +115,14 @@ def ms_swift_records(samples: Iterable[Any]) -> Iterator[Record | Dropped]:
 
     def records() -> Iterator[Record | Dropped]:
         for row, sample in enumerate(samples):
-            length = whole_number(field(field(sample, "encoded") or {}, "length"))
+            length = fields.whole_number(field(field(sample, "encoded") or {}, "length"))
             ids = field(sample, KEY)
             if ids is None:
                 yield Dropped("samples without routes")
             else:
                 yield Record(ids, f"sample {row}", missing=0, num_tokens=length or None)
 
-    with damaged_values():
-        yield from require_records(
-            records(), f"no sample has {KEY!r}; ms-swift records it with --router_replay_mode R3"
-        )
+    yield from require_records(records(), f"no sample has {KEY!r}; ms-swift records it with --router_replay_mode R3")
 
 
 def _listed(
@@ -146,7 +130,7 @@ def _listed(
 ) -> Iterator[Record | Dropped]:
     """Records of lists: routes, None for sequences without, and token ids of prompts and of responses."""
     routes = field(batch, key)
-    prompts, responses = (rows_of(field(batch, name), name) for name in names)
+    prompts, responses = (fields.rows_of(field(batch, name), name) for name in names)
     if not len(prompts) == len(responses) == len(routes):
         raise InputError(f"{len(prompts)} {names[0]} and {len(responses)} {names[1]}; {key} has {len(routes)} entries")
     for row, (ids, *tokens) in enumerate(zip(routes, prompts, responses, strict=True)):

@@ -19,22 +19,21 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.array_files import Arrays, array_names, open_arrays
+from trimtab.trace.containers.array_files import array_names, open_arrays
 from trimtab.trace.containers.json_values import json_head, json_values
+from trimtab.trace.formats.arrays import sequences
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.formats.responses import (
     WITHOUT_ROUTES,
     Response,
+    decode_routes,
     first_given,
-    record_of,
     require_routes,
     responses_in,
     token_count,
     tokens,
 )
-from trimtab.trace.formats.routes import between_padding, check_ids, decode_routes, lengths_of_starts
 from trimtab.trace.message_text import at_place, kind_of
 
 ROUTES = "routed_experts"
@@ -52,11 +51,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
-    """Records of a file of responses (JSON lines, a list, or one; plain or in a client's wrapper) or of arrays.
-
-    Raises:
-        InputError: if it isn't that.
-    """
+    """Records of a file of responses (JSON lines, a list, or one; plain or in a client's wrapper) or of arrays."""
     if array_names(path) is not None:
         return _read_arrays(path)
     return require_routes(_records(json_values(path), options))
@@ -68,9 +63,6 @@ def records_of_outputs(outputs: Iterable[Any], options: ImportOptions | None = N
     Args:
         outputs: `RequestOutput`s, or anything with its attributes or keys: `prompt_token_ids`, `outputs` with
             `token_ids` and `routed_experts`; in vLLM 0.21 also `prompt_routed_experts`.
-
-    Raises:
-        InputError: if routed_experts are missing or not in vLLM's form.
     """
     values = ((f"output {index}", _fields(output)) for index, output in enumerate(outputs))
     return require_routes(_records(values, options or ImportOptions()))
@@ -123,7 +115,7 @@ def _completion(
         first = prompt_length or 0 if of_output else 0
         # An array of the engine itself is read later.
         source = found[0] if len(found) == 1 and hasattr(found[0], "dtype") else ids
-        return record_of(source, response, where, prompt, output, prompt_length, output_length, first)
+        return response.record(source, where, (prompt, output), (prompt_length, output_length), first)
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
@@ -134,49 +126,6 @@ def _fields(value: Any) -> Mapping[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _read_arrays(path: Path) -> Iterator[Record | Dropped]:
+def _read_arrays(path: Path) -> Iterator[Record]:
     with open_arrays(path) as arrays:
-        name = ROUTES if ROUTES in arrays else ""
-        shape = arrays.shape(name)
-        if len(shape) not in (3, 4) or 0 in shape[-2:] or (len(shape) == 4 and not shape[1]):
-            raise InputError(
-                f"routed_experts has shape {list(shape)}; it should be [tokens, layers, top_k] or [sequences, tokens, "
-                "layers, top_k]"
-            )
-        padded = len(shape) == 4
-        lengths: Array | None = None
-        if not padded:
-            lengths = _lengths(arrays, shape[0])
-        elif "lengths" in arrays:
-            lengths = arrays.numbers("lengths", shape[0], shape[1] + 1)
-        count = shape[0] if lengths is None else len(lengths)
-        prompts, steps = (arrays.numbers(key, count) for key in ("prompt_lengths", "steps"))
-        end = 0
-        for index in range(count):
-            # Sequences of a padded batch without lengths are cut to the rows that may be routes.
-            length = None if lengths is None else int(lengths[index])
-            start, end = end, end + (1 if padded else length or 0)
-            rows = arrays.rows(name, start, end)
-            ids = check_ids(rows[0] if padded else rows)
-            yield Record(
-                ids,
-                f"sequence {index}",
-                missing="inferred",
-                rows=between_padding(ids) if length is None else slice(0, length),
-                prompt_length=int(prompts[index]),
-                step=int(steps[index]),
-            )
-
-
-def _lengths(arrays: Arrays, total: int) -> Array:
-    """`[S]` tokens of each of the concatenated sequences, `total` together."""
-    if "sequence_starts" in arrays:
-        starts = arrays.values("sequence_starts", "iu")
-        without_end = len(starts) > 0 and starts[0] == 0 and starts[-1] != total
-        return lengths_of_starts(np.append(starts, total) if without_end else starts, total)
-    if "lengths" in arrays:
-        lengths = arrays.values("lengths", "iu").astype(np.int64)
-        if lengths.min(initial=0) < 0 or lengths.max(initial=0) > total or lengths.sum() != total:
-            raise InputError(f"lengths should add up to the number of tokens, {total}")
-        return lengths
-    return np.array([total])
+        yield from sequences(arrays, ROUTES if ROUTES in arrays else "")

@@ -1,10 +1,4 @@
-"""Timelines as a Chrome trace-event file, for Perfetto's viewer and chrome://tracing.
-
-Every rank of every timeline is a process, every row of a lane one of its threads, every operation a complete event
-(`ph` X). All timelines start at 0, for comparison. Perfetto drops events that overlap in a thread, and identifies a
-thread only by its number. Lanes with concurrent operations therefore get several threads, and every number is unique.
-(Trace Event Format; Perfetto's `json_trace_parser` and its issue 4280.)
-"""
+"""Timelines as rows without overlaps, for the page, and as a Chrome trace-event file, for Perfetto's viewer."""
 
 from __future__ import annotations
 
@@ -12,14 +6,83 @@ import gzip
 import json
 import os
 from collections.abc import Iterator, Sequence
-from itertools import count
+from dataclasses import dataclass
+from itertools import count, pairwise
 from pathlib import Path
 
+import numpy as np
+
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.files import write_atomically
 from trimtab.report.model import Timeline
-from trimtab.report.timeline_rows import row_name, rows_of
 from trimtab.simulator.recorded_operations import LANES
+
+
+@dataclass(frozen=True, eq=False)
+class TimelineRows:
+    """Operations of a timeline, ordered by rank, lane, row and start.
+
+    Attributes:
+        order_N: `[N]` int64, the operations' indices in the timeline.
+        start_N, end_N: `[N]` int64 ticks from the beginning, in this order. Operations in a row do not overlap.
+        starts_W1: `[W + 1]` int64, start of each row, and the end of the last.
+        rank_W, lane_W: `[W]` int64, rank and lane of each row.
+        row_W: `[W]` int64, 0 for a lane's first row.
+    """
+
+    order_N: Array
+    start_N: Array
+    end_N: Array
+    starts_W1: Array
+    rank_W: Array
+    lane_W: Array
+    row_W: Array
+
+
+def row_name(lane: int, row: int) -> str:
+    """Name of a row, unique within a rank: the lane's name, with a number from the second row on."""
+    return LANES[lane] if row == 0 else f"{LANES[lane]} ({row + 1})"
+
+
+def rows_of(timeline: Timeline, tick_s: float) -> TimelineRows:
+    """Arrange a timeline in rows, in integer ticks of `tick_s` seconds.
+
+    Starts and ends are rounded in the same way, so adjacent operations stay adjacent.
+    """
+    start_N = np.rint(timeline.start_N / tick_s).astype(np.int64)
+    end_N = np.maximum(start_N, np.rint(timeline.end_N / tick_s).astype(np.int64))
+    lane_N, rank_N = timeline.lane_N.astype(np.int64), timeline.rank_N.astype(np.int64)
+    row_N = np.zeros(len(start_N), np.int64)
+    order = np.lexsort((end_N, start_N, lane_N, rank_N))
+    same_lane = (np.diff(lane_N[order]) == 0) & (np.diff(rank_N[order]) == 0)
+    overlaps = same_lane & (start_N[order][1:] < end_N[order][:-1])
+    edges = [0, *(np.flatnonzero(~same_lane) + 1).tolist(), len(order)]
+    for first, last in pairwise(edges):
+        if overlaps[first : last - 1].any():
+            row_N[order[first:last]] = _first_free_row(start_N[order[first:last]], end_N[order[first:last]])
+    order = np.lexsort((end_N, start_N, row_N, lane_N, rank_N))
+    keys_N3 = np.stack([rank_N, lane_N, row_N], axis=1)[order]
+    begins = np.ones(len(order), bool)
+    begins[1:] = (np.diff(keys_N3, axis=0) != 0).any(axis=1)
+    first_W = np.flatnonzero(begins)
+    rank_W, lane_W, row_W = keys_N3[first_W].T
+    starts_W1 = np.append(first_W, len(order))
+    return TimelineRows(order, start_N[order], end_N[order], starts_W1, rank_W, lane_W, row_W)
+
+
+def _first_free_row(start_N: Array, end_N: Array) -> Array:
+    """Rows `[N]` of one lane's operations, ordered by start: the first whose last operation has ended."""
+    ends: list[int] = []
+    rows = np.zeros(len(start_N), np.int64)
+    for n, (start, end) in enumerate(zip(start_N.tolist(), end_N.tolist(), strict=True)):
+        row = next((row for row, last in enumerate(ends) if last <= start), len(ends))
+        if row == len(ends):
+            ends.append(end)
+        ends[row] = end
+        rows[n] = row
+    return rows
+
 
 NANOSECOND = 1e-9
 
