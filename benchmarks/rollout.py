@@ -39,7 +39,6 @@ from trimtab.integrations.transformers.families import reroute
 from trimtab.launch import launch
 from trimtab.report.number_text import seconds
 from trimtab.rollout import DisaggregatedRollout, disaggregate
-from trimtab.rollout.token_draws import stream
 
 MICRO_BATCHES = (1, 2, 3)
 # Calls of the picture, in the middle of decoding.
@@ -197,20 +196,19 @@ def choose_width(settings: RolloutBenchmark) -> int:
 def time_rollout(rollout: DisaggregatedRollout, settings: RolloutBenchmark, sequences: int | None = None) -> Run:
     """Generate for these sequences, by default all. Spans are only those of rank 0 elsewhere. Collective."""
     count = settings.sequences if sequences is None else sequences
-    draws = np.stack([stream(0, row, tokens=settings.new_tokens) for row in range(count)])
+    draws = np.random.default_rng(0).random((count, settings.new_tokens)) if rollout.weights_L is None else None
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(1, 1000, (count, settings.prompt), generator=generator)
-    rollout.side.spans = []
     dist.barrier()
     start = time.perf_counter()
     rollout.generate(
-        {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)} if rollout.is_attention else None,
+        {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)} if rollout.weights_L is None else None,
         max_new_tokens=settings.new_tokens,
         uniforms=draws,
     )
     taken = time.perf_counter() - start
     spans: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(spans, rollout.side.spans)
+    dist.all_gather_object(spans, rollout.spans)
     return Run(taken, spans[0], spans[1])
 
 

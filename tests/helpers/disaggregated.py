@@ -12,7 +12,6 @@ from helpers.moe_families import random_model, small_config
 from trimtab.array_type import Array
 from trimtab.integrations.transformers import record_routing
 from trimtab.rollout import DisaggregatedRollout, Generated, disaggregate
-from trimtab.rollout.token_draws import stream
 
 WIDTH, NEW, END = 6, 12, 29
 Prompts = dict[str, torch.Tensor]
@@ -39,12 +38,12 @@ def padded_prompts(count: int, seed: int) -> Prompts:
 
 
 def draws(count: int, seed: int) -> Array:
-    return np.array([stream(seed, row, tokens=NEW) for row in range(count)]).reshape(count, NEW)
+    return np.random.default_rng(seed).random((count, NEW))
 
 
 def generate(rollout: DisaggregatedRollout, prompts: Prompts, uniforms: Array | None, end: int = END) -> Any:
     """Collective; the prompts are only those of attention ranks."""
-    mine = prompts if rollout.is_attention else None
+    mine = prompts if rollout.weights_L is None else None
     return rollout.generate(mine, max_new_tokens=NEW, eos_token_id=end, uniforms=uniforms)
 
 

@@ -21,7 +21,6 @@ from trimtab.rl.disaggregated_sampling import check_disaggregated, response_draw
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.task import Problem
 from trimtab.rl.trainer import Trainer
-from trimtab.rollout.expert_ranks import ExpertRank
 
 
 def in_float32(directory: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -44,10 +43,10 @@ def assert_loaded(trainer: Trainer) -> None:
     rollout = trainer._remote.rollout
     whole = trainer.session.logical_state_dict(trainer.model)
     names = [name for name in whole if ".experts." in name]
-    if isinstance(rollout.side, ExpertRank):
+    if rollout.weights_L is not None:
         mine = rollout.slots.slots_LXS[:, dist.get_rank() - rollout.num_attention]
         stacks = iter(names)
-        for experts, tensors in zip(mine, rollout.side.weights, strict=True):
+        for experts, tensors in zip(mine, rollout.weights_L, strict=True):
             for tensor in tensors:
                 assert torch.equal(tensor, whole[next(stacks)][torch.from_numpy(experts)])
     else:
@@ -88,8 +87,7 @@ def train_both(folder: Path, attention: int, experts: int, micro_batches: int, m
             assert other["rollout/expert_max_vio"] >= 0
         remote = trainers[1]._remote
         assert remote is not None
-        assert remote.rollout.replaced == sum(m["rollout/replaced_experts"] for m in metrics[1])
-        assert (remote.rollout.replaced > 0) == (experts > 1)
+        assert (sum(m["rollout/replaced_experts"] for m in metrics[1]) > 0) == (experts > 1)
         # A resumed run has the placement of the routing that was written.
         resumed = save_and_resume(trainers[1], 2)
         assert resumed._remote is not None

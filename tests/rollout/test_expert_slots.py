@@ -9,18 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.array_type import Array
-from trimtab.rollout.expert_slots import ExpertSlots, fill_evenly
-from trimtab.rollout.token_draws import draw_tokens, stream
-
-
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=5), st.integers(0, 60))
-def test_tokens_go_one_by_one_to_the_least_loaded_rank(loads: list[int], count: int) -> None:
-    expected, now = [0] * len(loads), [*loads]
-    for _ in range(count):
-        least = now.index(min(now))
-        now[least] += 1
-        expected[least] += 1
-    assert fill_evenly(np.array(loads), count).tolist() == expected
+from trimtab.rollout.expert_slots import ExpertSlots
+from trimtab.rollout.micro_batches import draw_tokens
 
 
 def random_slots(rng: np.random.Generator, experts: int, ranks: int, copies: int) -> ExpertSlots:
@@ -33,28 +23,28 @@ def test_every_choice_gets_a_slot_of_its_expert(seed: int, sizes: tuple[int, int
     slots = random_slots(rng, *sizes)
     ids_TK = np.argsort(rng.random((rng.integers(0, 40), sizes[0])) ** 3 * np.arange(1, sizes[0] + 1))[:, :3]
     ids_TK[rng.random(ids_TK.shape) < 0.1] = -1
+    first = int(rng.integers(0, sizes[1]))
     for layer, slots_XS in enumerate(slots.slots_LXS):
-        slot_TK = slots.assign(layer, ids_TK)
-        assert np.array_equal(np.where(slot_TK < 0, -1, slots_XS.reshape(-1)[slot_TK]), ids_TK)
-        assert rank_loads(slots, slot_TK).tolist() == plain_loads(slots_XS, ids_TK)
+        rank_TK, slot_TK = slots.assign(layer, ids_TK, first)
+        assert np.array_equal(np.where(rank_TK < 0, -1, slots_XS[rank_TK, slot_TK]), ids_TK)
+        assert rank_TK.tolist() == plain_ranks(slots_XS, ids_TK, first)
 
 
-def plain_loads(slots_XS: Array, ids_TK: Array) -> list[int]:
-    """Loads of ranks when every choice goes to the least loaded rank that has the expert, experts without a choice of
-    ranks first, then frequent ones."""
-    ids = ids_TK[ids_TK >= 0].tolist()
-    order = [*dict.fromkeys(slots_XS.reshape(-1).tolist())]
-    ranks = {expert: [rank for rank, held in enumerate(slots_XS.tolist()) if expert in held] for expert in order}
-    loads = [0] * len(slots_XS)
-    for expert in sorted(order, key=lambda each: (len(ranks[each]) > 1, -ids.count(each))):
-        for _ in range(ids.count(expert)):
-            loads[min(ranks[expert], key=lambda rank: loads[rank])] += 1
-    return loads
+def plain_ranks(slots_XS: Array, ids_TK: Array, first: int) -> list[list[int]]:
+    """Ranks of choices when each goes to the least loaded rank that has the expert, first those of experts on one
+    rank."""
+    loads, chosen = [0] * len(slots_XS), np.full(ids_TK.shape, -1)
+    choices = [(place, expert) for place, expert in np.ndenumerate(ids_TK) if expert >= 0]
+    ranks = {expert: [rank for rank, held in enumerate(slots_XS) if expert in held] for _, expert in choices}
+    for place, expert in sorted(choices, key=lambda choice: len(ranks[choice[1]]) > 1):
+        chosen[place] = min(ranks[expert], key=lambda rank: (loads[rank], (rank - first) % len(loads)))
+        loads[chosen[place]] += 1
+    return chosen.tolist()
 
 
-def rank_loads(slots: ExpertSlots, slot_TK: Array) -> Array:
-    ranks, per_rank = slots.slots_LXS.shape[1:]
-    return np.bincount(slot_TK[slot_TK >= 0] // per_rank, minlength=ranks)
+def rank_loads(slots: ExpertSlots, ids_TK: Array, layer: int) -> Array:
+    rank_TK, _ = slots.assign(layer, ids_TK)
+    return np.bincount(rank_TK[rank_TK >= 0], minlength=slots.slots_LXS.shape[1])
 
 
 def test_hot_experts_have_copies_and_ranks_are_even() -> None:
@@ -64,7 +54,7 @@ def test_hot_experts_have_copies_and_ranks_are_even() -> None:
     for layer, hot in enumerate((0, 7)):
         assert [hot in rank for rank in after.slots_LXS[layer].tolist()] == [True, True]
         ids_TK = np.repeat(np.arange(8), counts[layer])[:, None]
-        loads = [rank_loads(slots, slots.assign(layer, ids_TK)) for slots in (before, after)]
+        loads = [rank_loads(slots, ids_TK, layer) for slots in (before, after)]
         assert loads[0].max() > 60
         assert loads[1].tolist() == [44, 44]
     held = [[set(rank) for layer in slots.slots_LXS.tolist() for rank in layer] for slots in (before, after)]
@@ -79,7 +69,7 @@ def test_one_rank_has_every_expert_once() -> None:
 
 def test_draws_follow_the_distribution_whatever_the_batch() -> None:
     log_probs = torch.tensor([0.5, 0.0, 0.2, 0.3, 0.0]).log()
-    uniforms = torch.from_numpy(stream(1, 2, tokens=20_000))
+    uniforms = torch.from_numpy(np.random.default_rng(1).random(20_000))
     tokens = draw_tokens(log_probs.expand(len(uniforms), -1), uniforms)
     shares = np.bincount(tokens, minlength=5) / len(tokens)
     assert shares == pytest.approx([0.5, 0, 0.2, 0.3, 0], abs=0.02)
@@ -87,4 +77,3 @@ def test_draws_follow_the_distribution_whatever_the_batch() -> None:
     assert tokens[:50].tolist() == alone
     assert int(draw_tokens(log_probs[None], torch.tensor([0.0]))) == 0
     assert int(draw_tokens(log_probs[None], torch.tensor([1 - 1e-12], dtype=torch.float64))) == 3
-    assert not np.array_equal(stream(1, 2, tokens=3), stream(2, 1, tokens=3))

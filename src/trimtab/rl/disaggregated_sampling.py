@@ -21,29 +21,36 @@ from trimtab.rl.config import TrainConfig
 from trimtab.rl.rollout import MOST, count_solved, encode, rewarded
 from trimtab.rl.sequences import Sequence, exchange_sequences
 from trimtab.rl.task import Problem
-from trimtab.rollout.disaggregated_rollout import DisaggregatedRollout, Generated, check_ranks, disaggregate
-from trimtab.rollout.token_draws import stream
+from trimtab.rollout import DisaggregatedRollout, Generated
+from trimtab.rollout.disaggregated_rollout import check_ranks
 from trimtab.trace import RoutingTrace
+from trimtab.trace.counting import count_experts
 
 
 def response_draws(config: TrainConfig, step: int, problems: Iterable[int]) -> Array:
     """Draws `[B, max_new_tokens]` of the responses to these problems of a step, `config.samples` rows each."""
-    streams = [
-        stream(config.seed, step, problem, sample, tokens=config.max_new_tokens)
-        for problem in problems
-        for sample in range(config.samples)
-    ]
-    return np.array(streams).reshape(-1, config.max_new_tokens)
+    sequences = [(problem, sample) for problem in problems for sample in range(config.samples)]
+    draws = [np.random.default_rng((config.seed, step, *each)).random(config.max_new_tokens) for each in sequences]
+    return np.array(draws).reshape(-1, config.max_new_tokens)
+
+
+def sizes_of(config: TrainConfig) -> dict[str, int]:
+    """Arguments of `trimtab.rollout.disaggregate` beside the model."""
+    names = "attention_ranks", "expert_ranks", "micro_batches"
+    return {name: getattr(config, name) for name in names} | {"copies": config.slots}
 
 
 def check_disaggregated(config: TrainConfig, model_config: Any, ranks: int) -> None:
     """Raise InputError unless a run on so many ranks can have a disaggregated rollout."""
     if config.algorithm == "t-ppo":
         raise InputError("--rollout disaggregated generates whole responses; --algorithm should be grpo or ppo")
-    check_ranks(
-        model_config, ranks=ranks, attention_ranks=config.attention_ranks, expert_ranks=config.expert_ranks,
-        micro_batches=config.micro_batches, copies=config.slots,
-    )  # fmt: skip
+    check_ranks(model_config, ranks, **sizes_of(config))
+    sequences = config.problems // config.attention_ranks * config.samples
+    if config.micro_batches > sequences:
+        raise InputError(
+            f"--micro-batches is {config.micro_batches}, and an attention rank has {sequences} sequences; "
+            "use fewer micro-batches or attention ranks, or more --problems or --samples"
+        )
 
 
 def make_disaggregated(config: TrainConfig, model: nn.Module, tokenizer: Any) -> DisaggregatedSampling | None:
@@ -51,11 +58,7 @@ def make_disaggregated(config: TrainConfig, model: nn.Module, tokenizer: Any) ->
     if config.rollout == "colocated":
         return None
     check_disaggregated(config, model.config, dist.get_world_size())
-    rollout = disaggregate(
-        model, attention_ranks=config.attention_ranks, expert_ranks=config.expert_ranks,
-        micro_batches=config.micro_batches, copies=config.slots,
-    )  # fmt: skip
-    return DisaggregatedSampling(config, rollout, tokenizer)
+    return DisaggregatedSampling(config, DisaggregatedRollout(model, **sizes_of(config)), tokenizer)
 
 
 class DisaggregatedSampling:
@@ -86,30 +89,28 @@ class DisaggregatedSampling:
         """
         ranks, samples = dist.get_world_size(), self.config.samples
         # In the order of the ranks that train them, so that attention ranks have neighbours of it.
-        order = np.array(sorted(range(len(problems)), key=lambda index: (index % ranks, index)))
+        mine = self._share(sorted(range(len(problems)), key=lambda index: (index % ranks, index)))
+        chosen = [problems[index] for index in mine]
+        generated, mask = self._generate(chosen, samples, response_draws(self.config, step, mine))
         sequences: list[Sequence] = []
-        mine = self._share(order)
-        uniforms = response_draws(self.config, step, mine.tolist())
-        found, mask = self._generate([problems[index] for index in mine], samples, uniforms)
-        if found is not None and mask is not None and len(mine):
+        if generated is not None and mask is not None:
             starts = mask.shape[1] - mask.sum(dim=1).numpy()
-            ends = mask.shape[1] + found.lengths - 1
-            routes = [ids[a:b] for ids, a, b in zip(found.expert_ids, starts, ends, strict=True)]
-            sequences = rewarded(
-                self.tokenizer, [problems[i] for i in mine], samples, mask, found.tokens, routes, found.log_probs
-            )
-        arrived = exchange_sequences(sequences, np.repeat(mine % ranks, samples), self._device)
+            ends = mask.shape[1] + generated.lengths - 1
+            routes = [ids[a:b] for ids, a, b in zip(generated.expert_ids, starts, ends, strict=True)]
+            sequences = rewarded(self.tokenizer, chosen, samples, mask, generated.tokens, routes, generated.log_probs)
+        homes = np.repeat(np.array(mine, np.int64) % ranks, samples)
+        arrived = exchange_sequences(sequences, homes, self._device)
         if count is not None:
             count(routing_of(self._ended_first(arrived), step))
         return arrived
 
     def count_correct(self, problems: Sequence_[Problem]) -> int:
         """Number of this rank's problems that the model solves by greedy decoding; 0 on expert ranks."""
-        mine = [problems[index] for index in self._share(np.arange(len(problems)))]
-        found, mask = self._generate(mine, 1)
-        return (
-            0 if found is None or mask is None else count_solved(self.tokenizer, mine, found.tokens[:, mask.shape[1] :])
-        )
+        mine = [problems[index] for index in self._share(range(len(problems)))]
+        generated, mask = self._generate(mine, 1)
+        if generated is None or mask is None:
+            return 0
+        return count_solved(self.tokenizer, mine, generated.tokens[:, mask.shape[1] :])
 
     def place(self, trace: RoutingTrace) -> dict[str, float]:
         """Place experts by the routing of a step, before their weights are sent. Returns metrics.
@@ -117,40 +118,32 @@ class DisaggregatedSampling:
         Args:
             trace: of this rank's sequences.
         """
-        counts = np.stack(
-            [np.bincount(trace.expert_ids[:, layer].ravel(), minlength=trace.num_experts)[: trace.num_experts]
-             for layer in range(trace.num_layers)]
-        )  # fmt: skip
-        total = torch.from_numpy(counts).to(self._device)
-        dist.all_reduce(total)
+        counts = torch.from_numpy(count_experts(trace, np.zeros(trace.num_sequences), 1, np.int64)[0]).to(self._device)
+        dist.all_reduce(counts)
         load_XL = self.rollout.load_XL
-        replaced = self.rollout.place(total.cpu().numpy())
         vio = load_XL.max(axis=0) / np.maximum(load_XL.mean(axis=0), 1e-9) - 1
+        replaced = self.rollout.place(counts.cpu().numpy())
         return {"rollout/expert_max_vio": float(vio.mean()), "rollout/replaced_experts": float(replaced)}
 
-    def _share(self, order: Array) -> Array:
+    def _share(self, order: Sequence_[int]) -> list[int]:
         """This rank's part of problems in this order; none on expert ranks."""
         parts = np.array_split(order, self.rollout.num_attention)
-        return parts[dist.get_rank()] if self.rollout.is_attention else order[:0]
+        return parts[dist.get_rank()].tolist() if self.rollout.weights_L is None else []
 
     def _generate(
         self, problems: Sequence_[Problem], samples: int, uniforms: Array | None = None
     ) -> tuple[Generated | None, torch.Tensor | None]:
-        """Responses and the mask of prompts; None on expert ranks."""
-        prompts = None
-        if self.rollout.is_attention:
-            nothing = torch.zeros((0, 1), dtype=torch.int64, device=self._device)
-            repeated = [problem for problem in problems for _ in range(samples)]
-            prompts = {"input_ids": nothing, "attention_mask": nothing}
-            prompts = encode(self.tokenizer, repeated, self._device) if repeated else prompts
-        found = self.rollout.generate(
+        """Responses and the mask of prompts; None without problems."""
+        repeated = [problem for problem in problems for _ in range(samples)]
+        prompts = encode(self.tokenizer, repeated, self._device) if repeated else None
+        generated = self.rollout.generate(
             prompts,
             max_new_tokens=self.config.max_new_tokens,
             eos_token_id=self.tokenizer.eos_token_id,
             pad_token_id=self.tokenizer.pad_token_id,
             uniforms=uniforms,
         )
-        return found, None if prompts is None else prompts["attention_mask"].cpu()
+        return generated, None if prompts is None else prompts["attention_mask"].cpu()
 
     def _ended_first(self, sequences: list[Sequence]) -> list[Sequence]:
         """The responses that had ended when most of them had, as `rl.rollout.Finished` reports them; else none."""

@@ -17,7 +17,7 @@ from trimtab.integrations.transformers import record_routing
 from trimtab.rl.advantages import group_advantages
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.task import Problem, draw_problem
-from trimtab.rollout.token_draws import draw_tokens
+from trimtab.rollout.micro_batches import draw_tokens
 from trimtab.trace import RoutingTrace
 
 # Responses that have ended are counted when they are this part of all.
@@ -31,7 +31,7 @@ class SampledLogProbs(LogitsProcessor):  # type: ignore[misc]
     that of one token's logits, for any number of tokens.
 
     Args:
-        uniforms: `[B, n]` draws to sample with, of `trimtab.rollout.token_draws`; None if `generate` samples.
+        uniforms: `[B, n]` draws in [0, 1) to sample with; None if `generate` samples.
     """
 
     def __init__(self, uniforms: Array | None = None) -> None:

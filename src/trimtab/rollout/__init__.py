@@ -1,15 +1,8 @@
-"""Rollouts whose attention and experts are on different ranks. Names are imported when they are first used."""
+"""Rollouts whose attention and experts are on different ranks."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from trimtab.rollout.disaggregated_rollout import DisaggregatedRollout
+from trimtab.rollout.micro_batches import Generated
 
-if TYPE_CHECKING:
-    from trimtab.rollout.disaggregated_rollout import DisaggregatedRollout, Generated, disaggregate
+disaggregate = DisaggregatedRollout
 
 __all__ = ["DisaggregatedRollout", "Generated", "disaggregate"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(import_module(f"{__name__}.disaggregated_rollout"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 from trimtab.planner.placement.serving_placement import fill_slots
 
 
@@ -17,11 +17,11 @@ class ExpertSlots:
 
     Attributes:
         slots_LXS: `[L, X, S]` int64, the expert in each slot of each rank.
-        num_experts: E.
+        copies_LEX: `[L, E, X]` int64, a slot of each expert on each rank; -1 where it has none.
     """
 
     slots_LXS: Array
-    num_experts: int
+    copies_LEX: Array
 
     @classmethod
     def place(cls, counts_LE: Array, num_ranks: int, copies: int) -> ExpertSlots:
@@ -29,69 +29,49 @@ class ExpertSlots:
 
         Args:
             counts_LE: `[L, E]` tokens of each expert; all 0 if they are not known.
-            num_ranks: X.
-            copies: slots of a rank beside its E / X; none are used with one rank.
-
-        Raises:
-            InputError: if the ranks don't divide the experts.
+            num_ranks: X, which divides E.
+            copies: slots of a rank beside its E / X, of which it uses no more than there are other experts.
         """
         num_layers, num_experts = counts_LE.shape
-        if num_ranks == 1:
-            return cls(np.broadcast_to(np.arange(num_experts), (num_layers, 1, num_experts)).copy(), num_experts)
+        copies = min(copies, num_experts - num_experts // num_ranks)
         counts_LE = counts_LE if counts_LE.any() else np.ones_like(counts_LE)
         slots_LP = fill_slots(counts_LE[None], num_experts + copies * num_ranks, num_ranks, num_ranks)
-        return cls(slots_LP.reshape(num_layers, num_ranks, -1), num_experts)
+        slots_LXS = slots_LP.reshape(num_layers, num_ranks, -1)
+        layers, ranks, slots = np.indices(slots_LXS.shape)
+        copies_LEX = np.full((num_layers, num_experts, num_ranks), -1)
+        copies_LEX[layers, slots_LXS, ranks] = slots
+        return cls(slots_LXS, copies_LEX)
 
     def replaced(self, before: ExpertSlots) -> int:
         """Experts that a rank has here and did not have before, over all ranks and layers."""
-        ranks, ranks_before = (slots.slots_LXS.reshape(-1, slots.slots_LXS.shape[2]) for slots in (self, before))
-        return sum(len(np.setdiff1d(*held)) for held in zip(ranks, ranks_before, strict=True))
+        return int(np.count_nonzero((self.copies_LEX >= 0) & (before.copies_LEX < 0)))
 
-    def assign(self, layer: int, ids_TK: Array) -> Array:
-        """Slots `[T, K]` of tokens' experts, numbered over all ranks; -1 where an id is negative.
+    def assign(self, layer: int, ids_TK: Array, first: int = 0) -> tuple[Array, Array]:
+        """Ranks `[T, K]` of tokens' experts, and slots there; both -1 where an id is negative.
 
-        Tokens of an expert with copies go, one after another, to the copy whose rank has the least load, most frequent
-        experts first. Load is the number of choices in this call.
+        Each token of an expert with copies goes to the copy whose rank has the least load, after all tokens of experts
+        without. Load is the number of choices in this call; of ranks with equal loads, the next from `first` on.
         """
-        slot_TK = np.append(self._first_LE[layer], -1)[ids_TK]
-        copied = self._copied_L[layer]
-        if not copied:
-            return slot_TK
-        counts_E = np.bincount(ids_TK[ids_TK >= 0], minlength=self.num_experts)
-        fixed_E = counts_E.copy()
-        fixed_E[list(copied)] = 0
-        num_ranks, slots_per_rank = self.slots_LXS.shape[1:]
-        load_X = np.bincount(self._first_LE[layer] // slots_per_rank, fixed_E, num_ranks).astype(np.int64)
-        for expert in sorted(copied, key=lambda each: -counts_E[each]):
-            slots = copied[expert]
-            ranks = slots // slots_per_rank
-            tokens_C = fill_evenly(load_X[ranks], int(counts_E[expert]))
-            slot_TK[ids_TK == expert] = np.repeat(slots, tokens_C)
-            load_X[ranks] += tokens_C
-        return slot_TK
-
-    @cached_property
-    def _first_LE(self) -> Array:
-        """A slot of each expert."""
-        flat_LP = self.slots_LXS.reshape(len(self.slots_LXS), -1)
-        return np.stack([np.unique(slots, return_index=True)[1] for slots in flat_LP])
-
-    @cached_property
-    def _copied_L(self) -> list[dict[int, Array]]:
-        """For each layer, the experts that are on several ranks, with a slot on each."""
-        copied = []
-        for slots_XS in self.slots_LXS:
-            found: dict[int, dict[int, int]] = {}
-            for slot, expert in enumerate(slots_XS.flat):
-                found.setdefault(int(expert), {}).setdefault(slot // slots_XS.shape[1], slot)
-            copied.append({expert: np.array([*of.values()]) for expert, of in found.items() if len(of) > 1})
-        return copied
+        rank_TK, slot_TK = np.full((2, *ids_TK.shape), -1)
+        _assign(ids_TK, self.copies_LEX[layer], first, rank_TK, slot_TK)
+        return rank_TK, slot_TK
 
 
-def fill_evenly(loads_C: Array, count: int) -> Array:
-    """How many of `count` tokens each of C ranks gets, if each token goes to the rank with the least load."""
-    level = np.min(-(-(count + np.cumsum(np.sort(loads_C))) // np.arange(1, len(loads_C) + 1)))
-    tokens_C: Array = np.maximum(level - 1 - loads_C, 0)
-    last = np.flatnonzero(loads_C < level)[: count - tokens_C.sum()]
-    tokens_C[last] += 1
-    return tokens_C
+@kernel
+def _assign(ids_TK, copies_EX, first, rank_TK, slot_TK):  # type: ignore[no-untyped-def]
+    """Choose for experts with one copy, then for those with more."""
+    num_ranks = copies_EX.shape[1]
+    load_X = np.zeros(num_ranks, np.int64)
+    for is_copied in (False, True):
+        for t in range(ids_TK.shape[0]):
+            for k in range(ids_TK.shape[1]):
+                expert = ids_TK[t, k]
+                if expert < 0 or ((copies_EX[expert] >= 0).sum() > 1) != is_copied:
+                    continue
+                best = -1
+                for i in range(num_ranks):
+                    rank = (first + i) % num_ranks
+                    if copies_EX[expert, rank] >= 0 and (best < 0 or load_X[rank] < load_X[best]):
+                        best = rank
+                load_X[best] += 1
+                rank_TK[t, k], slot_TK[t, k] = best, copies_EX[expert, best]

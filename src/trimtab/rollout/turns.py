@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 
 
-class StoppedError(Exception):
-    """Another thread has failed."""
-
-
 class Turns:
-    """Micro-batches take turns: each runs until it waits for experts, and then the next one.
-
-    All ranks have the same order, so messages between two ranks have one, too.
-
-    Attributes:
-        now: number of the micro-batch whose turn it is.
-    """
+    """Micro-batches take turns: each runs until it waits for experts, and then the next one. The condition is held by
+    the one whose turn it is."""
 
     def __init__(self, count: int) -> None:
-        self._active = list(range(count))
-        self._changed = threading.Condition()
+        self._order = deque(range(count))
+        self._turn = threading.Condition()
         self._error: BaseException | None = None
-        self.now = 0
+
+    @property
+    def now(self) -> int:
+        """Number of the micro-batch whose turn it is."""
+        return self._order[0]
 
     def run(self, work: Callable[[int], None]) -> None:
         """Call `work` with the number of every micro-batch, each on a thread. Raises what the first one raised."""
-        threads = [threading.Thread(target=self._run, args=(work, each), daemon=True) for each in self._active]
+        threads = [threading.Thread(target=self._run, args=(work, each), daemon=True) for each in self._order]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -36,31 +32,23 @@ class Turns:
             raise self._error
 
     def give_way(self) -> None:
-        """Let the other micro-batches run until it is this one's turn again."""
-        with self._changed:
-            me, self.now = self.now, self._next()
-            self._changed.notify_all()
+        """Let the other micro-batches run until it is this one's turn again. Raises what another one raised."""
+        me = self.now
+        self._order.rotate(-1)
+        self._turn.notify_all()
         self._wait(me)
 
     def _run(self, work: Callable[[int], None], index: int) -> None:
-        try:
-            self._wait(index)
-            work(index)
-        except StoppedError:
-            return
-        except BaseException as error:
-            self._error = error
-        with self._changed:
-            following = self._next()
-            self._active.remove(index)
-            self.now = following
-            self._changed.notify_all()
+        with self._turn:
+            try:
+                self._wait(index)
+                work(index)
+            except BaseException as error:
+                self._error = self._error or error
+            self._order.remove(index)
+            self._turn.notify_all()
 
     def _wait(self, index: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self.now == index)
+        self._turn.wait_for(lambda: self._error is not None or self.now == index)
         if self._error is not None:
-            raise StoppedError
-
-    def _next(self) -> int:
-        return self._active[(self._active.index(self.now) + 1) % len(self._active)]
+            raise self._error
