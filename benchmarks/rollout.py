@@ -1,8 +1,9 @@
 """`python -m benchmarks.rollout`: throughput of a disaggregated rollout with 1, 2 and 3 micro-batches, and with copies.
 
 One attention rank and one expert rank generate for the same sequences with 1, 2 and 3 micro-batches in turns. Times of
-attention, experts and messages, measured with one micro-batch of the same size, predict each. Then one attention rank
-and two expert ranks generate under skewed routing, without and with copies of hot experts.
+attention, experts and messages, measured with one micro-batch of the same size, predict each. In turn with them, both
+ranks generate for half of the sequences with the whole model (colocated). Then one attention rank and two expert ranks
+generate under skewed routing, without and with copies of hot experts.
 
 The prediction for m micro-batches with times T_a, T_e and T_c of one call, of a message in one direction, is
 max(m * max(T_a, T_e), T_a + T_e + 2 * T_c) per call.
@@ -15,11 +16,14 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -38,14 +42,16 @@ from trimtab.integrations.transformers import moe_blocks
 from trimtab.integrations.transformers.families import reroute
 from trimtab.launch import launch
 from trimtab.report.number_text import seconds
+from trimtab.rl.rollout import SampledLogProbs, generate
 from trimtab.rollout import DisaggregatedRollout, disaggregate
+from trimtab.rollout.channels import Channel
 
 MICRO_BATCHES = (1, 2, 3)
 # Calls of the picture, in the middle of decoding.
 SHOWN_CALLS = 4
 NOTES = (
     "On equal CPU ranks, colocated data parallel ranks take (T_a + T_e) / 2 for what a disaggregated pair takes "
-    "max(T_a, T_e) for, so it can't be beaten. A gain exists where larger expert batches are cheaper per token, as "
+    "max(T_a, T_e) for, so they can't be beaten. A gain exists where larger expert batches are cheaper per token, as "
     "with weights that are read once for all attention ranks, or where ranks of another kind suit one side."
 )
 PIPELINE: Columns = {
@@ -99,6 +105,13 @@ class RolloutBenchmark:
         """Tokens that a rollout generates."""
         return self.sequences * self.new_tokens
 
+    def batch(self, sequences: int) -> tuple[dict[str, torch.Tensor], Array]:
+        """Random prompts, and draws of their responses."""
+        generator = torch.Generator().manual_seed(1)
+        prompts = torch.randint(1, 1000, (sequences, self.prompt), generator=generator)
+        draws = np.random.default_rng(0).random((sequences, self.new_tokens))
+        return {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}, draws
+
     def model(self, width: int, top_k: int | None = None) -> Any:
         """A random model in float32."""
         config = small_config(
@@ -111,7 +124,7 @@ class RolloutBenchmark:
 
 @dataclass(frozen=True)
 class Run:
-    """One rollout, as rank 0 sees it. Spans are `(micro-batch, start, end)` of all calls."""
+    """One rollout. Spans of compute are `(micro-batch, start, end)`, on the ranks 0 and 1."""
 
     seconds: float
     attention: list[tuple[int, float, float]]
@@ -123,6 +136,23 @@ class Run:
         calls = len(self.experts)
         busy = [sum(end - start for _, start, end in spans) for spans in (self.attention, self.experts)]
         return busy[0] / calls, busy[1] / calls, (self.seconds - sum(busy)) / (2 * calls)
+
+
+@contextmanager
+def spans_of_compute(spans: list[tuple[int, float, float]]) -> Iterator[None]:
+    """Add this rank's times of compute: all but those in which it waits for a message."""
+    receive, micro_batch, start = Channel.receive, 0, time.perf_counter()
+
+    def timed(channel: Channel) -> Any:
+        nonlocal micro_batch, start
+        spans.append((micro_batch, start, time.perf_counter()))
+        columns = receive(channel)
+        micro_batch, start = channel.micro_batch, time.perf_counter()
+        return columns
+
+    with mock.patch.object(Channel, "receive", timed):
+        yield
+    spans.append((micro_batch, start, time.perf_counter()))
 
 
 EXAMPLES = ("--json out/bench-rollout.json --picture out/rollout.svg",)
@@ -163,7 +193,9 @@ def time_pipeline(settings: RolloutBenchmark, out: Path) -> None:
         )
         for micro_batches in MICRO_BATCHES
     }
+    whole = settings.model(width)
     runs = {
+        ("colocated", 1): partial(time_colocated, whole, settings),
         **{("pipeline", m): partial(time_rollout, rollouts[m], settings) for m in MICRO_BATCHES},
         **{
             ("part", m): partial(time_rollout, rollouts[1], settings, -(-settings.sequences // m))
@@ -174,7 +206,12 @@ def time_pipeline(settings: RolloutBenchmark, out: Path) -> None:
     results = alternate(runs, settings.rounds, warm_up=1, progress=title)
     if dist.get_rank():
         return
-    figures = {"width": width, "micro_batches": summarise(results, settings)}
+    colocated = [run.seconds for run in results["colocated", 1]]
+    figures = {
+        "width": width,
+        "micro_batches": summarise(results, settings),
+        "colocated": {"seconds": colocated, "tokens_per_s": settings.tokens / statistics.median(colocated)},
+    }
     out.write_text(json.dumps(figures))
     if settings.picture is not None:
         draw(settings.picture, {m: results["pipeline", m][-1] for m in MICRO_BATCHES}, settings.layers)
@@ -194,22 +231,32 @@ def choose_width(settings: RolloutBenchmark) -> int:
 
 
 def time_rollout(rollout: DisaggregatedRollout, settings: RolloutBenchmark, sequences: int | None = None) -> Run:
-    """Generate for these sequences, by default all. Spans are only those of rank 0 elsewhere. Collective."""
-    count = settings.sequences if sequences is None else sequences
-    draws = np.random.default_rng(0).random((count, settings.new_tokens)) if rollout.weights_L is None else None
-    generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(1, 1000, (count, settings.prompt), generator=generator)
+    """Generate for these sequences, by default all. Collective."""
+    prompts, draws = settings.batch(settings.sequences if sequences is None else sequences)
+    mine: list[tuple[int, float, float]] = []
     dist.barrier()
     start = time.perf_counter()
-    rollout.generate(
-        {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)} if rollout.weights_L is None else None,
-        max_new_tokens=settings.new_tokens,
-        uniforms=draws,
-    )
+    with spans_of_compute(mine):
+        rollout.generate(
+            prompts if rollout.weights_L is None else None, max_new_tokens=settings.new_tokens, uniforms=draws
+        )
     taken = time.perf_counter() - start
     spans: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(spans, rollout.spans)
-    return Run(taken, spans[0], spans[1])
+    dist.all_gather_object(spans, mine)
+    # An expert rank starts with the first message, and ends with one that is not answered.
+    return Run(taken, spans[0], spans[1][1:-1])
+
+
+def time_colocated(model: Any, settings: RolloutBenchmark) -> Run:
+    """Generate with the whole model for this rank's part of the sequences. Collective."""
+    ranks = dist.get_world_size()
+    prompts, draws = settings.batch(-(-settings.sequences // ranks))
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=None)
+    dist.barrier()
+    start = time.perf_counter()
+    generate(model, tokenizer, prompts, settings.new_tokens, SampledLogProbs(draws))
+    dist.barrier()
+    return Run(time.perf_counter() - start, [], [])
 
 
 def summarise(results: Mapping[tuple[str, int], list[Run]], settings: RolloutBenchmark) -> Figures:
@@ -305,6 +352,9 @@ def print_figures(figures: Figures, console: Console) -> None:
     title = f"1 + 1 ranks, {sizes['sequences']} sequences, experts of width {figures['width']}"
     console.print(figure_table(title, PIPELINE, named_rows(figures["micro_batches"])))
     console.print(figure_table("1 + 2 ranks, skewed routing", COPIES, named_rows(figures["copies"])))
+    console.print(
+        f"Colocated, 2 ranks with half of the sequences each: {figures['colocated']['tokens_per_s']:.0f} tokens/s."
+    )
     console.print(NOTES)
 
 

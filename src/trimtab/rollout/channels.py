@@ -37,7 +37,7 @@ class Channel:
     """
 
     def __init__(self, rank: int, micro_batch: int, capacity: int, sent: Columns, received: Columns) -> None:
-        self._rank, self._micro_batch, self._capacity = rank, micro_batch, capacity
+        self._rank, self.micro_batch, self._capacity = rank, micro_batch, capacity
         self._sent, self._received = sent, received
         self._outgoing = torch.empty(packed_bytes(_like(sent, capacity)), dtype=torch.uint8)
         self._incoming = torch.empty(packed_bytes(_like(received, capacity)), dtype=torch.uint8)
@@ -46,18 +46,18 @@ class Channel:
 
     def listen(self) -> None:
         """Start to receive the next message."""
-        self._receiving: Any = dist.irecv(self._incoming, self._rank, tag=self._micro_batch)
+        self._receiving: Any = dist.irecv(self._incoming, self._rank, tag=self.micro_batch)
 
     def send(self, *columns: torch.Tensor) -> None:
         """Start to send columns `[rows, width]`, which are copied; send the end of the micro-batch without columns."""
         if self._sending is not None:
             self._sending.wait()
-        header = self._micro_batch, next(self._sent_count), len(columns[0]) if columns else END
+        header = self.micro_batch, next(self._sent_count), len(columns[0]) if columns else END
         like = _like(self._sent if columns else (), header[2])
         sources = torch.tensor([*header, hash(header)]), *columns
         for target, source in zip(carve(self._outgoing, like), sources, strict=True):
             target.copy_(source)
-        self._sending = dist.isend(self._outgoing[: packed_bytes(like)], self._rank, tag=self._micro_batch)
+        self._sending = dist.isend(self._outgoing[: packed_bytes(like)], self._rank, tag=self.micro_batch)
         if not columns:
             self._sending.wait()
 
@@ -69,7 +69,7 @@ class Channel:
         """
         self._receiving.wait()
         *header, rows, check = carve(self._incoming, [HEADER])[0].tolist()
-        expected = [self._micro_batch, next(self._received_count)]
+        expected = [self.micro_batch, next(self._received_count)]
         if header != expected or not END <= rows <= self._capacity or check != hash((*expected, rows)):
             raise RanksDisagreeError(
                 f"rank {self._rank} sent {rows} rows as micro-batch and message {header}, where at most "

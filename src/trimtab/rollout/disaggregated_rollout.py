@@ -78,6 +78,7 @@ class DisaggregatedRollout:
             check_experts(family, block.experts, index, count)
         self.model, self.num_attention, self._num_micro, self._copies = model, attention_ranks, micro_batches, copies
         self.slots = ExpertSlots.place(np.zeros((len(blocks), count), np.int64), expert_ranks, copies)
+        self.load_XL = np.zeros((expert_ranks, len(blocks)), np.int64)
         self.weights_L: list[list[torch.Tensor]] | None = None
         experts_L = [block.experts for block in blocks.values()]
         tensors_L = [[getattr(experts, name).detach() for name in family.parameters] for experts in experts_L]
@@ -135,11 +136,9 @@ class DisaggregatedRollout:
         return generated
 
     def place(self, counts_LE: Array) -> int:
-        """Place experts and copies by the load of the step before, whose weights `load` then sends. Returns the number
-        of experts that are on a rank that did not have them.
+        """Place experts and copies by the tokens `[L, E]` of each expert in the step before, the same on all ranks.
 
-        Args:
-            counts_LE: `[L, E]` tokens of each expert, the same on all ranks.
+        `load` then sends their weights. Returns the number of experts that are on a rank that did not have them.
         """
         before = self.slots
         self.slots = ExpertSlots.place(counts_LE, before.slots_LXS.shape[1], self._copies)

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 
 class Turns:
-    """Micro-batches take turns: each runs until it waits for experts, and then the next one. The condition is held by
-    the one whose turn it is."""
+    """Micro-batches take turns: each runs until it waits for experts. The one whose turn it is holds the condition."""
 
     def __init__(self, count: int) -> None:
         self._order = deque(range(count))
