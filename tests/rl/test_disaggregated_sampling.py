@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.moe_families import small_config
 from helpers.rank_pool import on_ranks
 from helpers.trainers import save_and_resume, start
+from trimtab.cli.main import main
 from trimtab.errors import InputError
 from trimtab.rl import trainer as trainer_module
 from trimtab.rl.config import TrainConfig
@@ -116,14 +118,33 @@ def test_streams_depend_on_the_sequence_alone() -> None:
     assert response_draws(config, 2, []).shape == (0, 5)
 
 
-def test_what_a_run_cannot_do_is_refused() -> None:
-    from helpers.moe_families import small_config
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--algorithm t-ppo", "--rollout disaggregated generates whole responses"),
+        ("--attention-ranks 2", "2 attention ranks and 1 expert ranks are 3; together they should be the 2 ranks"),
+        ("--micro-batches 9", "--micro-batches is 9, and an attention rank has 8 sequences"),
+        (
+            "--attention-ranks 3 --ranks 4 --micro-batches 3",
+            "--micro-batches is 3, and an attention rank has 2 sequences",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_one_line(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["train", "-o", str(tmp_path / "out"), "--problems", "4", "--samples", "2"]
+    assert main([*common, "--rollout", "disaggregated", *words.split()]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
 
-    model = small_config("qwen3_moe")
-    for settings, ranks, message in (
-        ({"algorithm": "t-ppo"}, 2, "--rollout disaggregated generates whole responses"),
-        ({"attention_ranks": 2}, 2, "2 attention ranks and 1 expert ranks are 3; together they should be the 2 ranks"),
-        ({"expert_ranks": 3}, 4, "3 expert ranks don't divide 8 experts"),
-    ):
-        with pytest.raises(InputError, match=message):
-            check_disaggregated(TrainConfig(out=Path(), rollout="disaggregated", **settings), model, ranks)
+
+def test_sizes_without_a_disaggregated_rollout_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "-o", str(tmp_path / "out"), "--micro-batches", "3"]) == 2
+    assert "--micro-batches is for --rollout disaggregated" in capsys.readouterr().err
+
+
+def test_expert_ranks_divide_the_experts() -> None:
+    config = TrainConfig(out=Path(), rollout="disaggregated", expert_ranks=3)
+    with pytest.raises(InputError, match="3 expert ranks don't divide 8 experts"):
+        check_disaggregated(config, small_config("qwen3_moe"), 4)

@@ -175,6 +175,20 @@ def test_sizes_that_do_not_fit_are_refused_and_leave_the_model_as_it_was() -> No
 
 
 @runs_on_ranks(3)
+def test_what_is_wrong_on_one_rank_is_raised_on_all() -> None:
+    rollout, mine = make_rollout("mixtral", attention_ranks=2, expert_ranks=1, micro_batches=1), draws(4, 0)
+    prompts = padded_prompts(4, 0)
+    if dist.get_rank() == 1:
+        mine = mine[:3]
+    with pytest.raises(InputError, match=r"rank 1: uniforms are \[3, 12\]; they should be \[4, 12\]"):
+        generate(rollout, prompts, mine)
+    if dist.get_rank() == 0:
+        prompts = {name: value.flip(1) for name, value in prompts.items()}
+    with pytest.raises(InputError, match="rank 0: the padding of prompts should be on the left"):
+        generate(rollout, prompts, None)
+
+
+@runs_on_ranks(3)
 def test_every_rank_keeps_only_its_part() -> None:
     rollout: DisaggregatedRollout = make_rollout(
         "mixtral", attention_ranks=1, expert_ranks=2, micro_batches=1, copies=1

@@ -144,5 +144,7 @@ def run(options: argparse.Namespace) -> None:
         raise InputError(f"--problems is {config.problems}; each of the {ranks} ranks needs at least one")
     if config.rollout == "disaggregated":
         check_disaggregated(config, load_config(model, tokenizer), ranks)
+    elif unused := {"attention_ranks", "expert_ranks", "micro_batches"} & asked.keys():
+        raise InputError(f"--{min(unused).replace('_', '-')} is for --rollout disaggregated; the rollout is colocated")
     config.out.mkdir(parents=True, exist_ok=True)
     launch(run_training, (config,), ranks=ranks)

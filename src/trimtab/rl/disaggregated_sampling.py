@@ -121,9 +121,11 @@ class DisaggregatedSampling:
         counts = torch.from_numpy(count_experts(trace, np.zeros(trace.num_sequences), 1, np.int64)[0]).to(self._device)
         dist.all_reduce(counts)
         load_XL = self.rollout.load_XL
-        vio = load_XL.max(axis=0) / np.maximum(load_XL.mean(axis=0), 1e-9) - 1
-        replaced = self.rollout.place(counts.cpu().numpy())
-        return {"rollout/expert_max_vio": float(vio.mean()), "rollout/replaced_experts": float(replaced)}
+        mean_L = load_XL.mean(axis=0)
+        vio_L = (load_XL.max(axis=0) - mean_L) / np.maximum(mean_L, 1)
+        # A step may train no sequences.
+        replaced = self.rollout.place(counts.cpu().numpy()) if counts.any() else 0
+        return {"rollout/expert_max_vio": float(vio_L.mean()), "rollout/replaced_experts": float(replaced)}
 
     def _share(self, order: Sequence_[int]) -> list[int]:
         """This rank's part of problems in this order; none on expert ranks."""

@@ -242,9 +242,10 @@ class Trainer:
         return PreparedStep(schedule, planned, trace, batches, tokens, int(lengths[:, 0].sum()))
 
     def _trace_before(self, checkpoint: Checkpoint) -> RoutingTrace:
-        """The routing of the step before the checkpoint on rank 0; on other ranks, and of no step, that of none."""
-        path = self._routing_file(checkpoint.step - 1)
-        return read_trace(path) if self.rank == 0 and path.exists() else self._routing_of([], 0)
+        """The last routing of a step before the checkpoint on rank 0; on other ranks, and of no step, that of none."""
+        steps = range(checkpoint.step - 1, -1, -1) if self.rank == 0 else ()
+        traces = (read_trace(self._routing_file(step)) for step in steps if self._routing_file(step).exists())
+        return next((trace for trace in traces if trace.num_sequences), self._routing_of([], 0))
 
     def _routing_file(self, step: int) -> Path:
         return self.config.out / "routing" / f"step-{step:05d}.parquet"
