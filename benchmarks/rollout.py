@@ -87,7 +87,7 @@ class RolloutBenchmark:
     """
 
     sequences: int = 512
-    rounds: int = 5
+    rounds: int = 3
     width: int | None = None
     json: Path | None = None
     picture: Path | None = None
@@ -140,19 +140,25 @@ class Run:
 
 @contextmanager
 def spans_of_compute(spans: list[tuple[int, float, float]]) -> Iterator[None]:
-    """Add this rank's times of compute: all but those in which it waits for a message."""
-    receive, micro_batch, start = Channel.receive, 0, time.perf_counter()
+    """Add this rank's times of compute, each from the arrival of a message until the next one is handed to gloo."""
+    send, receive, micro_batch = Channel.send, Channel.receive, 0
+    start = end = time.perf_counter()
 
-    def timed(channel: Channel) -> Any:
+    def timed_send(channel: Channel, *columns: torch.Tensor) -> None:
+        nonlocal end
+        send(channel, *columns)
+        end = time.perf_counter()
+
+    def timed_receive(channel: Channel) -> Any:
         nonlocal micro_batch, start
-        spans.append((micro_batch, start, time.perf_counter()))
+        spans.append((micro_batch, start, max(start, end)))
         columns = receive(channel)
         micro_batch, start = channel.micro_batch, time.perf_counter()
         return columns
 
-    with mock.patch.object(Channel, "receive", timed):
+    with mock.patch.multiple(Channel, send=timed_send, receive=timed_receive):
         yield
-    spans.append((micro_batch, start, time.perf_counter()))
+    spans.append((micro_batch, start, max(start, end)))
 
 
 EXAMPLES = ("--json out/bench-rollout.json --picture out/rollout.svg",)
@@ -161,7 +167,7 @@ EXAMPLES = ("--json out/bench-rollout.json --picture out/rollout.svg",)
 def add_to(parser: Parser) -> None:
     """Add the options."""
     add_options(parser, "--sequences", type=positive, default=512, help="sequences of the attention rank")
-    add_options(parser, "--rounds", default=5, help="timed rollouts of each kind")
+    add_options(parser, "--rounds", default=3, help="timed rollouts of each kind")
     add_options(parser, "--width", type=positive, unset="T_e about T_a", help="inner width of an expert")
     add_options(parser, "--picture", type=Path, metavar="FILE", help="write a picture of the pipeline, an .svg")
 
