@@ -312,11 +312,11 @@ def time_copies(settings: RolloutBenchmark, width: int, out: Path) -> None:
     torch.set_num_threads(1)
     rollouts = {}
     # The weights of all experts are random, so they need not follow the placement.
-    for name, copies in (("contiguous", 0), ("placed", 0), ("placed, copies", settings.copies)):
+    for name, copies in (("unplaced", 0), ("placed", 0), ("placed, copies", settings.copies)):
         model = settings.model(width, top_k=1)
         skew_routers(model, settings)
         rollouts[name] = disaggregate(model, attention_ranks=1, expert_ranks=2, micro_batches=1, copies=copies)
-        if name != "contiguous":
+        if name != "unplaced":
             rollouts[name].place(np.rint(1e6 * expert_weights(settings)).astype(np.int64))
     runs = {name: partial(time_rollout, rollout, settings) for name, rollout in rollouts.items()}
     results = alternate(runs, settings.rounds, warm_up=1)
