@@ -130,6 +130,7 @@ bench: .venv/.ready  ## reproduce the figures that README and docs quote (about 
 	$(BIN)/python -m benchmarks.planning --json out/bench-planning.json
 	$(BIN)/python -m benchmarks.live --json out/bench-live.json
 	$(BIN)/python -m benchmarks.t_ppo --json out/bench-tppo.json --picture out/bench-tppo.svg
+	$(BIN)/python -m benchmarks.rollout --json out/bench-rollout.json --picture out/bench-rollout.svg
 	$(BIN)/python -m benchmarks.bind --json out/bench-bind.json
 	$(BIN)/python -m benchmarks.host --json out/bench-host.json
 	$(BIN)/python -m benchmarks.megatron --json out/bench-megatron.json

@@ -48,6 +48,7 @@ MODES: dict[str, dict[str, Any]] = {
     "rehome": {"mode": "rehome"},
     # Other policies depend on measured times, or on loads before the run was stopped.
     "live": {"mode": "live", "policy": "quota"},
+    "disaggregated": {"rollout": "disaggregated"},
     # Windows of responses that stay open from step to step, and a value model with experts.
     "t-ppo": {"algorithm": "t-ppo", "value_model": "trunk", "window": 3},
 }

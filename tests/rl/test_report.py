@@ -94,3 +94,5 @@ def test_charts_of_rollouts_average_consecutive_steps() -> None:
     assert lengths.lines[1].values == [step + 0.5 for step in first]
     assert occupancy.lines[0].values == pytest.approx([(step + 0.5) / 100 for step in first])
     assert [len(chart.places) for chart in rollout_charts(steps[:4])] == [4, 4]
+    separate = [metrics | {"rollout/expert_max_vio": metrics["step"] / 10} for metrics in steps]
+    assert rollout_charts(separate)[2].lines[0].values == pytest.approx([(step + 0.5) / 10 for step in first])

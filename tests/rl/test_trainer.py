@@ -94,12 +94,12 @@ def test_rollout_difference_shows_wrong_routing(folder: Path) -> None:
     trainer.close()
     right, wrong = differences
     assert 0 < right < 0.1
-    assert wrong > 1
+    assert wrong > 0.5
 
 
 @runs_on_ranks()
 def test_the_rollout_gets_the_trained_weights_and_metrics_are_of_all_ranks(folder: Path) -> None:
-    trainer = start(folder, learning_rate=0.02)
+    trainer = start(folder, learning_rate=0.02, samples=16)
     assert_synced(trainer)
     before = {name: value.clone() for name, value in trainer.rollout_model.state_dict().items()}
     rolled_out: list[Sequence] = []
@@ -178,15 +178,15 @@ def assert_synced(trainer: Trainer) -> None:
 def test_problems_are_divided_among_ranks(folder: Path) -> None:
     trainer = start(folder, problems=9)
     prompts: list[list[str]] = []
-    seeds: list[int] = []
+    draws: list[bytes] = []
 
     def count(_model: Any, _tokenizer: Any, problems: list[Problem], **_: Any) -> int:
         return len(problems) if trainer.rank == 0 else 0
 
-    def keep(_model: Any, _tokenizer: Any, problems: list[Problem], **_: Any) -> list[Sequence]:
+    def keep(_model: Any, _tokenizer: Any, problems: list[Problem], **how: Any) -> list[Sequence]:
         assert not any(problem.held_out for problem in problems)
         prompts.append([problem.prompt for problem in problems])
-        seeds.append(torch.initial_seed())
+        draws.append(how["uniforms"].tobytes())
         return []
 
     with mock.patch.object(trainer_module, "count_correct", count):
@@ -197,15 +197,15 @@ def test_problems_are_divided_among_ranks(folder: Path) -> None:
     trainer.close()
     # Rank 0 alone solves its problems.
     assert trainer.held_out_accuracy["now"] == 0.5
-    (first, seeds), (second, others) = of_all_ranks((prompts, seeds))
+    (first, draws), (second, others) = of_all_ranks((prompts, draws))
     for one, other in zip(first, second, strict=True):
         assert (len(one), len(other)) == (5, 4)
     steps = [one + other for one, other in zip(first, second, strict=True)]
     assert steps[0] == steps[2] != steps[1]
     # Equal prompts on both ranks are rare.
     assert len(set(first[0]) & set(second[0])) <= 2
-    assert (seeds[0], others[0]) == (seeds[2], others[2])
-    assert len({*seeds, *others}) == 4
+    assert (draws[0], others[0]) == (draws[2], others[2])
+    assert len({*draws, *others}) == 4
 
 
 @pytest.mark.parametrize("case", ["one node", "two nodes", "one node without shared memory"])

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from trimtab.cli.options import add_options, given, positive, whole
 from trimtab.errors import InputError
 from trimtab.rank_variables import torchrun_ranks
-from trimtab.rl.config import ALGORITHMS, PrefixRouting, TrainConfig, ValueModelName, resumed
+from trimtab.rl.config import ALGORITHMS, PrefixRouting, RolloutName, TrainConfig, ValueModelName, resumed
 
 MODES = ("plan", "rehome", "static", "shadow", "off")
 # Longest responses by default, by task.
@@ -34,6 +34,7 @@ def add(commands: Any) -> None:
             "trimtab train -o out/wide --expert-width 4096",
             "trimtab train -o out/live --live",
             "trimtab train -o out/live-quota --live quota",
+            "trimtab train -o out/rollout --rollout disaggregated --micro-batches 3",
             "trimtab train --model path/to/qwen3-moe --warm-start-steps 0 --ranks 8 -o out/run",
             "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab train -o /shared/run",
         ],
@@ -75,6 +76,14 @@ def add(commands: Any) -> None:
     )
     add_options(parser, "--ranks", unset="2")
     option("--slots", "--steps")
+    option(
+        "--rollout",
+        choices=get_args(RolloutName),
+        help="the whole model on every rank, or attention and experts on different ranks",
+    )
+    option("--attention-ranks", type=positive, help="disaggregated: ranks that generate")
+    option("--expert-ranks", type=positive, help="disaggregated: the other ranks, which hold the experts")
+    option("--micro-batches", type=positive, help="disaggregated: parts of a rank's batch that take turns")
     option("--problems", type=positive, help="problems of a step")
     option("--samples", type=positive, help="responses to each problem")
     option("--mini-batches", "--token-budget")
@@ -108,6 +117,7 @@ def run(options: argparse.Namespace) -> None:
     from trimtab.planner import Placement
     from trimtab.rl.checkpoint import last_checkpoint
     from trimtab.rl.demo_model import load_config, load_tokenizer
+    from trimtab.rl.disaggregated_sampling import check_disaggregated
     from trimtab.rl.run import run_training
 
     out: Path = options.out
@@ -132,5 +142,9 @@ def run(options: argparse.Namespace) -> None:
         raise InputError("--value-model trunk: grpo has no value model; use --algorithm ppo or t-ppo")
     if config.problems < ranks:
         raise InputError(f"--problems is {config.problems}; each of the {ranks} ranks needs at least one")
+    if config.rollout == "disaggregated":
+        check_disaggregated(config, load_config(model, tokenizer), ranks)
+    elif unused := {"attention_ranks", "expert_ranks", "micro_batches"} & asked.keys():
+        raise InputError(f"--{min(unused).replace('_', '-')} is for --rollout disaggregated; the rollout is colocated")
     config.out.mkdir(parents=True, exist_ok=True)
     launch(run_training, (config,), ranks=ranks)

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 # Settings that a resumed run may change: its length and how its work is distributed. Others would change its results.
 MAY_CHANGE = frozenset(
-    ("out", "mode", "policy", "slots", "steps", "token_budget", "gradient_checkpointing", "save_every", "compare_pairs")
-)
+    ("out", "mode", "policy", "slots", "steps", "token_budget", "gradient_checkpointing", "save_every", "compare_pairs",
+     "rollout", "attention_ranks", "expert_ranks", "micro_batches")
+)  # fmt: skip
 
 ALGORITHMS = ("grpo", "ppo", "t-ppo")
 ValueModelName = Literal["head", "trunk"]
+RolloutName = Literal["colocated", "disaggregated"]
 PrefixRouting = Literal["recorded", "rebuilt", "live"]
 """The experts of tokens of earlier windows in training. `recorded`: those that their own window recorded; `rebuilt`:
 those that they used when this step filled the cache again; `live`: those that the router chooses in training."""
@@ -39,7 +41,10 @@ class TrainConfig:
         mode: how recompute and update are balanced, see `Session`. In `live` they follow the router, not the rollout's
             routing, and the warm start is balanced too.
         policy: how replicas are chosen in mode `live`, see `Session`.
-        slots: slots per rank and layer.
+        slots: slots per rank and layer; also those of an expert rank for copies of hot experts in the rollout.
+        rollout: `colocated`, with the whole model on every rank, or `disaggregated`, see `trimtab.rollout`.
+        attention_ranks, expert_ranks: of a disaggregated rollout, together all ranks.
+        micro_batches: parts of an attention rank's batch that take turns.
         steps: RL steps.
         problems: problems of an RL step, over all ranks.
         samples: responses to each problem.
@@ -71,6 +76,10 @@ class TrainConfig:
     mode: Mode = "plan"
     policy: LivePolicy = "auto"
     slots: int = 2
+    rollout: RolloutName = "colocated"
+    attention_ranks: int = 1
+    expert_ranks: int = 1
+    micro_batches: int = 2
     steps: int = 20
     problems: int = 64
     samples: int = 8

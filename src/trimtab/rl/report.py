@@ -62,7 +62,8 @@ OF_TRUNK = (
 
 
 def rollout_charts(steps: Sequence[Mapping[str, float]]) -> tuple[LineChart, ...]:
-    """Lengths of responses, and the occupancy of the decode batch, over the steps of a run.
+    """Lengths of responses, occupancy of the decode batch, and loads of separate expert ranks, over the
+    steps of a run.
 
     Args:
         steps: metrics of every step; those of earlier versions are left out. With more than `CHART_PLACES`, consecutive
@@ -77,7 +78,7 @@ def rollout_charts(steps: Sequence[Mapping[str, float]]) -> tuple[LineChart, ...
     def line(name: str, metric: str) -> Line:
         return Line(name, [float(np.mean([steps[int(step)][metric] for step in part])) for part in parts])
 
-    return (
+    charts = [
         LineChart(
             "Tokens of a response",
             "step",
@@ -85,7 +86,11 @@ def rollout_charts(steps: Sequence[Mapping[str, float]]) -> tuple[LineChart, ...
             [line("longest", "rollout/longest_response"), line("mean of finished", "response_length")],
         ),
         LineChart("Occupied part of the decode batch", "step", places, [line("occupancy", "rollout/occupancy")]),
-    )
+    ]
+    if all("rollout/expert_max_vio" in metrics for metrics in steps):
+        loads = [line("max/mean - 1", "rollout/expert_max_vio")]
+        charts.append(LineChart("Loads of the rollout's expert ranks", "step", places, loads))
+    return tuple(charts)
 
 
 def report_of(trainer: Trainer, comparison: PairedComparison, steps: Sequence[Mapping[str, float]] = ()) -> Report:

@@ -17,6 +17,7 @@ from trimtab.integrations.transformers import record_routing
 from trimtab.rl.advantages import group_advantages
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.task import Problem, draw_problem
+from trimtab.rollout.micro_batches import draw_tokens
 from trimtab.trace import RoutingTrace
 
 # Responses that have ended are counted when they are this part of all.
@@ -28,16 +29,24 @@ class SampledLogProbs(LogitsProcessor):  # type: ignore[misc]
 
     `generate` calls it before it samples a token, so a token's log-probability is known at the next call. Memory is
     that of one token's logits, for any number of tokens.
+
+    Args:
+        uniforms: `[B, n]` draws in [0, 1) to sample with; None if `generate` samples.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, uniforms: Array | None = None) -> None:
+        self.uniforms = None if uniforms is None else torch.from_numpy(uniforms)
         self._before_BV: torch.Tensor | None = None
         self._columns: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._add(input_ids[:, -1])
         self._before_BV = scores.float().log_softmax(dim=-1)
-        return scores
+        if self.uniforms is None:
+            return scores
+        step = len(self._columns)
+        drawn = draw_tokens(self._before_BV, self.uniforms[:, step])
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn[:, None], 0.0)
 
     def of(self, sampled: torch.Tensor) -> Array:
         """Log-probabilities `[B, n]` float32 of all sampled tokens `[B, n]`, padding after the end included."""
@@ -79,16 +88,18 @@ def sample_groups(
     *,
     samples: int,
     max_new_tokens: int,
+    uniforms: Array | None = None,
     count: Callable[[RoutingTrace], None] | None = None,
 ) -> list[Sequence]:
     """`samples` responses to every problem, with rewards and group-relative advantages (reward minus group mean).
 
     Args:
+        uniforms: `[B, max_new_tokens]` draws of all responses' tokens; None for torch's generator.
         count: called once with the routing of responses that have ended while others generate; it may be of none.
     """
     repeated = [problem for problem in problems for _ in range(samples)]
-    prompts = _encode(model, tokenizer, repeated)
-    sampled = SampledLogProbs()
+    prompts = encode(tokenizer, repeated, next(model.parameters()).device)
+    sampled = SampledLogProbs(uniforms)
     prompt_width = prompts["input_ids"].shape[1]
     with record_routing(model) as record:
 
@@ -103,7 +114,30 @@ def sample_groups(
     if count is not None and not finished.has_reported:
         count(routing.part(0, 0))
     log_probs = sampled.of(torch.from_numpy(tokens[:, prompt_width:]))
-    padding = (prompt_width - prompts["attention_mask"].sum(dim=1)).tolist()
+    routes = [routing.sequence(row) for row in range(len(repeated))]
+    return rewarded(tokenizer, problems, samples, prompts["attention_mask"], tokens, routes, log_probs)
+
+
+def rewarded(
+    tokenizer: Any,
+    problems: Sequence_[Problem],
+    samples: int,
+    mask: torch.Tensor,
+    tokens: Array,
+    routes: Sequence_[Array],
+    log_probs: Array,
+) -> list[Sequence]:
+    """Generated responses as sequences with rewards and group-relative advantages.
+
+    Args:
+        samples: rows of each problem.
+        mask: `[B, P]`, of the prompts.
+        tokens: `[B, P + n]` of prompts and responses.
+        routes: `[t, L, K]` of each row, without padding.
+        log_probs: `[B, n]`, of the responses' tokens.
+    """
+    repeated, prompt_width = [problem for problem in problems for _ in range(samples)], mask.shape[1]
+    padding = (prompt_width - mask.sum(dim=1)).tolist()
     responses = [_until_end(row, tokenizer.eos_token_id) for row in tokens[:, prompt_width:]]
     rewards = np.array(
         [p.reward(tokenizer.decode(response)) for p, response in zip(repeated, responses, strict=True)]
@@ -113,7 +147,7 @@ def sample_groups(
         Sequence(
             token_ids=tokens[row, pad : prompt_width + len(response)].copy(),
             prompt_length=prompt_width - pad,
-            expert_ids=routing.sequence(row).copy(),
+            expert_ids=routes[row].copy(),
             reward=float(reward),
             advantage=float(advantage),
             log_probs=log_probs[row, : len(response)].copy(),
@@ -128,10 +162,15 @@ def count_correct(model: nn.Module, tokenizer: Any, problems: Sequence_[Problem]
     """Number of problems that the model solves by greedy decoding."""
     if not problems:
         return 0
-    prompts = _encode(model, tokenizer, problems)
+    prompts = encode(tokenizer, problems, next(model.parameters()).device)
     tokens = generate(model, tokenizer, prompts, max_new_tokens, None)
-    responses = [_until_end(row, tokenizer.eos_token_id) for row in tokens[:, prompts["input_ids"].shape[1] :]]
-    return sum(int(p.reward(tokenizer.decode(r))) for p, r in zip(problems, responses, strict=True))
+    return count_solved(tokenizer, problems, tokens[:, prompts["input_ids"].shape[1] :])
+
+
+def count_solved(tokenizer: Any, problems: Sequence_[Problem], responses: Array) -> int:
+    """Number of problems that the responses `[B, n]` solve."""
+    ended = [_until_end(row, tokenizer.eos_token_id) for row in responses]
+    return sum(int(p.reward(tokenizer.decode(r))) for p, r in zip(problems, ended, strict=True))
 
 
 def held_out_problems(count: int, operation: str) -> list[Problem]:
@@ -140,9 +179,9 @@ def held_out_problems(count: int, operation: str) -> list[Problem]:
     return [draw_problem(rng, held_out=True, operation=operation) for _ in range(count)]
 
 
-def _encode(model: nn.Module, tokenizer: Any, problems: Sequence_[Problem]) -> dict[str, torch.Tensor]:
+def encode(tokenizer: Any, problems: Sequence_[Problem], device: torch.device) -> dict[str, torch.Tensor]:
+    """Prompts `input_ids` and `attention_mask` `[B, P]`, with padding on the left."""
     encoded = tokenizer([p.prompt for p in problems], return_tensors="pt", padding=True, padding_side="left")
-    device = next(model.parameters()).device
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
@@ -156,7 +195,8 @@ def generate(
     finished: Finished | None = None,
 ) -> Any:
     """Tokens `[B, prompt width + new tokens]` int64 on the host: sampled, or greedy without `sampled`."""
-    how = {"do_sample": False} if sampled is None else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    is_drawn = sampled is None or sampled.uniforms is not None
+    how = {"do_sample": False} if is_drawn else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     tokens = model.generate(
         **prompts,
         **how,

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from trimtab.rl.checkpoint import Checkpoint, write_checkpoint
 from trimtab.rl.collectives import gather, reduce
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.demo_model import load_config, load_model, load_tokenizer
+from trimtab.rl.disaggregated_sampling import make_disaggregated, response_draws
 from trimtab.rl.losses import token_log_probs
 from trimtab.rl.rollout import count_correct, held_out_problems, sample_groups
 from trimtab.rl.rollout_weights import RolloutWeights
@@ -33,7 +35,7 @@ from trimtab.rl.warm_start import warm_start
 from trimtab.rl.windows import Windows
 from trimtab.runtime import MicroStep, PlannedStep, Session
 from trimtab.runtime.step_planner import default_rates
-from trimtab.trace import RoutingTrace, write_trace
+from trimtab.trace import RoutingTrace, read_trace, write_trace
 from trimtab.trace.routing import no_route
 
 WARM_UP_STEPS = 3
@@ -99,7 +101,10 @@ class Trainer:
             rates=default_rates(self.device),
         )
         distribute_experts(self.model, self.session)
-        self._rollout_weights = RolloutWeights(self.model, self.rollout_model, self.session)
+        self._remote = make_disaggregated(config, self.rollout_model, self.tokenizer)
+        self._rollout_weights = None
+        if self._remote is None:
+            self._rollout_weights = RolloutWeights(self.model, self.rollout_model, self.session)
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model.train()
@@ -117,6 +122,8 @@ class Trainer:
             home = np.array(checkpoint.homes, np.int16)
             if home.max() + 1 == self.num_ranks:
                 self.session.move(Placement(home))
+            if self._remote is not None:
+                self._remote.place(self._trace_before(checkpoint))
             self.sync_rollout()
 
     @property
@@ -149,17 +156,23 @@ class Trainer:
 
     def sync_rollout(self) -> None:
         """Copy the trained weights to the rollout model. Collective."""
-        self._rollout_weights.copy()
+        if self._rollout_weights is not None:
+            self._rollout_weights.copy()
+        if self._remote is not None:
+            self._remote.rollout.load(self.model, self.session)
 
     def measure_accuracy(self, when: str) -> None:
         """Measure the fraction of held-out problems that the rollout model solves greedily. Collective."""
         problems = held_out_problems(self.config.held_out, TASKS[self.config.task])
-        correct = count_correct(
-            self.rollout_model,
-            self.tokenizer,
-            problems[self.rank :: self.num_ranks],
-            max_new_tokens=self.config.max_new_tokens,
-        )
+        if self._remote is not None:
+            correct = self._remote.count_correct(problems)
+        else:
+            correct = count_correct(
+                self.rollout_model,
+                self.tokenizer,
+                problems[self.rank :: self.num_ranks],
+                max_new_tokens=self.config.max_new_tokens,
+            )
         self.held_out_accuracy[when] = self._total(correct) / len(problems)
 
     def rollout(self, step: int) -> list[Sequence]:
@@ -169,14 +182,17 @@ class Trainer:
         rng = random.Random(f"problems {self.config.seed} {step}")
         operation = TASKS[self.config.task]
         problems = [draw_problem(rng, held_out=False, operation=operation) for _ in range(self.config.problems)]
-        torch.manual_seed((self.config.seed * 1_000_003 + step) * self.num_ranks + self.rank)
+        count = None if self.is_live else self._plan_ahead
+        if self._remote is not None:
+            return self._remote.sample_groups(problems, step, self._routing_of, count)
         return sample_groups(
             self.rollout_model,
             self.tokenizer,
             problems[self.rank :: self.num_ranks],
             samples=self.config.samples,
             max_new_tokens=self.config.max_new_tokens,
-            count=None if self.is_live else self._plan_ahead,
+            uniforms=response_draws(self.config, step, range(self.rank, len(problems), self.num_ranks)),
+            count=count,
         )
 
     def _plan_ahead(self, trace: RoutingTrace) -> None:
@@ -224,6 +240,15 @@ class Trainer:
         ]
         trace = self._routing_of(mine, step)
         return PreparedStep(schedule, planned, trace, batches, tokens, int(lengths[:, 0].sum()))
+
+    def _trace_before(self, checkpoint: Checkpoint) -> RoutingTrace:
+        """The last routing of a step before the checkpoint on rank 0; on other ranks, and of no step, that of none."""
+        steps = range(checkpoint.step - 1, -1, -1) if self.rank == 0 else ()
+        traces = (read_trace(self._routing_file(step)) for step in steps if self._routing_file(step).exists())
+        return next((trace for trace in traces if trace.num_sequences), self._routing_of([], 0))
+
+    def _routing_file(self, step: int) -> Path:
+        return self.config.out / "routing" / f"step-{step:05d}.parquet"
 
     def _routing_of(self, sequences: list[Sequence], step: int) -> RoutingTrace:
         return routing_of(
@@ -371,6 +396,8 @@ class Trainer:
         metrics["ppo/rollout_logprob_diff"] = self.rollout_difference(prepared, old_log_probs)
         metrics |= self.update(prepared, old_log_probs, step)
         clock.lap("update_s")
+        if self._remote is not None:
+            metrics |= self._remote.place(prepared.trace)
         self.sync_rollout()
         clock.lap("sync_s")
         # Every micro-step runs twice, in recompute and in update.
@@ -392,7 +419,7 @@ class Trainer:
         traces = gather(prepared.trace)
         if traces:
             whole = [trace for trace in traces if trace.num_sequences] or traces[:1]
-            write_trace(RoutingTrace.concatenate(whole), self.config.out / "routing" / f"step-{step:05d}.parquet")
+            write_trace(RoutingTrace.concatenate(whole), self._routing_file(step))
 
     def save(self, step: int) -> None:
         """Write a checkpoint after `step` RL steps. Collective."""
