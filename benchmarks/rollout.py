@@ -35,7 +35,7 @@ from benchmarks.harness import Figures, main, settings_of, show
 from benchmarks.tables import Columns, figure_table, named_rows, picture, quantity
 from trimtab.array_type import Array
 from trimtab.calibration.alternating_rounds import alternate
-from trimtab.calibration.small_model import small_config
+from trimtab.calibration.calibration_settings import small_config
 from trimtab.cli.options import add_options, positive
 from trimtab.cli.parser import Parser
 from trimtab.integrations.transformers import moe_blocks
