@@ -5,8 +5,9 @@ attention, experts and messages, measured with one micro-batch of the same size,
 ranks generate for half of the sequences with the whole model (colocated). Then one attention rank and two expert ranks
 generate under skewed routing, without and with copies of hot experts.
 
-The prediction for m micro-batches with times T_a, T_e and T_c of one call, of a message in one direction, is
-max(m * max(T_a, T_e), T_a + T_e + 2 * T_c) per call.
+The prediction for m micro-batches is the sum over all calls of layers of max(m * max(T_a, T_e), T_a + T_e + 2 * T_c),
+with the call's own T_a and T_e, since calls of prefill and those after the output head take longer, and the mean T_c of
+a message in one direction.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class RolloutBenchmark:
     """
 
     sequences: int = 512
-    rounds: int = 3
+    rounds: int = 7
     width: int | None = None
     json: Path | None = None
     picture: Path | None = None
@@ -131,11 +132,15 @@ class Run:
     experts: list[tuple[int, float, float]]
 
     @property
-    def times(self) -> tuple[float, float, float]:
-        """T_a, T_e and T_c of a call, if nothing overlaps."""
+    def times_2C(self) -> Array:
+        """T_a and T_e of each call of a layer, if nothing overlaps."""
         calls = len(self.experts)
-        busy = [sum(end - start for _, start, end in spans) for spans in (self.attention, self.experts)]
-        return busy[0] / calls, busy[1] / calls, (self.seconds - sum(busy)) / (2 * calls)
+        return np.array([[end - start for _, start, end in spans[:calls]] for spans in (self.attention, self.experts)])
+
+    @property
+    def message_s(self) -> float:
+        """T_c, mean of the calls, if nothing overlaps."""
+        return (self.seconds - float(self.times_2C.sum())) / (2 * len(self.experts))
 
 
 @contextmanager
@@ -167,7 +172,7 @@ EXAMPLES = ("--json out/bench-rollout.json --picture out/rollout.svg",)
 def add_to(parser: Parser) -> None:
     """Add the options."""
     add_options(parser, "--sequences", type=positive, default=512, help="sequences of the attention rank")
-    add_options(parser, "--rounds", default=3, help="timed rollouts of each kind")
+    add_options(parser, "--rounds", default=7, help="timed rollouts of each kind")
     add_options(parser, "--width", type=positive, unset="T_e about T_a", help="inner width of an expert")
     add_options(parser, "--picture", type=Path, metavar="FILE", help="write a picture of the pipeline, an .svg")
 
@@ -229,7 +234,7 @@ def choose_width(settings: RolloutBenchmark) -> int:
     for _ in range(2):
         rollout = disaggregate(settings.model(width), attention_ranks=1, expert_ranks=1, micro_batches=1)
         time_rollout(rollout, settings)
-        attention_s, expert_s, _ = time_rollout(rollout, settings).times
+        attention_s, expert_s = time_rollout(rollout, settings).times_2C.sum(axis=1)
         chosen = torch.tensor(max(64, 64 * round(width * attention_s / expert_s / 64)))
         dist.broadcast(chosen, 0)
         width = int(chosen)
@@ -272,16 +277,16 @@ def summarise(results: Mapping[tuple[str, int], list[Run]], settings: RolloutBen
     for m in MICRO_BATCHES:
         taken = statistics.median(run.seconds for run in results["pipeline", m])
         parts = results["part", m]
-        times = np.median([run.times for run in parts], axis=0)
-        attention_s, expert_s, message_s = times.tolist()
-        cycle_s = max(m * max(attention_s, expert_s), attention_s + expert_s + 2 * message_s)
-        predicted_s = cycle_s * len(parts[0].experts)
+        attention_C, expert_C = np.median([run.times_2C for run in parts], axis=0)
+        message_s = statistics.median(run.message_s for run in parts)
+        alone_C = attention_C + expert_C + 2 * message_s
+        predicted_s = float(np.maximum(m * np.maximum(attention_C, expert_C), alone_C).sum())
         figures[str(m)] = {
             "seconds": [run.seconds for run in results["pipeline", m]],
             "tokens_per_s": settings.tokens / taken,
             "speedup": first / taken,
-            "attention_s": attention_s,
-            "expert_s": expert_s,
+            "attention_s": float(attention_C.mean()),
+            "expert_s": float(expert_C.mean()),
             "message_s": message_s,
             "predicted_tokens_per_s": settings.tokens / predicted_s,
             "error": taken / predicted_s - 1,

@@ -5,6 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
 
 
 class Turns:
@@ -22,11 +26,10 @@ class Turns:
 
     def run(self, work: Callable[[int], None]) -> None:
         """Call `work` with the number of every micro-batch, each on a thread. Raises what the first one raised."""
-        threads = [threading.Thread(target=self._run, args=(work, each), daemon=True) for each in self._order]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        # A new thread computes on all cores, whatever the thread that starts it was told.
+        threads = torch.get_num_threads()
+        with ThreadPoolExecutor(len(self._order), "micro-batch", torch.set_num_threads, (threads,)) as pool:
+            pool.map(partial(self._run, work), [*self._order])
         if self._error is not None:
             raise self._error
 
