@@ -21,6 +21,9 @@ def test_ranks_that_do_not_make_whole_nodes_are_refused() -> None:
     for ranks, per_node in ((12, 8), (0, 1), (4, 0), (4, 8)):
         with pytest.raises(InputError, match="don't make whole nodes"):
             ClusterSpec(ranks, per_node)
+    for ranks, per_node, fitting in ((12, 8, 6), (1, 4, 1), (4, 8, 4), (7, 2, 1)):
+        with pytest.raises(InputError, match=f", for example {fitting}$"):
+            ClusterSpec(ranks, per_node)
 
 
 @pytest.mark.parametrize(

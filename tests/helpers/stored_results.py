@@ -13,8 +13,9 @@ from trimtab.trace import PRESETS, synthesize_preset
 
 
 def counted(
-    skew: str, layers: int, experts: int, top_k: int, sequences: int, seed: int, scale: int, unknown: int
-) -> SequenceCounts:
+    skew: str, layers: int, experts: int, top_k: int, sequences: int, seed: int, scale: int, unknown: int,
+    expert_groups: int = 1, groups_per_token: int = 1,
+) -> SequenceCounts:  # fmt: skip
     """Synthetic sequences of about 40 tokens, each counted `scale` times.
 
     Args:
@@ -22,7 +23,7 @@ def counted(
     """
     trace = synthesize_preset(
         PRESETS[skew], num_sequences=sequences, mean_length=40, max_length=120, num_layers=layers,
-        num_experts=experts, top_k=top_k, seed=seed,
+        num_experts=experts, top_k=top_k, seed=seed, expert_groups=expert_groups, groups_per_token=groups_per_token,
     )  # fmt: skip
     ids_TLK = trace.expert_ids.copy()
     for s in range(0, sequences, 3):

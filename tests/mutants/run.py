@@ -11,6 +11,7 @@ happens again. Survivors and undecided ones count as not noticed.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -143,6 +144,7 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help=f"put the figures into {FIGURES.name} and {PAGE.name}")
     options = parser.parse_args()
     os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder()))
+    lock = _lock()
     start = time.perf_counter()
     functions = FunctionMap()
     if missing := functions.missing():
@@ -168,7 +170,19 @@ def main() -> int:
         figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
         figures[str(options.seed)] = {"minutes": round(minutes, 1), "packages": table}
         _write_page(dict(sorted(figures.items())))
+    os.close(lock)
     return 0
+
+
+def _lock() -> int:
+    """Lock the copies of this checkout, in which another run would leave its mistakes, until the file is closed."""
+    MAP.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(MAP.parent / "lock", os.O_WRONLY | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(f"another run uses the copies in {MAP.parent}") from None
+    return lock
 
 
 def table_of(figures: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -47,8 +47,9 @@ def planned(case: dict[str, Any]) -> tuple[SequenceCounts, PlannedStep]:
         case["cluster"], ranks=case["ranks"], ranks_per_node=case["per_node"], slots_per_rank=case["slots"]
     )
     past = [counted(**case["routing"] | {"seed": 1000 + n}).counts_SLE.sum(axis=0) for n in range(case["past"])]
-    # The routing of all cases may use all groups of experts.
-    model = replace(load_model(case["model"]), expert_groups=1, groups_per_token=1)
+    # The routing of a case that does not say so may use all groups of experts.
+    expert_groups = {name: case["routing"].get(name, 1) for name in ("expert_groups", "groups_per_token")}
+    model = replace(load_model(case["model"]), **expert_groups)
     data_ranks = case["ranks"] * case["groups"]
     budget = int(max(sequences.lengths.max(), -(-sequences.lengths.sum() // (data_ranks * case["micro_steps"]))))
     mini_batch = np.arange(sequences.num_sequences) % case["mini_batches"]

@@ -96,6 +96,16 @@ def test_names_in_messages_are_short_and_printable() -> None:
     assert len(str(refused.value)) < 300
 
 
+def test_classes_with_endless_names_are_refused() -> None:
+    def named(length: int) -> bytes:
+        name = b"a" * length
+        return b"\x80\x04X" + struct.pack("<I", 4) + b"verl" + b"X" + struct.pack("<I", length) + name + b"\x93."
+
+    assert load(named(500)).__name__ == f"verl.{'a' * 500}"
+    with pytest.raises(InputError, match="endless length"):
+        load(named(600))
+
+
 def tensor_program(size: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, count: int = 4) -> bytes:
     """A torch file whose tensor has any given shape; the storage has four elements."""
     storage = object()

@@ -226,6 +226,9 @@ def test_prompts_without_their_tokens() -> None:
     assert [record.prompt_length for record in kept(verl.records_of_batch(tensors))] == [4, 4, 6, 1]
     tensors["attention_mask"][0, 4:] = 0
     assert [record.prompt_length for record in kept(verl.records_of_batch(tensors))] == [2, 4, 6, 1]
+    # A response behind nothing but padding.
+    tensors["attention_mask"][0] = torch.arange(PROMPT + RESPONSE) >= PROMPT
+    assert kept(verl.records_of_batch(tensors))[0].prompt_length == 0
 
 
 def test_masked_tokens_inside_a_sequence_are_dropped() -> None:

@@ -66,7 +66,7 @@ class Arrays:
         shape = self.shape(name)
         if len(shape) != 1:
             raise InputError(f"{name} has shape {list(shape)}; it should be a row of values")
-        values = self.rows(name, 0, shape[0])
+        values = self.rows(name, 0, *shape)
         if values.dtype.kind not in kinds:
             raise InputError(f"{name} is {values.dtype}; it should be whole numbers")
         if values.dtype.kind == "U" and values.nbytes:
