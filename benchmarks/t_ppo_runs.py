@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from trimtab.errors import InputError
 from trimtab.integrations.transformers import num_experts
+from trimtab.rl.collectives import reduce
 from trimtab.rl.config import PrefixRouting, TrainConfig, ValueModelName
 from trimtab.rl.sequences import Sequence as Response
 from trimtab.rl.step_metrics import StepClock, rollout_metrics
@@ -203,7 +204,7 @@ class AlgorithmRun:
             prepared = trainer.prepare([each.with_prefix_routing(routing, unknown) for each in old], step)
             assert prepared.planned is not None
             trainer.session.apply_plan(prepared.planned, prepared.trace)
-            found = trainer.rollout_differences(prepared, trainer.recompute(prepared))
+            found = (reduce(each, trainer.device) for each in prepared.rollout_differences(trainer.recompute(prepared)))
             before = self._differences.get(routing, (0.0, 0.0))
             self._differences[routing] = [old + new for old, new in zip(before, found, strict=True)]
 

@@ -21,7 +21,7 @@ from trimtab.api.size_rollout import RolloutSizing
 from trimtab.cli.options import add_options
 from trimtab.cli.parser import Parser
 from trimtab.cluster import ModelSpec
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.planner.rollout_placement import LATER_STEPS, count_steps, judge_placements
 from trimtab.report.number_text import bytes_text, seconds
 from trimtab.trace import PRESETS, synthesize_preset

@@ -69,3 +69,8 @@ def with_documented_figures(kind: type[T]) -> type[T]:
     lines = [f"    {name}: {text}" for name, (_, text, _) in described_figures(kind).items()]
     kind.__doc__ = "\n".join([kind.__doc__ or "", "Attributes:", *lines])
     return kind
+
+
+def plural(count: int, noun: str) -> str:
+    """A number with its noun, such as "1 micro-step" or "8 micro-steps"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Log lines and progress bars on stderr, of a command and of the ranks that it starts; safe text, and plurals."""
+"""Log lines and progress bars on stderr, of a command and of the ranks that it starts; text that is safe to print."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ _CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u20
 def visible(text: str) -> str:
     """The text with control characters other than newline replaced by U+FFFD. Names in files may hold them."""
     return _CONTROL.sub("\ufffd", text)
-
-
-def plural(count: int, noun: str) -> str:
-    """A number with its noun, such as "1 micro-step" or "8 micro-steps"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 class _Stderr(logging.Handler):

@@ -14,7 +14,7 @@ import pytest
 
 from trimtab import ClusterSpec, read_trace, write_trace
 from trimtab.cluster.presets import read_preset
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.policies import POLICIES
 from trimtab.report.number_text import bytes_text
 from trimtab.report.sections import SHORT_PARTS

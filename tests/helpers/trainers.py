@@ -21,8 +21,9 @@ from trimtab.rl.checkpoint import last_checkpoint
 from trimtab.rl.config import TrainConfig, ValueModelName
 from trimtab.rl.demo_model import load_model
 from trimtab.rl.ppo import GAE_LAMBDA
+from trimtab.rl.prepared_step import PreparedStep
 from trimtab.rl.sequences import Sequence
-from trimtab.rl.trainer import PreparedStep, Trainer
+from trimtab.rl.trainer import Trainer
 from trimtab.rl.value_head import ValueHead
 from trimtab.rl.value_trunk import ValueTrunk
 from trimtab.runtime.live import balancer

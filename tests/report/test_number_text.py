@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.report.number_text import NONE, PREFIXES, bytes_text, flops, rate, seconds
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +24,7 @@ from trimtab.rl.disaggregated_sampling import check_disaggregated, response_draw
 from trimtab.rl.sequences import Sequence
 from trimtab.rl.task import Problem
 from trimtab.rl.trainer import Trainer
+from trimtab.trace import RoutingTrace
 
 
 def in_float32(directory: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -60,6 +62,10 @@ def train_both(folder: Path, attention: int, experts: int, micro_batches: int, m
     common: dict[str, Any] = {"mode": mode, "slots": 1, "problems": 8, "learning_rate": 0.01, "samples": 6}
     common |= {"policy": "quota"} if mode == "live" else {}
     ranks = {"attention_ranks": attention, "expert_ranks": experts, "micro_batches": micro_batches}
+
+    def keep(traces: list[Any], trace: RoutingTrace, *, token_budget: int) -> None:
+        traces.append(trace)
+
     ahead: list[list[Any]] = [[], []]
     metrics: list[list[Any]] = [[], []]
     with (
@@ -68,7 +74,7 @@ def train_both(folder: Path, attention: int, experts: int, micro_batches: int, m
     ):
         trainers = [start(folder, **common), start(folder, rollout="disaggregated", **ranks, **common)]
         for trainer, traces in zip(trainers, ahead, strict=True):
-            trainer._plan_ahead = traces.append  # type: ignore[assignment]
+            trainer.session.plan_ahead = partial(keep, traces)  # type: ignore[method-assign]
         for step in range(2):
             sequences = [trainer.rollout(step) for trainer in trainers]
             assert_equal_sequences(sequences[1], sequences[0])

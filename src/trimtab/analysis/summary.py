@@ -5,7 +5,7 @@ from __future__ import annotations
 from trimtab.analysis.analysis import Analysis, worst_layers
 from trimtab.analysis.fixed_placements import SLOTS
 from trimtab.analysis.hot_experts import HOT_FACTOR
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.planner import PlanSettings
 from trimtab.simulator.resampling import LEAST_SEQUENCES
 

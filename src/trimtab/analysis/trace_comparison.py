@@ -13,7 +13,7 @@ from trimtab.analysis.balance import known_mean, overlap
 from trimtab.analysis.trace_counts import TraceCounts
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.trace import RoutingTrace
 
 # The hottest experts of a layer are one in this many, and no fewer than these.

@@ -28,7 +28,7 @@ from trimtab.api.arguments import (
 )
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.api.steps import read_steps
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.report.analysis_tables import balance_table, placements_table, setting_facts
 from trimtab.report.comparison_report import ComparisonReport, figures_table, hottest_of_both_table
 from trimtab.report.html import write_html

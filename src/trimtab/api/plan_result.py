@@ -12,8 +12,7 @@ import numpy as np
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts
-from trimtab.figures import by_key, computed
-from trimtab.messages import plural
+from trimtab.figures import by_key, computed, plural
 from trimtab.planner import StepPlan, Workload
 from trimtab.planner.plan.bounds import gap_to_bound
 from trimtab.planner.plan.prediction import cross_node_rows, predict

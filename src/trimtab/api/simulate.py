@@ -26,7 +26,7 @@ from trimtab.api.result_summary import Summarised, Summary
 from trimtab.api.steps import read_steps
 from trimtab.cluster.parallel_layout import ZERO1
 from trimtab.errors import InputError
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.policies import POLICIES
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance, need

@@ -12,7 +12,7 @@ from trimtab.analysis.trace_counts import DEFAULT_BUDGET
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.errors import InputError
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.planner import SequenceCounts
 from trimtab.simulator.comparison_case import ComparisonCase, budget_for, step_of
 from trimtab.simulator.resampling import RecordedStep, ResampledTrace, cut_step, whole_steps

@@ -16,7 +16,7 @@ from trimtab.api.steps import MOST_STEPS
 from trimtab.cli.options import add_options, given, need_extra, positive
 from trimtab.cli.output import write_figures
 from trimtab.cli.run_options import add_run, add_simulated_steps
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.report.analysis_tables import analysis_tables
 from trimtab.report.comparison_report import comparison_output
 from trimtab.report.imbalance import FORMATS

@@ -20,8 +20,8 @@ from trimtab.cli.options import add_model, add_options, add_output, add_trace, g
 from trimtab.cli.output import write_figures
 from trimtab.console import console
 from trimtab.errors import InputError
+from trimtab.figures import plural
 from trimtab.files import is_stream, write_atomically
-from trimtab.messages import plural
 from trimtab.planner.placement.serving_placement import count_parts, engine_map, fill_slots, slot_loads
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.rollout_placement import count_steps, judge_placements

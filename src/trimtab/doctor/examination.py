@@ -22,7 +22,7 @@ from trimtab.cluster.specs import RING_LAYERS
 from trimtab.cores import usable_cores
 from trimtab.doctor.finding import Finding, first_line
 from trimtab.errors import InputError
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.planner import Placement, Workload, pack_by_length, plan_step
 from trimtab.rank_variables import torchrun_ranks
 from trimtab.report.number_text import bytes_text

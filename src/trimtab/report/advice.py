@@ -9,8 +9,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.markup import escape
 
-from trimtab.figures import by_key, measured, with_documented_figures
-from trimtab.messages import plural
+from trimtab.figures import by_key, measured, plural, with_documented_figures
 from trimtab.report.number_text import NONE, bytes_text, seconds
 from trimtab.report.policies_table import ABOVE_EVEN, WaterfallRow, above_even, waterfall_rows, waterfall_table
 from trimtab.report.simulation import layout_facts, scale_note

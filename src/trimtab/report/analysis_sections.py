@@ -9,7 +9,7 @@ from trimtab.analysis.analysis import worst_layers
 from trimtab.analysis.hot_experts import HOT_FACTOR
 from trimtab.analysis.summary import cost_summary, layers_summary, notes
 from trimtab.array_type import Array
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.report.analysis_tables import (
     balance_table,
     domains_table,

@@ -10,7 +10,7 @@ from trimtab.analysis.analysis import worst_layers
 from trimtab.analysis.balance import Balance, SizeBalance, Spread
 from trimtab.analysis.hot_experts import HOT_FACTOR
 from trimtab.analysis.summary import answer, cost_summary, layers_summary, notes
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.report.charts import Line, LineChart
 from trimtab.report.model import AnalysisReport
 from trimtab.report.number_text import number, seconds

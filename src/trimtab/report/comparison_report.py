@@ -12,7 +12,7 @@ from rich.markup import escape
 from trimtab.analysis import Analysis
 from trimtab.analysis.summary import notes
 from trimtab.analysis.trace_comparison import LayerComparison, TraceComparison
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.report.analysis_tables import contents_text
 from trimtab.report.charts import Line, LineChart, line_chart
 from trimtab.report.model import LoadMap

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trimtab.analysis import Analysis
 from trimtab.analysis.summary import answer
 from trimtab.array_type import Array
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.report.charts import LineChart
 from trimtab.report.tables import Facts, TableData
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.report.number_text import NONE, bytes_text, seconds
 from trimtab.report.tables import Row, TableData
 from trimtab.sizing.deployments import Deployment

@@ -8,7 +8,7 @@ import numpy as np
 
 from trimtab.cluster import Layout
 from trimtab.cluster.parallel_layout import SELECTIVE
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import bytes_text
 from trimtab.report.policies_table import sweep_table

@@ -13,7 +13,7 @@ from rich.markup import escape as marked
 from rich.table import Table
 
 from trimtab.array_type import Array
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.number_text import NONE, bytes_text
 from trimtab.simulator import Balance, summarise_balance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,18 @@ import torch
 import torch.distributed as dist
 
 from trimtab.integrations.transformers import distribute_experts, moe_blocks, num_experts
-from trimtab.planner import Placement, Schedule, pack_by_length
+from trimtab.planner import Placement, pack_by_length
 from trimtab.rank_variables import rank_variable
-from trimtab.rl.algorithm import TokenOutputs, TrainedTokens
+from trimtab.rl.algorithm import TokenOutputs
 from trimtab.rl.algorithm_choice import make_algorithm
-from trimtab.rl.batches import MicroBatch, collate
+from trimtab.rl.batches import MicroBatch
 from trimtab.rl.checkpoint import Checkpoint, write_checkpoint
 from trimtab.rl.collectives import gather, reduce
 from trimtab.rl.config import TrainConfig
 from trimtab.rl.demo_model import load_config, load_model, load_tokenizer
 from trimtab.rl.disaggregated_sampling import make_disaggregated, response_draws
 from trimtab.rl.losses import token_log_probs
+from trimtab.rl.prepared_step import PreparedStep, micro_batches, trained_tokens
 from trimtab.rl.rollout import count_correct, held_out_problems, sample_groups
 from trimtab.rl.rollout_weights import RolloutWeights
 from trimtab.rl.sequences import Sequence, exchange_sequences, gather_lengths, routing_of
@@ -33,33 +34,12 @@ from trimtab.rl.task import TASKS, draw_problem
 from trimtab.rl.value_model import ValueModel
 from trimtab.rl.warm_start import warm_start
 from trimtab.rl.windows import Windows
-from trimtab.runtime import MicroStep, PlannedStep, Session
+from trimtab.runtime import MicroStep, Session
 from trimtab.runtime.step_planner import default_rates
 from trimtab.trace import RoutingTrace, read_trace, write_trace
 from trimtab.trace.routing import no_route
 
 WARM_UP_STEPS = 3
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedStep:
-    """A step with this rank's micro-batches.
-
-    Attributes:
-        schedule: of all ranks.
-        planned: plan of the step over all ranks; None in mode `live`.
-        trace: routing of this rank's sequences, in plan order.
-        batches: this rank's micro-batches, one per micro-step. The recompute adds what the algorithm's loss needs.
-        tokens: of each mini-batch over all ranks, the divisors of its losses.
-        computed_tokens: that all ranks feed to the model.
-    """
-
-    schedule: Schedule
-    planned: PlannedStep | None
-    trace: RoutingTrace
-    batches: list[MicroBatch]
-    tokens: list[TrainedTokens]
-    computed_tokens: int
 
 
 class Trainer:
@@ -137,7 +117,7 @@ class Trainer:
         return self.config.mode == "live"
 
     def warm_start(self, on_step: Callable[[float], None] = lambda loss: None) -> None:
-        """Run the supervised steps, if any, and copy the weights to the rollout and value models. Collective.
+        """Run the supervised steps, if any, and then `weights_are_ready`. Collective.
 
         Args:
             on_step: called after every supervised step with this rank's loss.
@@ -167,12 +147,8 @@ class Trainer:
         if self._remote is not None:
             correct = self._remote.count_correct(problems)
         else:
-            correct = count_correct(
-                self.rollout_model,
-                self.tokenizer,
-                problems[self.rank :: self.num_ranks],
-                max_new_tokens=self.config.max_new_tokens,
-            )
+            mine, most = problems[self.rank :: self.num_ranks], self.config.max_new_tokens
+            correct = count_correct(self.rollout_model, self.tokenizer, mine, max_new_tokens=most)
         self.held_out_accuracy[when] = self._total(correct) / len(problems)
 
     def rollout(self, step: int) -> list[Sequence]:
@@ -182,7 +158,7 @@ class Trainer:
         rng = random.Random(f"problems {self.config.seed} {step}")
         operation = TASKS[self.config.task]
         problems = [draw_problem(rng, held_out=False, operation=operation) for _ in range(self.config.problems)]
-        count = None if self.is_live else self._plan_ahead
+        count = None if self.is_live else partial(self.session.plan_ahead, token_budget=self.config.token_budget)
         if self._remote is not None:
             return self._remote.sample_groups(problems, step, self._routing_of, count)
         return sample_groups(
@@ -194,9 +170,6 @@ class Trainer:
             uniforms=response_draws(self.config, step, range(self.rank, len(problems), self.num_ranks)),
             count=count,
         )
-
-    def _plan_ahead(self, trace: RoutingTrace) -> None:
-        self.session.plan_ahead(trace, token_budget=self.config.token_budget)
 
     def prepare(self, sequences: list[Sequence], step: int) -> PreparedStep:
         """Schedule the step of all ranks' sequences, exchange them, and form this rank's micro-batches. Collective.
@@ -220,26 +193,9 @@ class Trainer:
             schedule = planned.schedule
         first = sum(len(part) for part in lengths_R[: self.rank])
         arrived = exchange_sequences(sequences, schedule.rank[first : first + len(sequences)], self.device)
-        # Sequences arrive ordered by source rank, thus by index in the schedule; plan order is by micro-step first.
-        micro_step = schedule.micro_step[schedule.rank == self.rank]
-        mine = [arrived[index] for index in np.argsort(micro_step, kind="stable")]
-        micro_step = np.sort(micro_step)
-        batches = [
-            collate(
-                [mine[index] for index in np.flatnonzero(micro_step == number)],
-                pad_token_id=self.tokenizer.pad_token_id,
-                device=self.device,
-            )
-            for number in range(schedule.num_micro_steps)
-        ]
-        policy, value = (
-            np.bincount(mini_batch, weights=lengths[:, column], minlength=self.config.mini_batches) for column in (1, 2)
-        )
-        tokens = [
-            TrainedTokens(int(of_policy), int(of_value)) for of_policy, of_value in zip(policy, value, strict=True)
-        ]
-        trace = self._routing_of(mine, step)
-        return PreparedStep(schedule, planned, trace, batches, tokens, int(lengths[:, 0].sum()))
+        mine, batches = micro_batches(arrived, schedule, self.rank, self.tokenizer.pad_token_id, self.device)
+        tokens = trained_tokens(lengths[:, 1:], mini_batch, self.config.mini_batches)
+        return PreparedStep(schedule, planned, self._routing_of(mine, step), batches, tokens, int(lengths[:, 0].sum()))
 
     def _trace_before(self, checkpoint: Checkpoint) -> RoutingTrace:
         """The last routing of a step before the checkpoint on rank 0; on other ranks, and of no step, that of none."""
@@ -297,17 +253,8 @@ class Trainer:
 
         Only rounding of the rollout (bfloat16) remains if the recompute replays its routing. Collective.
         """
-        difference, tokens = self.rollout_differences(prepared, old_log_probs)
+        difference, tokens = map(self._total, prepared.rollout_differences(old_log_probs))
         return difference / max(1, tokens)
-
-    def rollout_differences(self, prepared: PreparedStep, old_log_probs: list[torch.Tensor]) -> tuple[float, float]:
-        """The sum of these differences, and the number of tokens: trained ones that this step sampled. Collective."""
-        difference = tokens = 0.0
-        for batch, log_probs in zip(prepared.batches, old_log_probs, strict=True):
-            mask = batch.policy_mask * (batch.ages == 0)
-            difference += float(((log_probs - batch.rollout_log_probs).abs() * mask).sum())
-            tokens += float(mask.sum())
-        return self._total(difference), self._total(tokens)
 
     def accumulate(
         self, prepared: PreparedStep, old_log_probs: list[torch.Tensor], mini_batch: int

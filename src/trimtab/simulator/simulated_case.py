@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.simulator.comparison import Outcome, figures, fits
 from trimtab.simulator.comparison_case import ComparisonCase
 

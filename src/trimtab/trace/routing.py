@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
+from trimtab.figures import plural
 from trimtab.kernels import kernel
-from trimtab.messages import plural
 
 Windows = tuple[tuple[int, int], ...]
 """Windows of one sequence, `(version, rows)` each; none if all rows are of the same version."""

@@ -15,7 +15,7 @@ from trimtab.doctor.examination import check_shared_memory, describe_gpu_variabl
 from trimtab.doctor.finding import Finding
 from trimtab.doctor.planned_micro_step import StepSizes
 from trimtab.doctor.self_check import check_path
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.rank_variables import can_share_gpus
 from trimtab.report.number_text import bytes_text
 from trimtab.runtime.rows.grouped_products import GROUPED_KERNEL_CAPABILITIES

@@ -16,7 +16,7 @@ from trimtab.cluster import QWEN3_30B, ClusterSpec, ModelSpec, load_cluster
 from trimtab.cluster.presets import preset_like
 from trimtab.doctor.finding import Finding
 from trimtab.doctor.planned_micro_step import RandomDelays
-from trimtab.messages import plural
+from trimtab.figures import plural
 from trimtab.report.number_text import bytes_text, rate
 from trimtab.runtime import Session
 from trimtab.runtime.ranks.topology import Topology

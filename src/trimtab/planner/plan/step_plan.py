@@ -19,8 +19,8 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
+from trimtab.figures import plural
 from trimtab.files import write_atomically
-from trimtab.messages import plural
 from trimtab.planner.placement.placement import Placement
 from trimtab.planner.plan.row_counts import RowCounts, add_replicas, count_rows
 from trimtab.planner.plan.workload import ExpertLoads, Workload
