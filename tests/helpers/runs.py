@@ -45,7 +45,8 @@ def settings(steps: int) -> list[str]:
 # Of runs in which other things can go wrong, in `TrainConfig`.
 MODES: dict[str, dict[str, Any]] = {
     "plan": {},
-    "rehome": {"mode": "rehome"},
+    # With a seed whose steps have differing rewards, so that there is something to move experts for.
+    "rehome": {"mode": "rehome", "seed": 3},
     # Other policies depend on measured times, or on loads before the run was stopped.
     "live": {"mode": "live", "policy": "quota"},
     "disaggregated": {"rollout": "disaggregated"},
