@@ -29,6 +29,7 @@ from trimtab import ClusterSpec, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import PlannedStep, PlanSettings, plan_step
+from trimtab.planner.plan.plan_settings import refuse
 from trimtab.planner.replicas.row_limit import meet_limit
 
 
@@ -112,6 +113,16 @@ def test_exact_plans_are_even_to_the_row_or_refused(step: Step) -> None:
         return
     for loads_MLR in rank_loads(step, planned):
         assert_even(loads_MLR)
+
+
+def test_the_smallest_limit_is_one_that_was_planned() -> None:
+    """Homes that are chosen for a limit may be worse than those for exact loads."""
+
+    def plan_loads(settings: PlanSettings) -> list[Array]:
+        return [np.array([[[114 if settings.exact else 116, 50]]])]
+
+    error = refuse(PlanSettings(max_rows_per_rank=41), 0, plan_loads)
+    assert smallest_limit(error) == 116
 
 
 def test_exact_is_possible_with_enough_slots() -> None:

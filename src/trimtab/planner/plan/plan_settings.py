@@ -186,15 +186,22 @@ def refuse(settings: PlanSettings, slots: int, plan_loads: Callable[[PlanSetting
 
 def _smallest_limit(settings: PlanSettings, plan_loads: Callable[[PlanSettings], list[Array]]) -> int:
     """The smallest `max_rows_per_rank` that the step can keep, by bisection."""
+
+    def limited(rows: int) -> PlanSettings:
+        return replace(settings, exact=False, max_rows_per_rank=rows)
+
     loads_GMLR = plan_loads(replace(settings, exact=True, max_rows_per_rank=None))
     possible = max(int(loads_MLR.max(initial=0)) for loads_MLR in loads_GMLR)
     impossible = max(int(_even(loads_MLR).max(initial=0)) for loads_MLR in loads_GMLR) - 1
+    # With this limit other homes may be chosen than for exact loads.
+    while not keeps_to(limited(possible), loads_GMLR := plan_loads(limited(possible))):
+        possible = max(int(loads_MLR.max()) for loads_MLR in loads_GMLR)
     while possible - impossible > 1:
-        limited = replace(settings, exact=False, max_rows_per_rank=(possible + impossible) // 2)
-        if keeps_to(limited, plan_loads(limited)):
-            possible = (possible + impossible) // 2
+        middle = (possible + impossible) // 2
+        if keeps_to(limited(middle), plan_loads(limited(middle))):
+            possible = middle
         else:
-            impossible = (possible + impossible) // 2
+            impossible = middle
     return possible
 
 
