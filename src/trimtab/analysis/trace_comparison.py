@@ -13,7 +13,7 @@ from trimtab.analysis.balance import known_mean, overlap
 from trimtab.analysis.trace_counts import TraceCounts
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.figures import plural
+from trimtab.figures import measured, plural, with_documented_figures
 from trimtab.trace import RoutingTrace
 
 # The hottest experts of a layer are one in this many, and no fewer than these.
@@ -22,34 +22,26 @@ BINS = 24
 SHOWN = 10
 
 
+@with_documented_figures
 @dataclass(frozen=True)
 class TraceFigures:
-    """Figures of one trace, or differences of two. None where the trace does not determine one.
+    """Figures of one trace, or differences of two. None where the trace does not determine one, or there is no model.
 
-    Attributes:
-        lost_part: part of a step's time that imbalance costs; None without a model, as the seconds.
-        lost_s: seconds of a step that imbalance costs.
-        step_s: seconds of a step with contiguous homes.
-        expert_time_lost: part of expert time for which a rank is idle on average.
-        lost_with_past: the same with the best placement by past loads: what only known routing can balance.
-        max_vio_mean, max_vio_p99: mean and 99th percentile over instances.
-        overlap_steps: expert load that neighbouring steps have in common.
-        sequences, tokens, micro_steps: their numbers.
-        token_budget: most tokens of a rank in a micro-step.
+    A `part` is of 1, a `ratio` a plain number.
     """
 
-    lost_part: float | None
-    lost_s: float | None
-    step_s: float | None
-    expert_time_lost: float
-    lost_with_past: float | None
-    max_vio_mean: float
-    max_vio_p99: float
-    overlap_steps: float | None
-    sequences: int
-    tokens: int
-    micro_steps: int
-    token_budget: int
+    lost_part: float | None = measured("cost of imbalance, of a step", "part")
+    lost_s: float | None = measured("cost of imbalance, seconds", "s")
+    step_s: float | None = measured("step with contiguous homes", "s")
+    expert_time_lost: float = measured("expert time lost", "part")
+    lost_with_past: float | None = measured("lost with a placement by past loads", "part")
+    max_vio_mean: float = measured("max_vio, mean", "ratio")
+    max_vio_p99: float = measured("max_vio, p99", "ratio")
+    overlap_steps: float | None = measured("load in common with the next step", "part")
+    sequences: int = measured("sequences", "count")
+    tokens: int = measured("tokens", "count")
+    micro_steps: int = measured("micro-steps", "count")
+    token_budget: int = measured("tokens of a rank, at most", "count")
 
 
 @dataclass(frozen=True)

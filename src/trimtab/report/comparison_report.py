@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,8 @@ from rich.markup import escape
 
 from trimtab.analysis import Analysis
 from trimtab.analysis.summary import notes
-from trimtab.analysis.trace_comparison import LayerComparison, TraceComparison
-from trimtab.figures import plural
+from trimtab.analysis.trace_comparison import LayerComparison, TraceComparison, TraceFigures
+from trimtab.figures import described_figures, plural
 from trimtab.report.analysis_tables import contents_text
 from trimtab.report.charts import Line, LineChart, line_chart
 from trimtab.report.model import LoadMap
@@ -34,21 +34,6 @@ COLUMNS = ("A", "B", "B - A")
 SHOWN_LAYERS = 5
 # Correlations of expert loads from which the same experts are hot, and below which others are.
 SAME, OTHER = 0.8, 0.3
-# Fields of `TraceFigures`: their name in tables, and the kind of number.
-FIGURES = {
-    "lost_part": ("cost of imbalance, of a step", "part"),
-    "lost_s": ("cost of imbalance, seconds", "seconds"),
-    "step_s": ("step with contiguous homes", "seconds"),
-    "expert_time_lost": ("expert time lost", "part"),
-    "lost_with_past": ("lost with a placement by past loads", "part"),
-    "max_vio_mean": ("max_vio, mean", "ratio"),
-    "max_vio_p99": ("max_vio, p99", "ratio"),
-    "overlap_steps": ("load in common with the next step", "part"),
-    "sequences": ("sequences", "count"),
-    "tokens": ("tokens", "count"),
-    "micro_steps": ("micro-steps", "count"),
-    "token_budget": ("tokens of a rank, at most", "count"),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,33 +120,32 @@ def comparison_facts(report: ComparisonReport) -> Facts:
 def figures_table(comparison: TraceComparison) -> TableData:
     """The figures of both and their difference, without those that neither has."""
     rows = []
-    for part in fields(comparison.a):
-        name, kind = FIGURES[part.name]
-        values = [getattr(each, part.name) for each in (comparison.a, comparison.b, comparison.difference)]
+    for name, (unit, text, _) in described_figures(TraceFigures).items():
+        values = [getattr(each, name) for each in (comparison.a, comparison.b, comparison.difference)]
         known = [abs(value) for value in values[:2] if value is not None]
         if not known:
             continue
-        texts = [_text(value, kind, max(known)) for value in values[:2]]
-        rows.append(Row(name, (*texts, _difference(values[2], kind, max(known)))))
+        texts = [_text(value, unit, max(known)) for value in values[:2]]
+        rows.append(Row(text, (*texts, _difference(values[2], unit, max(known)))))
     return TableData("A and B", ("figure", *COLUMNS), tuple(rows))
 
 
-def _text(value: float | None, kind: str, span: float) -> str:
+def _text(value: float | None, unit: str, span: float) -> str:
     """A figure as text; seconds in a unit that suits `span`."""
     if value is None:
         return NONE
     shapes = {"part": ".1%", "ratio": ".3f", "count": ",d"}
-    return seconds(value, span) if kind == "seconds" else format(value, shapes[kind])
+    return seconds(value, span) if unit == "s" else format(value, shapes[unit])
 
 
-def _difference(value: float | None, kind: str, span: float) -> str:
+def _difference(value: float | None, unit: str, span: float) -> str:
     """A difference with its sign; one of percentages in percentage points."""
     if value is None:
         return NONE
     sign = "+" if value > 0 else ""
-    if kind == "part":
+    if unit == "part":
         return f"{round(100 * value, 1) + 0.0:+.1f} points"
-    return sign + _text(value, kind, span)
+    return sign + _text(value, unit, span)
 
 
 def differing_layers_table(comparison: TraceComparison, most: int) -> TableData:
@@ -235,11 +219,11 @@ def comparison_tiles(comparison: TraceComparison) -> list[tuple[str, str, str]]:
     a, b = comparison.a, comparison.b
 
     def tile(name: str, figure: str, about: str) -> tuple[str, str, str]:
-        kind = FIGURES[figure][1]
+        unit = described_figures(TraceFigures)[figure][0]
         values = [getattr(each, figure) for each in (a, b)]
-        texts = " / ".join(_text(value, kind, 1.0) for value in values)
+        texts = " / ".join(_text(value, unit, 1.0) for value in values)
         change = getattr(comparison.difference, figure)
-        return name, texts, f"A / B, {about}" + (f"; {_difference(change, kind, 1.0)}" if change else "")
+        return name, texts, f"A / B, {about}" + (f"; {_difference(change, unit, 1.0)}" if change else "")
 
     has_seconds = a.lost_part is not None and b.lost_part is not None
     cost = ("lost_part", "of a step") if has_seconds else ("expert_time_lost", "of expert time")
