@@ -104,7 +104,7 @@ def test_a_rollout_is_that_of_the_framework_s_own_replay(state: State, package: 
                 assert all(step["moe/replicas"] > 0 for step in logged)
                 assert all(step["moe/unplanned_micro_steps"] == step["moe/mixed_instances"] == 0 for step in logged)
                 assert all(step["memory/pool_bytes"] > 0 for step in logged)
-            (session,) = plugin.adapter.sessions
+            (session,) = plugin.sessions
             assert not session.have_moved
 
 
@@ -183,7 +183,7 @@ def test_critics_run_as_without_the_plugin(state: State, package: str) -> None:
         with models.installed() as plugin:
             models.other.chunks[0].role = "critic"
             found = run_rollout(models.framework, models.other, models.tokens, models.routes)[0]
-            assert plugin.adapter.sessions == []
+            assert plugin.sessions == []
         assert max(differences(found, expected).values()) == 0
 
 
@@ -230,12 +230,12 @@ def test_entries_that_are_read_late_and_queues_that_do_not_fit(state: State) -> 
         framework.set_stage("replay_backward")
         with pytest.raises(InputError, match="routing of micro-batch 0 can't be read: IndexError"):
             framework.train_step(model, models.tokens[0])
-        assert plugin.adapter.sessions[0].report is None
+        assert plugin.sessions[0].report is None
         for queue, layer in zip(queues_of(model), (0, 1), strict=True):
             ids = [torch.from_numpy(routes[:, layer]) for routes in models.routes]
             queue.top_indices_list = [ReadLater(each) for each in ids]  # type: ignore[misc]
         framework.train_step(model, models.tokens[0])
-        report = plugin.adapter.sessions[0].report
+        report = plugin.sessions[0].report
         assert report is not None
         assert report.replicas > 0
         framework.set_stage("replay_sideways")

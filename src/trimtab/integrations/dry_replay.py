@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,7 +36,7 @@ UNREAD = -1
 """In all layers, the id of tokens whose output nothing uses. Other negative ids are unknown."""
 
 
-class DryReplayPlugin(ABC):
+class DryReplayPlugin:
     """A framework that gives recorded ids to the routers' `RouterReplay`.
 
     Passes of the schedule that replay routing are planned, by the ids that the framework's own code gives to the
@@ -65,9 +64,9 @@ class DryReplayPlugin(ABC):
         self.marks_unread = True
         self._only_known_models = False
 
-    @abstractmethod
     def set_targets(self, micro_batch: Any, chunk: nn.Module) -> None:
         """Give a micro-batch's ids to the routers of a chunk, by the framework's own function; see `UNREAD`."""
+        raise NotImplementedError
 
     def is_replayed(self, micro_batch: Any, layers: Sequence[Any]) -> bool:
         """Whether the framework replays routing for a micro-batch in these MoE layers; by default, whether it has told
@@ -124,13 +123,13 @@ class DryReplayPlugin(ABC):
     def figures(self) -> dict[str, float]:
         """Figures of the passes since the last call, see `step_figures`; empty if none was balanced."""
         found: dict[str, float] = {}
-        for session in self._sessions():
+        for session in self.sessions:
             found |= step_figures(session)
         return found
 
     def suspend(self) -> None:
         """Give slots and process groups back until the next planned pass. Collective."""
-        for session in self._sessions():
+        for session in self.sessions:
             if session.session is not None:
                 session.session.suspend()
 
@@ -139,7 +138,9 @@ class DryReplayPlugin(ABC):
         if self.adapter is not None:
             self.adapter.uninstall()
 
-    def _sessions(self) -> list[MegatronSession]:
+    @property
+    def sessions(self) -> list[MegatronSession]:
+        """The sessions of the models that were balanced."""
         return self.adapter.sessions if self.adapter else []
 
     def _may_plan(self, arguments: Mapping[str, Any]) -> bool:
@@ -155,8 +156,12 @@ class DryReplayPlugin(ABC):
             return None
         # First, so that what one rank can't read is raised on all of them.
         session = self.adapter.balance(chunks, self.options)
-        if is_live:
-            return MicroBatchRoutes(())
+        return MicroBatchRoutes(()) if is_live else self.recorded(micro_batch, chunks, layers, session)
+
+    def recorded(
+        self, micro_batch: Any, chunks: Sequence[nn.Module], layers: Sequence[Any], session: MegatronSession
+    ) -> MicroBatchRoutes:
+        """The routing that the framework replays for a micro-batch in the MoE layers of these chunks."""
 
         def set_targets() -> None:
             for chunk in chunks:

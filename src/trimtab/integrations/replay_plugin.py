@@ -6,59 +6,50 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import reduce
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
 from trimtab.errors import InputError
 from trimtab.framework_names import check_names
-from trimtab.integrations.framework_options import megatron_refusals, raise_first, read_options, refused, wrong_mode
-from trimtab.integrations.megatron.layer_numbers import moe_layers
-from trimtab.integrations.megatron.option_tables import Option
-from trimtab.integrations.options import MODES
-from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
+from trimtab.integrations.dry_replay import DryReplayPlugin, with_result
+from trimtab.integrations.framework_options import megatron_refusals, raise_first, refused, wrong_mode
 from trimtab.integrations.routers import asks_router_replay
-from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
+from trimtab.integrations.schedule import MicroBatchRoutes
+
+if TYPE_CHECKING:
+    from trimtab.integrations.megatron import MegatronSession
 
 ComputeTopk = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
-_UNPLANNED = ("fallthrough", "record")
+_UNPLANNED = (None, "fallthrough", "record")
 _PLANNED = ("replay_forward", "replay_backward")
-_NO_IDS = np.empty((0, 0, 0), np.int16)
 
 
-class ReplayPlugin(ABC):
+class ReplayPlugin(DryReplayPlugin, ABC):
     """A framework whose routers have queues of recorded ids: `router.routing_replay.top_indices_list`, an entry
     `[n, K]` for every micro-batch of the rollout, `forward_index` for the next forward, and `backward_index` for the
     next recomputation in a backward.
 
     Passes whose stage is `replay_forward` or `replay_backward` are planned. In them routers ask Trimtab, and the
-    indices go on as in the framework. Experts keep their homes: these frameworks copy weights of other models into the
-    same Parameters by position.
+    indices go on as in the framework.
 
     Args:
         args: the framework's arguments.
 
     Attributes:
-        package, fits: the framework's package, and its versions for which the plugin was written.
-        names: names of the framework that the plugin replaces or reads, see `check_names`.
-        refused: arguments of the framework that are refused, beside those of Megatron.
         model, actor: modules with the schedule's name and `train_one_step`, and with `destroy_process_groups`.
         topk: the function that returns a router's top-k, as in `names`.
     """
 
-    package: ClassVar[str]
-    fits: ClassVar[str]
-    names: ClassVar[tuple[str, ...]]
-    refused: ClassVar[tuple[Option, ...]]
     model: ClassVar[str]
     actor: ClassVar[str]
     topk: ClassVar[str]
 
     def __init__(self, args: Any) -> None:
+        super().__init__()
         self.args = args
-        self.options = read_options((*MODES, "rehome"))
         self._replaced: list[tuple[Any, str, Any]] = []
         self._routers: dict[int, Any] = {}
         self._asks_router_replay = False
@@ -88,27 +79,22 @@ class ReplayPlugin(ABC):
         Raises:
             InputError: if the framework does not have the names, or an option is refused.
         """
-        line = first_line(self.package, self.options, self.args, self.notes())
-        if self.options.mode == "off":
-            print_on_first_rank(line)
-            return
-        self._asks_router_replay = asks_router_replay()
-        self._refuse()
-        check_names(self.names, fits=self.fits)
-        model, actor = import_module(self.model), import_module(self.actor)
-        self.adapter = ScheduleAdapter(model, self._ids_of)
-        self.adapter.install()
-        self._replace(model, "train_one_step", self._with_figures)
-        self._replace(actor, "destroy_process_groups", self._suspending)
-        module, _, path = self.topk.partition(":")
-        *classes, name = path.split(".")
-        self._replace(reduce(getattr, classes, import_module(module)), name, self.replaced_topk)
-        print_on_first_rank(line)
+        if self.options.mode != "off":
+            self._asks_router_replay = asks_router_replay()
+            self._refuse()
+            check_names(self.names, fits=self.fits)
+            model, actor = import_module(self.model), import_module(self.actor)
+            self.plan_passes(model)
+            self._replace(model, "train_one_step", lambda plain: with_result(plain, self._add_figures))
+            self._replace(actor, "destroy_process_groups", self._suspending)
+            module, _, path = self.topk.partition(":")
+            *classes, name = path.split(".")
+            self._replace(reduce(getattr, classes, import_module(module)), name, self.replaced_topk)
+        self.print_first_line(self.args, self.notes())
 
     def uninstall(self) -> None:
         """Give all names and models back as they were. Call it between steps, on all ranks."""
-        if self._replaced:
-            self.adapter.uninstall()
+        super().uninstall()
         while self._replaced:
             owner, name, plain = self._replaced.pop()
             setattr(owner, name, plain)
@@ -132,7 +118,7 @@ class ReplayPlugin(ABC):
         """
 
         def compute_topk(scores: torch.Tensor, topk: int, *args: Any, **kwargs: Any) -> Any:
-            if not self.adapter.is_replaying:
+            if self.adapter is None or not self.adapter.is_replaying:
                 return replayed(scores, topk, *args, **kwargs)
             queue, stage = self.current(), self.stage()
             # As the framework does when it takes an entry.
@@ -147,27 +133,23 @@ class ReplayPlugin(ABC):
 
         return compute_topk
 
-    def _ids_of(self, micro_batch: int, chunks: Sequence[Any]) -> MicroBatchRoutes | None:
-        """The routing of a micro-batch, by its number in a pass; see `ScheduleAdapter`."""
-        if getattr(chunks[0], "role", "actor") != "actor":
-            return None
-        layers = moe_layers(chunks)
-        if not layers:
-            return None
-        if self.options.mode == "live":
-            self.adapter.balance(chunks, self.options)
-            return MicroBatchRoutes(_NO_IDS)
+    def is_replayed(self, micro_batch: int, layers: Sequence[Any]) -> bool:
         stage = self.stage()
-        if stage is None or stage in _UNPLANNED:
-            return None
-        if stage not in _PLANNED:
+        if stage not in (*_UNPLANNED, *_PLANNED):
             raise InputError(f"{self.package} replays in stage {stage!r}; this version of Trimtab fits {self.fits}")
+        return stage in _PLANNED
+
+    def recorded(
+        self, micro_batch: int, chunks: Sequence[Any], layers: Sequence[Any], session: MegatronSession
+    ) -> MicroBatchRoutes:
+        """The routing of a micro-batch, by its number in a pass."""
         queues = [self._queue_of(layer) for layer in layers]
-        if self.adapter.session_of(chunks) is None:
-            self._routers |= {id(queue): layer.router for queue, layer in zip(queues, layers, strict=True)}
-            self.adapter.balance(chunks, self.options)
+        self._routers |= {id(queue): layer.router for queue, layer in zip(queues, layers, strict=True)}
         ids = [_on_host(queue.top_indices_list[queue.forward_index + micro_batch]) for queue in queues]
         return self.routes(torch.stack(ids, dim=1).numpy(), layers[0])
+
+    def _ids_of(self, micro_batch: int, chunks: Sequence[Any]) -> MicroBatchRoutes | None:
+        return super()._ids_of(micro_batch, chunks) if getattr(chunks[0], "role", "actor") == "actor" else None
 
     def _queue_of(self, layer: Any) -> Any:
         queue = getattr(layer.router, "routing_replay", None)
@@ -177,26 +159,17 @@ class ReplayPlugin(ABC):
             )
         return queue
 
-    def _with_figures(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Replaces `train_one_step`, which returns losses for the framework's logger on the last pipeline stage."""
-
-        def train_one_step(*args: Any, **kwargs: Any) -> Any:
-            result = plain(*args, **kwargs)
-            for session in self.adapter.sessions:
-                figures = step_figures(session)
-                if result[0]:
-                    result[0].update(figures)
-            return result
-
-        return train_one_step
+    def _add_figures(self, result: Any) -> None:
+        """Add figures to what `train_one_step` returns, losses for the logger on the last pipeline stage and others."""
+        figures = self.figures()
+        if result[0]:
+            result[0].update(figures)
 
     def _suspending(self, plain: Callable[[], None]) -> Callable[[], None]:
         """Replaces `destroy_process_groups`, which a sleeping trainer calls before the device is handed over."""
 
         def destroy_process_groups() -> None:
-            for session in self.adapter.sessions:
-                if session.session is not None:
-                    session.session.suspend()
+            self.suspend()
             plain()
 
         return destroy_process_groups
@@ -208,18 +181,13 @@ class ReplayPlugin(ABC):
 
     def _refuse(self) -> None:
         """Raise InputError with the first option that is refused, and the number of others."""
-        given = vars(self.args)
+        given, mode = vars(self.args), self.options.mode
+        wrong = wrong_mode(self.package, mode, given.get("use_routing_replay", False))
+        if not wrong and mode == "live" and not self._asks_router_replay:
+            wrong = "mode=live needs routers with router_replay, which this Megatron does not have; use mode=plan"
         problems = [] if given.get("num_experts") else ["the model has no experts: num_experts is not set"]
-        mode = self.options.mode
-        problems += self._refused_modes() + refused(self.refused, given, mode) + megatron_refusals(mode, given)
+        problems += [wrong] * bool(wrong) + refused(self.refused, given, mode) + megatron_refusals(mode, given)
         raise_first(self.package, problems)
-
-    def _refused_modes(self) -> list[str]:
-        mode = self.options.mode
-        problem = wrong_mode(self.package, mode, getattr(self.args, "use_routing_replay", False))
-        if not problem and mode == "live" and not self._asks_router_replay:
-            problem = "mode=live needs routers with router_replay, which this Megatron does not have; use mode=plan"
-        return [problem] if problem else []
 
 
 def _on_host(ids: Any) -> torch.Tensor:

@@ -174,7 +174,9 @@ class TrimtabMegatronEngine(_VerlEngine):
             figures = step_figures(session)
             if self.is_mp_src_rank_with_outputs():
                 # verl joins the lists of all data ranks.
-                outputs["metrics"].update({f"actor/moe/{_last(name)}": [value] for name, value in figures.items()})
+                outputs["metrics"].update(
+                    {f"actor/moe/{name.rpartition('/')[2]}": [value] for name, value in figures.items()}
+                )
         return outputs
 
     def _routes(self, micro_batch: Any, chunks: Sequence[nn.Module]) -> MicroBatchRoutes | None:
@@ -257,8 +259,3 @@ class TrimtabMegatronEngine(_VerlEngine):
             # This loads parameters and the optimizer's state.
             with self.train_mode():
                 session.return_home()
-
-
-def _last(name: str) -> str:
-    """The name of a figure without its group."""
-    return name.rpartition("/")[2]

@@ -28,7 +28,7 @@ from trimtab.runtime.state.home_experts import HomeExperts, ReadParameters, read
 from trimtab.runtime.state.known_places import know
 from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
 from trimtab.runtime.state.named_rows import follow_owners, note_owners
-from trimtab.runtime.state.optimizer_rows import ExpertState, OptimizerState
+from trimtab.runtime.state.optimizer_rows import ExpertState
 from trimtab.runtime.state.parameter_checks import check_compute_dtype, check_new_parameters
 from trimtab.runtime.state.weight_watch import OptimizerWatch, note_weights
 from trimtab.runtime.transfer.counters import Counters
@@ -138,7 +138,7 @@ class RankExperts:
     @property
     def state(self) -> ExpertState:
         """What moves with the experts."""
-        return self._framework_state or OptimizerState(self.optimizers.registered)
+        return self._framework_state or ExpertState(self.optimizers.registered)
 
     @state.setter
     def state(self, state: ExpertState) -> None:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from trimtab.array_type import Array
-from trimtab.errors import InputError
 from trimtab.runtime.gradients import SessionGradients
 from trimtab.runtime.ranks.lockstep import FIRST_HOMES, LOGICAL, SUSPEND, SYNC_PLACEMENT
+from trimtab.runtime.ranks.rank_calls import attempt
 from trimtab.runtime.ranks.recorder import Recorder
 from trimtab.runtime.session_settings import SessionSettings, takes_arguments_of
 from trimtab.runtime.session_state import SessionState
@@ -174,13 +174,7 @@ class Session(SessionSteps, SessionState, SessionGradients):
             return total.numpy()
 
         placement.make(step - 1, over_ranks)
-        file: Path | None = None
-        problem: Exception | None = None
-        if self.topology.data_rank == 0:
-            try:
-                file = placement.sync(step)
-            except (OSError, InputError) as error:
-                problem = error
+        file, problem = attempt(placement.sync, step) if self.topology.data_rank == 0 else (None, None)
         self._lockstep.agree(SYNC_PLACEMENT, problem=problem, all_data_ranks=True)
         return file
 

@@ -159,7 +159,7 @@ class SessionBase:
             InputError: if a tensor does not hold E / R experts, experts differ in shape from other layers' or within a
                 sequence, another layer has one of the tensors, or `weights` is given with sequences.
         """
-        read: ReadParameters = parameters if callable(parameters) else partial(_same, parameters)
+        read: ReadParameters = parameters if callable(parameters) else partial(tuple, parameters)
         if weights is not None and not all(isinstance(tensor, torch.Tensor) for tensor in read_tensors(read)):
             raise InputError(
                 f"MoE layer {len(self.homes)}: experts that a framework trains (`weights`) should be stacks"
@@ -229,7 +229,3 @@ class SessionBase:
     def transfers(self) -> Transfers:
         """Replica transfers; created on first use, when all layers have been added."""
         return self._experts.transfers
-
-
-def _same(parameters: Sequence[ExpertTensor]) -> Sequence[ExpertTensor]:
-    return parameters

@@ -13,7 +13,7 @@ from trimtab.runtime.ranks.lockstep import MOVE, digest
 from trimtab.runtime.ranks.rank_calls import attempt
 from trimtab.runtime.session_base import SessionBase
 from trimtab.runtime.state.expert_places import ExpertPlaces
-from trimtab.runtime.state.known_places import Names, OnMove, names_in, read_state
+from trimtab.runtime.state.known_places import KeptState, Names, OnMove, names_in, read_state
 from trimtab.runtime.state.named_rows import follow, names_of, saved_places
 from trimtab.runtime.state.optimizer_rows import ExpertState, check_elementwise
 
@@ -70,7 +70,7 @@ class SessionState(SessionBase):
                 f"{next((names[id(p)][0] for layer in self.homes for p in layer.parameters if id(p) in names), '?')!r}"
             )
         ends = [
-            layer.known.keep(partial(read_state, state), names_T, [shape for shape, _ in layer.likes])
+            layer.known.keep(KeptState(partial(read_state, state), names_T, [shape for shape, _ in layer.likes]))
             for layer, names_T in zip(self.homes, entries, strict=True)
         ]
         if isinstance(state, torch.nn.Module):

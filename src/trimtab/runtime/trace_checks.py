@@ -15,22 +15,6 @@ from trimtab.planner import Schedule
 from trimtab.trace import RoutingTrace, hash_tokens, no_route
 
 
-def check_model(trace: RoutingTrace, shape: tuple[int, int]) -> None:
-    """Raises InputError if a trace has other numbers of layers and experts, or ids out of range.
-
-    Args:
-        shape: layers and experts of the model.
-    """
-    if (trace.num_layers, trace.num_experts) != shape:
-        num_layers, num_experts = shape
-        raise InputError(
-            f"the trace has {trace.shape_text}; the model has {num_layers} MoE layers, {num_experts} experts"
-        )
-    # The id of unknown routes is above all others, so that traces without any need one pass.
-    if trace.num_tokens and trace.expert_ids.max() >= trace.num_experts:
-        trace.check()
-
-
 def own_trace(
     trace: RoutingTrace,
     shape: tuple[int, int],
@@ -50,7 +34,11 @@ def own_trace(
     Raises:
         InputError: if the trace does not fit.
     """
-    check_model(trace, shape)
+    if (trace.num_layers, trace.num_experts) != shape:
+        raise InputError(f"the trace has {trace.shape_text}; the model has {shape[0]} MoE layers, {shape[1]} experts")
+    # The id of unknown routes is above all others, so that traces without any need one pass.
+    if trace.num_tokens and trace.expert_ids.max() >= trace.num_experts:
+        trace.check()
     if schedule is not None:
         mine = len(schedule.sequences_of(rank))
         if schedule.num_ranks != num_ranks or mine != trace.num_sequences:

@@ -75,7 +75,10 @@ def balance(
         raise InputError("the model has no MoE layers; balance() is for models with Megatron's MoELayer")
     problem = ""
     try:
-        _check(layers, chunks)
+        if any(isinstance(layer.token_dispatcher, PlannedDispatcher) for layer in layers):
+            raise InputError("the model is balanced already; call remove() of its MegatronSession first")
+        if layers:
+            check_supported(layers[0].config, layers, chunks)
         if layers and not is_switched_off():
             limits = RowLimits(mode, options.get("exact", False), options.get("max_rows_per_rank"))
             _require(StaticBudget.of(layers[0].config, layers[0].num_local_experts).problem_of_limits(limits))
@@ -98,14 +101,6 @@ def balance(
     session.auxiliary_loss = partial(auxiliary_loss, config)
     balanced = [BalancedLayer(layer, numbers, session, groups) for layer in layers]
     return MegatronSession(session, chunks, balanced)
-
-
-def _check(layers: Sequence[Any], chunks: Sequence[nn.Module]) -> None:
-    """Raises InputError if this rank's layers can't be balanced."""
-    if any(isinstance(layer.token_dispatcher, PlannedDispatcher) for layer in layers):
-        raise InputError("the model is balanced already; call remove() of its MegatronSession first")
-    if layers:
-        check_supported(layers[0].config, layers, chunks)
 
 
 def _require(problem: str) -> None:

@@ -18,7 +18,7 @@ from trimtab.errors import InputError
 from trimtab.integrations.megatron.option_tables import IMMOVABLE, immovable
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
-from trimtab.runtime.state.optimizer_rows import OptimizerState, RowParts, StateRows, any_nonzero, name_of_tensor
+from trimtab.runtime.state.optimizer_rows import ExpertState, RowParts, StateRows, any_nonzero, name_of_tensor
 
 SUPPORTED = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 
@@ -70,8 +70,8 @@ class _Held:
     steps: set[float]
 
 
-class MegatronState:
-    """What Megatron's optimizers keep of the experts. See `ExpertState`.
+class MegatronState(ExpertState):
+    """What Megatron's optimizers keep of the experts.
 
     Args:
         optimizers: see `optimizers_in`.
@@ -86,8 +86,9 @@ class MegatronState:
         layers: Sequence[HomeExperts],
         is_loaded: Callable[[], bool],
     ) -> None:
-        whole = [one.optimizer for one in optimizers if not isinstance(one, DistributedOptimizer)]
-        self._whole = OptimizerState(whole, _main_parameters)
+        super().__init__(
+            [one.optimizer for one in optimizers if not isinstance(one, DistributedOptimizer)], _main_parameters
+        )
         self._distributed = [one for one in optimizers if isinstance(one, DistributedOptimizer)]
         self._topology, self._layers, self._is_loaded = topology, layers, is_loaded
         # Gradients that the last optimizer step has used, as long as nothing is added to them.
@@ -95,11 +96,9 @@ class MegatronState:
 
     @property
     def may_move(self) -> bool:
-        """See `ExpertState`."""
         return self._is_loaded()
 
     def gradients_wait(self, layer: HomeExperts) -> bool:
-        """See `ExpertState`."""
         return any_nonzero(each for each in layer.gradients if self._used.get(each) != each._version)
 
     def note_step(self) -> None:
@@ -109,20 +108,18 @@ class MegatronState:
             self._used.update((each, each._version) for each in layer.gradients)
 
     def form(self, layer: HomeExperts, t: int) -> object:
-        """See `ExpertState`."""
-        return [self._whole.form(layer, t), *(type(one).__name__ for one in self._distributed)]
+        return [super().form(layer, t), *(type(one).__name__ for one in self._distributed)]
 
     def rows(self, layer: HomeExperts) -> list[StateRows]:
-        """See `ExpertState`. Main parameters are state, too."""
+        # Main parameters are state, too.
         main: list[StateRows] = []
         for t, tensor in enumerate(layer.tensors):
             parameters = _main_parameters(layer, t)
-            if self._whole.optimizers and parameters[0] is not parameters_of(tensor)[0]:
+            if self._optimizers and parameters[0] is not parameters_of(tensor)[0]:
                 main.append([parameter.detach() for parameter in parameters])
-        return main + self._whole.rows(layer)
+        return main + super().rows(layer)
 
     def part_bytes(self, layer: HomeExperts) -> int:
-        """See `ExpertState`."""
         held = sum(
             elements.nbytes
             for t in range(len(layer.likes))
@@ -132,7 +129,7 @@ class MegatronState:
         return held // len(layer.home_experts)
 
     def row_parts(self, layers: Sequence[HomeExperts]) -> list[list[RowParts]]:
-        """See `ExpertState`.
+        """State of distributed optimizers; see `ExpertState`.
 
         Raises:
             InputError: on all ranks, if optimizers hold different parts on the ranks of an expert-parallel group, or
@@ -140,7 +137,7 @@ class MegatronState:
         """
         if not self._distributed:
             return [[] for _ in layers]
-        mine = [[self._held(layer, t) for t in range(len(layer.likes))] for layer in layers]
+        mine = [[self._held_of(layer, t) for t in range(len(layer.likes))] for layer in layers]
         held_DLT: list[Any] = [None] * self._topology.num_data_ranks
         dist.all_gather_object(held_DLT, mine, group=self._topology.control)
         return [
@@ -168,7 +165,7 @@ class MegatronState:
                 parts.append(RowParts([state.get(key, nothing) for state in states], ranges_GRH2[:, 0]))
         return parts
 
-    def _held(self, layer: HomeExperts, t: int) -> _Held:
+    def _held_of(self, layer: HomeExperts, t: int) -> _Held:
         """What this rank holds of a tensor."""
         dtypes: dict[str, torch.dtype] = {}
         ranges, steps = [], set()

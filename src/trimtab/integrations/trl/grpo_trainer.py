@@ -96,10 +96,6 @@ class TrimtabGRPOTrainer(GRPOTrainer):
         check_same_weights(model, self.session.topology.control)
         autocast = torch.bfloat16 if self.args.bf16 and model.dtype is torch.float32 else None
         distribute_experts(model, self.session, compute_dtype=autocast)
-        experts = {id(parameter) for parameter in self._experts()}
-        model._ddp_params_and_buffers_to_ignore = [
-            name for name, parameter in model.named_parameters() if id(parameter) in experts
-        ]
         # Ranks whose completions have ended go on, since all ranks run the experts.
         model.generate = partial(model.generate, synced_gpus=True)
         model.save_pretrained = partial(_save_whole, model.save_pretrained)

@@ -21,7 +21,7 @@ def check_supported(trainer: Any) -> None:
     """Raise InputError, naming the first option of a trainer that is not supported."""
     args, kind = trainer.args, trainer.accelerator.distributed_type
     parallelism = trainer.accelerator.parallelism_config
-    refused = [
+    _refuse(
         (
             kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU),
             f"accelerate runs with {kind.value}, which would shard experts too; use DDP, as of launch --multi_gpu",
@@ -42,37 +42,45 @@ def check_supported(trainer: Any) -> None:
             args.use_transformers_continuous_batching and not args.use_vllm,
             "use_transformers_continuous_batching=True: ranks run different numbers of forwards; leave it out",
         ),
-    ]
-    for is_set, problem in refused:
-        if is_set:
+    )
+
+
+def _refuse(*problems: tuple[Any, str]) -> None:
+    """Raise InputError with the first problem that a trainer has; each is given with whether it has it."""
+    for is_there, problem in problems:
+        if is_there:
             raise InputError(f"TrimtabGRPOTrainer: {problem}")
 
 
 def check_session_options(options: Mapping[str, Any]) -> None:
     """Raise InputError if a trainer does not support the mode of its session."""
-    if options.get("mode") == "live":
-        raise InputError(
-            "TrimtabGRPOTrainer: mode 'live' in session_options; every optimizer step is planned, so use mode 'plan'"
-        )
+    problem = "mode 'live' in session_options; every optimizer step is planned, so use mode 'plan'"
+    _refuse((options.get("mode") == "live", problem))
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise InputError, naming the first argument of a trainer that is not supported."""
-    if arguments.get("peft_config") is not None or is_peft_model(arguments["model"]):
-        raise InputError("TrimtabGRPOTrainer: PEFT adapters (peft_config, PeftModel); use trl.GRPOTrainer for these")
     uses_vllm = getattr(arguments.get("args"), "use_vllm", False)
-    if not uses_vllm and (arguments.get("tools") or arguments.get("environment_factory")):
-        raise InputError(
-            "TrimtabGRPOTrainer: tools and environment_factory, with which ranks call generate() different numbers of "
-            "times; set use_vllm=True"
-        )
-    if arguments.get("quantization_config") is not None:
-        raise InputError("TrimtabGRPOTrainer: quantization_config; load the model in bfloat16 or float32")
-    if arguments.get("optimizers", (None, None))[0] is not None:
-        raise InputError(
-            "TrimtabGRPOTrainer: optimizers has one of the whole model; set optim and learning_rate in GRPOConfig, so "
-            "that it is made of this rank's experts"
-        )
+    _refuse(
+        (
+            arguments.get("peft_config") is not None or is_peft_model(arguments["model"]),
+            "PEFT adapters (peft_config, PeftModel); use trl.GRPOTrainer for these",
+        ),
+        (
+            not uses_vllm and (arguments.get("tools") or arguments.get("environment_factory")),
+            "tools and environment_factory, with which ranks call generate() different numbers of times; set "
+            "use_vllm=True",
+        ),
+        (
+            arguments.get("quantization_config") is not None,
+            "quantization_config; load the model in bfloat16 or float32",
+        ),
+        (
+            arguments.get("optimizers", (None, None))[0] is not None,
+            "optimizers has one of the whole model; set optim and learning_rate in GRPOConfig, so that it is made of "
+            "this rank's experts",
+        ),
+    )
 
 
 def check_model(model: Any, *, disables_dropout: bool) -> None:

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -21,22 +21,11 @@ from trimtab.errors import InputError
 T = TypeVar("T")
 
 
-class _Failure(NamedTuple):
-    """The error of a rank. Other ranks may not be able to load its class."""
-
-    is_input: bool
-    text: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> _Failure:
-        """An error of this rank."""
-        is_input = isinstance(error, InputError)
-        text = str(error) if is_input else f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
-        return cls(is_input, text)
-
-    def as_error(self) -> InputError | RuntimeError:
-        """The error to raise on other ranks."""
-        return InputError(self.text) if self.is_input else RuntimeError(self.text)
+def _for_others(error: BaseException) -> InputError | RuntimeError:
+    """The error of this rank as other ranks raise it. They may not be able to load its class."""
+    if isinstance(error, InputError):
+        return InputError(str(error))
+    return RuntimeError(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
 
 
 def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup) -> T:
@@ -51,19 +40,19 @@ def on_first_rank(function: Callable[[], T], group: dist.ProcessGroup) -> T:
         try:
             message[0] = function()
         except BaseException as error:
-            dist.broadcast_object_list([_Failure.of(error)], group=group, group_src=0)
+            dist.broadcast_object_list([_for_others(error)], group=group, group_src=0)
             raise
     dist.broadcast_object_list(message, group=group, group_src=0)
-    if isinstance(message[0], _Failure):
-        raise message[0].as_error()
+    if isinstance(message[0], Exception):
+        raise message[0]
     return cast(T, message[0])
 
 
 def attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:
-    """The result of a function, or the error that it raises."""
+    """The result of a function, or the error that it raises of what a user gives or a system has."""
     try:
         return function(*args), None
-    except (InputError, RuntimeError) as error:
+    except (InputError, RuntimeError, OSError) as error:
         return None, error
 
 
@@ -139,7 +128,7 @@ class Leaders:
         except BaseException as error:
             if self._group is not None and error is not self._told:
                 with suppress(Exception):
-                    self._exchange(_Failure.of(error))
+                    self._exchange(_for_others(error))
             raise
 
     def gather(self, values: Sequence[T]) -> list[T]:
@@ -163,7 +152,7 @@ class Leaders:
         found: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(found, mine, group=self._group)
         for value in found:
-            if isinstance(value, _Failure):
-                self._told = value.as_error()
-                raise self._told
+            if isinstance(value, Exception):
+                self._told = value
+                raise value
         return found

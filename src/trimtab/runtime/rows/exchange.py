@@ -72,13 +72,7 @@ class RowExchange:
 
 
 def exchange_rows(
-    rows: torch.Tensor,
-    send_splits: list[int],
-    recv_splits: list[int],
-    group: dist.ProcessGroup,
-    *,
-    tag: int = 0,
-    wait: Wait = lambda work: work(),
+    rows: torch.Tensor, send_splits: list[int], recv_splits: list[int], group: dist.ProcessGroup, *, tag: int = 0
 ) -> torch.Tensor:
     """Send rows as `RowExchange`, and return what arrives, `[A, H]`."""
-    return RowExchange(rows, send_splits, recv_splits, group, tag=tag, wait=wait, overlaps=False).finish()
+    return RowExchange(rows, send_splits, recv_splits, group, tag=tag, overlaps=False).finish()

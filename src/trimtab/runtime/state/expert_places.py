@@ -6,13 +6,13 @@ experts, in rows 0 to H - 1. A *position* numbers the rows of all ranks: row i o
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.runtime.ranks.lockstep import digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +53,7 @@ class ExpertPlaces:
     @cached_property
     def digest(self) -> str:
         """A digest of all places."""
-        places = self.home_E.astype(np.int16), self.rows_E.astype(np.int64)
-        return hashlib.blake2b(b"".join(array.tobytes() for array in places), digest_size=6).hexdigest()
+        return digest(self.home_E.astype(np.int16), self.rows_E.astype(np.int64))
 
     @cached_property
     def are_first(self) -> bool:

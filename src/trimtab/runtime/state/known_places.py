@@ -31,6 +31,36 @@ _last_move = 0
 
 
 @dataclass(eq=False)
+class KeptState:
+    """Tensors that a user keeps of a layer's experts.
+
+    Attributes:
+        read: reads them by name, as they are now.
+        names_T: names of the layer's tensors in them.
+        shapes: `[H, ...]` of the layer's tensors.
+    """
+
+    read: ReadState
+    names_T: list[Names]
+    shapes: Sequence[torch.Size]
+
+    def tensors(self) -> list[torch.Tensor | list[torch.Tensor] | None]:
+        """For each of the layer's tensors a stack `[H, ...]`, a list of H tensors `[...]`, or None if it is not kept.
+
+        Raises:
+            InputError: if one is missing now, or has another shape than the Parameter of its name.
+        """
+        state = self.read()
+        return [_tensors_of(state, names, shape) for names, shape in zip(self.names_T, self.shapes, strict=True)]
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of them."""
+        state = self.read()
+        every = [name for names in self.names_T for name in ([names] if isinstance(names, str) else names or ())]
+        return any(name in state and state[name].data_ptr() == tensor.data_ptr() for name in every)
+
+
+@dataclass(eq=False)
 class KnownPlaces:
     """The places of the experts of one layer.
 
@@ -41,7 +71,7 @@ class KnownPlaces:
         moved_at: the number of the layer's last move among all moves of this process; 0 if there was none.
         noted: sampled elements of this rank's experts, as the trained model has them; None if that is not known.
         returns_to: within `Session.first_homes`, the places of the trained model's experts; None outside.
-        states: tensors that users keep of the experts: how they are read, and the names of the layer's tensors in them.
+        states: tensors that users keep of the experts.
         on_move: called after each move.
         is_replaced: whether a later session has the Parameters for other ranks.
     """
@@ -52,7 +82,7 @@ class KnownPlaces:
     moved_at: int = 0
     noted: torch.Tensor | None = None
     returns_to: ExpertPlaces | None = None
-    states: list[tuple[ReadState, list[Names]]] = field(default_factory=list)
+    states: list[KeptState] = field(default_factory=list)
     on_move: list[OnMove] = field(default_factory=list)
     is_replaced: bool = False
 
@@ -79,52 +109,16 @@ class KnownPlaces:
         finally:
             self.now, self.returns_to = self.returns_to, None
 
-    def keep(self, read: ReadState, names_T: list[Names], shapes: Sequence[torch.Size]) -> Callable[[], None]:
-        """Let tensors move with the experts from now on, until the returned function is called.
-
-        Args:
-            read: reads them.
-            names_T: names of the layer's tensors in them.
-            shapes: see `kept`.
-
-        Raises:
-            InputError: as `kept`.
-        """
-        if not any(names_T):
+    def keep(self, state: KeptState) -> Callable[[], None]:
+        """Let tensors move with the experts from now on, until the returned function is called. Raises InputError as
+        `KeptState.tensors`."""
+        if not any(state.names_T):
             return lambda: None
-        state = read()
-        tensors = [_tensors_of(state, names, shape) for names, shape in zip(names_T, shapes, strict=True)]
-        entry = read, names_T
-        self.states.append(entry)
+        tensors = state.tensors()
+        self.states.append(state)
         if all(isinstance(tensor, nn.Parameter) for tensor in _flat(tensors)):
             know(self, [tensor if tensor is not None else () for tensor in tensors], state=True)
-        return lambda: self.states.remove(entry) if entry in self.states else None
-
-    def kept(self, shapes: Sequence[torch.Size]) -> Iterator[torch.Tensor | list[torch.Tensor]]:
-        """Yields the tensors that users keep of this rank's experts: stacks `[H, ...]`, or lists of H tensors `[...]`.
-
-        Args:
-            shapes: `[H, ...]` of the layer's tensors.
-
-        Raises:
-            InputError: if one is missing now, or has another shape than the Parameter of its name.
-        """
-        for read, names_T in self.states:
-            state = read()
-            for names, shape in zip(names_T, shapes, strict=True):
-                tensors = _tensors_of(state, names, shape)
-                if tensors is not None:
-                    yield tensors
-
-    def keeps(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is one that moves with the experts."""
-        for read, names_T in self.states:
-            state = read()
-            for names in names_T:
-                for name in [names] if isinstance(names, str) else names or ():
-                    if name in state and state[name].data_ptr() == tensor.data_ptr():
-                        return True
-        return False
+        return lambda: self.states.remove(state) if state in self.states else None
 
 
 def moves_so_far() -> int:

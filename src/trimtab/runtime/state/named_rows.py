@@ -150,14 +150,16 @@ def follow_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     Raises:
         RuntimeError: if it has loaded such state before.
     """
-    has_ids = _check_loaded_state(optimizer)
+    known, ids = _numbered(optimizer), _ids_of_state(optimizer.param_groups)
+    for number in known.keys() & ids.keys():
+        _check_rows(optimizer, known[number], ids[number])
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
     if hooks is not None and _add_ids_of_state not in hooks.values():
         optimizer.register_state_dict_post_hook(_add_ids_of_state)
         optimizer.register_load_state_dict_pre_hook(_check_ids_of_state)
         optimizer.register_load_state_dict_post_hook(_drop_ids_of_state)
     _drop_ids_of_state(optimizer)
-    return has_ids
+    return bool(ids)
 
 
 def _note(module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
@@ -207,7 +209,7 @@ def _order_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
             known.noted = None
         for name in name_of_row.values():
             state.pop(name + IDS, None)
-        if np.array_equal(saved_RH, now_RH) or known.keeps(state[one]):
+        if np.array_equal(saved_RH, now_RH) or any(kept.has(state[one]) for kept in known.states):
             continue
         has_all = None in name_of_row or len(name_of_row) == now_RH.shape[1]
         # Of all ranks, so that all refuse it.
@@ -251,13 +253,6 @@ def _check_ids_of_state(optimizer: torch.optim.Optimizer, packed: dict[str, Any]
     known, ids = _numbered(optimizer), _ids_of_state(packed["param_groups"])
     for number in known.keys() & packed["state"].keys():
         _check_rows(optimizer, known[number], ids.get(number))
-
-
-def _check_loaded_state(optimizer: torch.optim.Optimizer) -> bool:
-    known, ids = _numbered(optimizer), _ids_of_state(optimizer.param_groups)
-    for number in known.keys() & ids.keys():
-        _check_rows(optimizer, known[number], ids[number])
-    return bool(ids)
 
 
 def _drop_ids_of_state(optimizer: torch.optim.Optimizer) -> None:

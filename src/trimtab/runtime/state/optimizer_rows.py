@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,21 +32,33 @@ class RowParts:
             last; the same on all ranks of a group.
     """
 
-    parts: list[torch.Tensor]
+    parts: StateRows
     ranges_GH2: Array
 
 
-class ExpertState(Protocol):
-    """What moves with the experts of a session, beside their weights."""
+class ExpertState:
+    """What moves with the experts of a session beside their weights: state of torch optimizers. Frameworks extend it.
+
+    Args:
+        optimizers: which update the experts.
+        held: what the optimizers hold of a layer's tensor number t: the experts' Parameters, or copies of them.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        held: Callable[[HomeExperts, int], ExpertTensor] = lambda layer, t: layer.tensors[t],
+    ) -> None:
+        self._optimizers, self._held = optimizers, held
 
     @property
     def may_move(self) -> bool:
         """Whether the state is known and on the device; equal on all ranks."""
-        ...
+        return bool(self._optimizers)
 
     def gradients_wait(self, layer: HomeExperts) -> bool:
         """Whether this rank's experts have gradients that no optimizer has used, which a move would lose."""
-        ...
+        return any_nonzero(layer.gradients)
 
     def form(self, layer: HomeExperts, t: int) -> object:
         """What has to be equal on all ranks before experts move: the form of the state for tensor number t.
@@ -54,64 +66,26 @@ class ExpertState(Protocol):
         Raises:
             InputError: if the state can't move.
         """
-        ...
+        tensor = self._held(layer, t)
+        is_stack = isinstance(tensor, torch.Tensor)
+        return [describe_state(each, parameters_of(tensor)[0], is_stack=is_stack) for each in self._optimizers]
 
     def rows(self, layer: HomeExperts) -> list[StateRows]:
         """State of which this rank has whole rows, in the same order on all ranks. Raises InputError as `form`."""
-        ...
+        return [
+            rows
+            for t in range(len(layer.likes))
+            for optimizer in self._optimizers
+            for rows in state_by_row(optimizer, self._held(layer, t), name_of_tensor(layer, t), layer.home_experts)
+        ]
 
     def part_bytes(self, layer: HomeExperts) -> int:
         """Bytes of `row_parts` that a rank sends for one expert, about."""
-        ...
+        return 0
 
     def row_parts(self, layers: Sequence[HomeExperts]) -> list[list[RowParts]]:
         """For each layer the state of which this rank has parts of rows, in the same order on all ranks. A collective
         over all data ranks."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class OptimizerState:
-    """State of torch optimizers.
-
-    Attributes:
-        held: what the optimizers hold of a layer's tensor number t: the experts' Parameters, or copies of them.
-    """
-
-    optimizers: Sequence[torch.optim.Optimizer]
-    held: Callable[[HomeExperts, int], ExpertTensor] = lambda layer, t: layer.tensors[t]
-
-    @property
-    def may_move(self) -> bool:
-        """See `ExpertState`."""
-        return bool(self.optimizers)
-
-    def gradients_wait(self, layer: HomeExperts) -> bool:
-        """See `ExpertState`."""
-        return any_nonzero(layer.gradients)
-
-    def form(self, layer: HomeExperts, t: int) -> object:
-        """See `ExpertState`."""
-        tensor = self.held(layer, t)
-        is_stack = isinstance(tensor, torch.Tensor)
-        return [describe_state(optimizer, parameters_of(tensor)[0], is_stack=is_stack) for optimizer in self.optimizers]
-
-    def rows(self, layer: HomeExperts) -> list[StateRows]:
-        """See `ExpertState`."""
-        return [
-            rows
-            for t in range(len(layer.likes))
-            for tensor in [self.held(layer, t)]
-            for optimizer in self.optimizers
-            for rows in state_by_row(optimizer, tensor, name_of_tensor(layer, t), layer.home_experts)
-        ]
-
-    def part_bytes(self, layer: HomeExperts) -> int:
-        """See `ExpertState`."""
-        return 0
-
-    def row_parts(self, layers: Sequence[HomeExperts]) -> list[list[RowParts]]:
-        """See `ExpertState`. There are none."""
         return [[] for _ in layers]
 
 

@@ -176,18 +176,6 @@ _handles: list[RemovableHandle] = []
 _current: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
-def _watch(watch: OptimizerWatch) -> None:
-    """Call the watch at all optimizer steps until it is garbage-collected.
-
-    The hooks are registered once and never removed: removal by garbage collection in the middle of an optimizer step
-    would change torch's dictionary of hooks while torch iterates over it.
-    """
-    _watches.add(watch)
-    if not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_call_before))
-        _handles.append(register_optimizer_step_post_hook(_call_after))
-
-
 def _call_before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for watch in list(_watches):
         watch.before(optimizer)
@@ -220,7 +208,12 @@ class OptimizerWatch:
         self._trained: list[torch.Tensor] = []
         # What optimizers that have stepped since then hold.
         self._held: set[int] = set()
-        _watch(self)
+        _watches.add(self)
+        # Registered once and never removed: removal by garbage collection in the middle of an optimizer step would
+        # change torch's dictionary of hooks while torch iterates over it.
+        if not _handles:
+            _handles.append(register_optimizer_step_pre_hook(_call_before))
+            _handles.append(register_optimizer_step_post_hook(_call_after))
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before an optimizer step.
