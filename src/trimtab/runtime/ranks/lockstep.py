@@ -184,9 +184,9 @@ class Lockstep:
     def _gather(self, row: Array, group: dist.ProcessGroup) -> Array:
         """The rows of all ranks of a group, `[ranks, ...]`."""
         mine = torch.from_numpy(row)
-        rows = mine.new_empty(dist.get_world_size(group), len(mine))
+        rows = mine.new_empty(dist.get_world_size(group) * len(mine))
         self.wait(dist.all_gather_into_tensor(rows, mine, group=group, async_op=True).wait)
-        gathered: Array = rows.numpy()
+        gathered: Array = rows.numpy().reshape(-1, len(row))
         return gathered
 
     def wait(self, work: Callable[[], object]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -30,24 +30,8 @@ from trimtab.runtime.state.parameter_checks import check_current_parameters
 # Elements of each tensor of an expert that `verify` compares.
 SAMPLES = 16
 
-
-class _Marks(NamedTuple):
-    """Storages, addresses and versions of parameters, and whether they are trained."""
-
-    storages: list[int]
-    addresses: list[int]
-    versions: list[int]
-    are_trained: list[bool]
-
-    @classmethod
-    def of(cls, parameters: Sequence[torch.nn.Parameter]) -> _Marks:
-        """The marks now. A list of each kind takes less time than a tuple for each parameter: a layer has dozens."""
-        storages = [p.untyped_storage()._cdata for p in parameters]
-        try:
-            versions = [p._version for p in parameters]
-        except RuntimeError:  # Tensors of inference mode have none.
-            versions = [-1 if p.is_inference() else p._version for p in parameters]
-        return cls(storages, [p.data_ptr() for p in parameters], versions, [p.requires_grad for p in parameters])
+Marks = tuple[list[int], list[int], list[int], list[bool]]
+"""Of parameters: storages, addresses, versions, and whether they are trained."""
 
 
 class WeightWatch:
@@ -64,7 +48,7 @@ class WeightWatch:
     def __init__(self, layers: Sequence[HomeExperts], *, verify: bool) -> None:
         self._layers = layers
         self._verify = verify
-        self._marks: list[_Marks] = []
+        self._marks: list[Marks] = []
         # Keeps storages from being reused, so that marks are unique.
         self._storages: list[StorageWeakRef] = []
         self._steps = 0
@@ -85,8 +69,8 @@ class WeightWatch:
         if announced:
             trained = [parameter.requires_grad for layer in self._layers for parameter in layer.parameters]
         else:
-            marks = [_Marks.of(layer.parameters) for layer in self._layers]
-            trained = [is_trained for of_layer in marks for is_trained in of_layer.are_trained]
+            marks = [_marks(layer.parameters) for layer in self._layers]
+            trained = [is_trained for of_layer in marks for is_trained in of_layer[3]]
             changed = marks != self._marks
         try:
             if changed:
@@ -101,7 +85,7 @@ class WeightWatch:
     def store(self) -> None:
         """Store the present state of the parameters, of which copies were just made."""
         parameters_L = [layer.parameters for layer in self._layers]
-        self._marks = [_Marks.of(parameters) for parameters in parameters_L]
+        self._marks = [_marks(parameters) for parameters in parameters_L]
         # Parameters may be parts of one buffer.
         storages = {p.untyped_storage()._cdata: p for parameters in parameters_L for p in parameters}
         self._storages = [StorageWeakRef(p.untyped_storage()) for p in storages.values()]
@@ -111,7 +95,7 @@ class WeightWatch:
 
     def check_unchanged(self, layer: HomeExperts) -> None:
         """Raises RuntimeError if a layer's parameters changed since copies of them were made."""
-        same = self.steps == self._steps and _Marks.of(layer.parameters)[:3] == self._marks[layer.index][:3]
+        same = self.steps == self._steps and _marks(layer.parameters)[:3] == self._marks[layer.index][:3]
         if not same:
             raise RuntimeError(
                 f"the expert parameters of MoE layer {layer.index} changed within a micro-step, or between its forward "
@@ -130,6 +114,16 @@ class WeightWatch:
                         "an optimizer step, a new address or a new version; call session.weights_changed() after "
                         "writing to parameters through .data or a flat buffer"
                     )
+
+
+def _marks(parameters: Sequence[torch.nn.Parameter]) -> Marks:
+    """The marks now. A list of each kind takes less time than a tuple for each parameter: a layer has dozens."""
+    try:
+        versions = [p._version for p in parameters]
+    except RuntimeError:  # Tensors of inference mode have none.
+        versions = [-1 if p.is_inference() else p._version for p in parameters]
+    storages = [p.untyped_storage()._cdata for p in parameters]
+    return storages, [p.data_ptr() for p in parameters], versions, [p.requires_grad for p in parameters]
 
 
 def note_weights(layers: Iterable[HomeExperts]) -> None:
