@@ -252,5 +252,7 @@ def test_a_dispatcher_that_needs_equal_tokens_gets_them_or_an_error(state: State
         ids, hidden = torch.arange(count)[:, None] % 4, torch.ones(count, 3)
         raises = pytest.raises(RanksDisagreeError, match="HybridEP") if index else nullcontext()
         with raises, session.micro_step(index) if mode == "plan" else session.live_micro_step():
-            layer.begin(hidden, ids)
+            routes = layer.routes()
+            assert routes is not None
+            layer.begin(hidden, ids, routes)
     session.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,7 @@ from trimtab.errors import InputError
 from trimtab.integrations.megatron.experts import Experts, GroupedExperts, experts_of
 from trimtab.integrations.megatron.exporters import check_reader
 from trimtab.integrations.megatron.logical_order import ADVICE, POSITIONAL, format_of, logical_shards
-from trimtab.integrations.megatron.physical_dispatch import (
-    MegatronRows,
-    PlannedDispatcher,
-    physical_dispatcher,
-)
+from trimtab.integrations.megatron.physical_dispatch import PlannedDispatcher
 from trimtab.integrations.megatron.replay import SessionReplay
 from trimtab.integrations.megatron.static_budget import StaticBudget
 from trimtab.runtime import Session
@@ -64,10 +59,9 @@ class BalancedLayer:
         # Megatron before 0.16 and forks of it have none; their routers have to ask `SessionReplay` in another way.
         plain_replay = getattr(moe_layer.router, "router_replay", None)
         replay = SessionReplay(self._layer, plain_replay, lambda: session.settings.executes_plans)
-        physical = physical_dispatcher(moe_layer, session.slots_per_rank, groups)
         self.budget = StaticBudget.of(config, moe_layer.num_local_experts + session.slots_per_rank)
-        start = partial(MegatronRows.start, physical, isinstance(experts, GroupedExperts))
-        self._dispatcher = PlannedDispatcher(moe_layer, self._layer, replay, start)
+        joins = isinstance(experts, GroupedExperts)
+        self._dispatcher = PlannedDispatcher(moe_layer, self._layer, replay, session.slots_per_rank, groups, joins)
         self._compute_homes = moe_layer.experts.forward
         moe_layer.router.router_replay = replay
         moe_layer.token_dispatcher = self._dispatcher

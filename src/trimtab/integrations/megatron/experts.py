@@ -65,10 +65,8 @@ class SequentialExperts:
 
     def tensors(self) -> list[list[nn.Parameter]]:
         """See `Experts`."""
-        return [
-            [_parameter(mlp._modules[linear], name) for mlp in self._module.local_experts]
-            for linear, name in self._names
-        ]
+        mlps: Any = self._module.local_experts._modules.values()
+        return [[_parameters(mlp._modules[linear], (name,))[0] for mlp in mlps] for linear, name in self._names]
 
     def names(self) -> list[list[str]]:
         """See `Experts`."""
@@ -112,14 +110,14 @@ class GroupedExperts:
             for name in ("weight", "bias")
             if isinstance(getattr(getattr(module, linear), f"{name}0", None), nn.Parameter)
         ]
+        self._names_of_experts = [
+            (linear, [f"{name}{expert}" for expert in range(module.num_local_experts)]) for linear, name in self._names
+        ]
 
     def tensors(self) -> list[list[nn.Parameter]]:
         """See `Experts`."""
-        experts = range(self._module.num_local_experts)
-        return [
-            [_parameter(product, f"{name}{expert}") for expert in experts]
-            for product, name in ((self._module._modules[linear], name) for linear, name in self._names)
-        ]
+        modules: Any = self._module._modules
+        return [_parameters(modules[linear], names) for linear, names in self._names_of_experts]
 
     def names(self) -> list[list[str]]:
         """See `Experts`."""
@@ -184,11 +182,13 @@ class GroupedExperts:
         return dtype
 
 
-def _parameter(module: Any, name: str) -> nn.Parameter:
-    """A module's Parameter. Attributes are slow in `nn.Module`, and many hundred are read in every micro-step."""
-    found: nn.Parameter | None = module._parameters.get(name)
-    # A parametrized one is computed.
-    return getattr(module, name) if found is None else found
+def _parameters(module: Any, names: Sequence[str]) -> list[nn.Parameter]:
+    """Parameters of a module. Attributes are slow in `nn.Module`, and many hundred are read in every micro-step."""
+    own: dict[str, nn.Parameter] = module._parameters
+    try:
+        return [own[name] for name in names]
+    except KeyError:  # Parametrized ones are computed.
+        return [getattr(module, name) for name in names]
 
 
 def _without_parameters(module: nn.Module) -> Any:

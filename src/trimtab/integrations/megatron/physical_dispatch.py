@@ -25,15 +25,29 @@ class PlannedDispatcher:
     """Takes the place of a MoE layer's dispatcher: calls in planned and in balanced live micro-steps go to physical
     experts, others to Megatron's own.
 
+    Args:
+        layer: the layer in the session.
+        replay: what its router asks for experts.
+        num_slots: slots of a rank, S.
+        pg_collection: Megatron's process groups.
+        joins: see `MegatronRows.start`.
+
     Attributes:
         plain: Megatron's dispatcher.
         rows: the rows of the call to physical experts that runs now; None in other calls.
     """
 
-    def __init__(self, moe_layer: MoELayer, layer: FrameworkLayer, replay: Any, make_rows: Any) -> None:
+    def __init__(
+        self, moe_layer: MoELayer, layer: FrameworkLayer, replay: Any, num_slots: int, pg_collection: Any, joins: bool
+    ) -> None:
         self.plain = moe_layer.token_dispatcher
         self.rows: MegatronRows | None = None
-        self._layer, self._replay, self._make_rows, self._router = layer, replay, make_rows, moe_layer.router
+        self._layer, self._replay, self._router, self._joins = layer, replay, moe_layer.router, joins
+        self._physical = physical_dispatcher(moe_layer, num_slots, pg_collection)
+        # Without replicas the router's weights are in place, as there are no slots among the experts. DeepEP gets the
+        # ids of rows, and HybridEP compiles its kernels for each number of experts.
+        at_homes = physical_dispatcher(moe_layer, 0, pg_collection)
+        self._at_homes = at_homes if isinstance(at_homes, PhysicalAlltoAll) else None
         self._homes, self._places = layer.homes.places, layer.places()
         self._order = torch.from_numpy(self._places.by_position)
 
@@ -52,26 +66,38 @@ class PlannedDispatcher:
         self, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.rows = None
-        ids = self._replay.take_ids()
-        if ids is None and self._layer.is_balanced_now:
+        ids, routes = self._replay.take_ids(), self._layer.routes()
+        is_balanced = routes is not None and routes.is_balanced
+        if ids is None and is_balanced:
             raise RuntimeError(
                 f"MoE layer {self._layer.index}: its router did not ask router_replay for the plan's experts, in "
                 f"{_own_topk(self._router)}; let it call router_replay.get_replay_topk(), as Megatron's own does"
             )
+        if ids is None or routes is None or not is_balanced:
+            return self.plain.dispatch_preprocess(hidden, *self._by_position(routing_map, probs))
         problem = None
-        if ids is not None and self._layer.may_deviate:
+        if routes.may_deviate:
             ids, problem = _ids_of(routing_map, ids)
-        begun = None if ids is None else self._layer.begin(hidden, ids, problem)
-        if begun is None:
-            # Megatron's dispatcher numbers experts by rank and row.
-            if not self.places.are_first:
-                if self._order.device != routing_map.device:
-                    self._order = self._order.to(routing_map.device)
-                routing_map, probs = (each.index_select(1, self._order) for each in (routing_map, probs))
-            return self.plain.dispatch_preprocess(hidden, routing_map, probs)
-        hidden, layer_call = begun
-        self.rows, hidden, probs = self._make_rows(hidden, probs.gather(1, ids), layer_call)
+        hidden, layer_call = self._layer.begin(hidden, ids, routes, problem)
+        if layer_call.replicas.count or self._at_homes is None:
+            self.rows, hidden, probs = MegatronRows.start(
+                self._physical, self._joins, hidden, probs.gather(1, ids), layer_call
+            )
+        else:
+            # A router that changes its map after the plan's experts does not change the rows.
+            routing_map = torch.zeros_like(routing_map).scatter_(1, ids, value=True)
+            self._at_homes.layer_call = layer_call
+            self.rows = MegatronRows(self._at_homes, layer_call, self._joins)
+            hidden, probs = self._at_homes.dispatch_preprocess(hidden, *self._by_position(routing_map, probs))
         return hidden, probs
+
+    def _by_position(self, routing_map: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The router's map and weights `[T, E]` with experts in the order of rank and row, as Megatron numbers them."""
+        if self.places.are_first:
+            return routing_map, probs
+        if self._order.device != routing_map.device:
+            self._order = self._order.to(routing_map.device)
+        return routing_map.index_select(1, self._order), probs.index_select(1, self._order)
 
     def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> Any:
         return (self.rows or self.plain).token_dispatch(hidden, probs)
@@ -169,6 +195,8 @@ class MegatronRows:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         hidden, counts, probs = self._dispatcher.dispatch_postprocess(hidden, probs)
         homes, replicas = self.layer_call.layout.home_groups.counts, self.layer_call.layout.replica_groups.counts
+        if len(counts) == len(homes):
+            return hidden, counts, probs
         if self.are_joined or not self.layer_call.replicas.count:
             return hidden, counts[: len(homes) + len(replicas)], probs
         counts = counts[: len(homes)]
@@ -201,10 +229,12 @@ class PhysicalAlltoAll(MoEAlltoAllTokenDispatcher):
         layout = self.layer_call.layout
         self.num_out_tokens = layout.physical_ids.numel()
         self.input_splits, self.output_splits = layout.send_splits, layout.recv_splits
-        counts = torch.from_numpy(layout.arriving_RG)
+        counts_RG = layout.arriving_RG[:, : self.num_local_experts]
         # Fused kernels read the counts on the device.
-        self.num_global_tokens_per_local_expert = layout.arriving if self.config.moe_permute_fusion else counts
-        return counts.sum(dim=0)
+        on_device = layout.arriving if self.config.moe_permute_fusion else torch.from_numpy(counts_RG)
+        assert on_device is not None
+        self.num_global_tokens_per_local_expert = on_device[:, : self.num_local_experts]
+        return torch.from_numpy(counts_RG.sum(axis=0))
 
 
 class PhysicalFlex(MoEFlexTokenDispatcher):

@@ -46,16 +46,17 @@ class SessionReplay:
         """Scores and experts `[T, K]` of each token, as `RouterReplay.get_replay_topk`."""
         assert default_compute_topk is not None
         self._ids = None
-        if not self._is_replaying() or not self._layer.replays:
+        routes = self._layer.routes()
+        if routes is None or not routes.replays or not self._is_replaying():
             found: tuple[torch.Tensor, torch.Tensor]
             if self.plain is not None:
                 found = self.plain.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
             else:
                 found = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            if self._layer.balances_live:
+            if routes is not None and routes.live is not None:
                 self._ids = found[1].to(torch.int64)
             return found
-        ids = self._layer.recorded_ids(len(scores), topk)
+        ids = self._layer.recorded_ids(routes, len(scores), topk)
         if ids is None:
             with torch.no_grad():
                 _, live_ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)

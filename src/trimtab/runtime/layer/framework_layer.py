@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from trimtab.runtime.layer.binding import bind
 from trimtab.runtime.layer.layer import Leave, RoutedLayer, UseReplicas
 from trimtab.runtime.layer.layer_call import LayerCall
-from trimtab.runtime.layer.micro_step import Routing
+from trimtab.runtime.layer.micro_step import BoundRoutes
 from trimtab.runtime.ranks.recorder import BACKWARD, DISPATCH, OTHER
 from trimtab.runtime.state.expert_places import ExpertPlaces
 
@@ -29,56 +29,41 @@ class FrameworkLayer(RoutedLayer):
         """The places of experts now, with ranks in the order of the framework's group."""
         return self.homes.places.with_ranks_at(self._calls.topology.positions)
 
-    def recorded_ids(self, tokens: int, top_k: int) -> torch.Tensor | None:
-        """The recorded ids `[T, K]` int64 of a call now; None if it needs `route` with the router's choice.
+    def routes(self) -> BoundRoutes | None:
+        """The routes of a call now; None outside of micro-steps. See `LayerCalls.routes`."""
+        return self._calls.routes()
+
+    def recorded_ids(self, routes: BoundRoutes, tokens: int, top_k: int) -> torch.Tensor | None:
+        """The recorded ids `[T, K]` int64 of a call with these routes, which replay; None if it needs `route` with the
+        router's choice.
 
         That is in a step's first micro-step, where both are compared, and where routes are unknown.
         """
-        routes = self._calls.routes()
-        if routes is None or not routes.replays or routes.positions is not None or routes.index == 0:
+        if routes.positions is not None or routes.index == 0:
             return None
         tables = routes.tables_of(self.index)
         fits = tables.known_N is None and tables.recorded_NK.shape == (tokens, top_k)
         return tables.recorded_NK.to(torch.int64) if fits else None
 
-    @property
-    def balances_live(self) -> bool:
-        """Whether a call now is balanced from what the router chooses."""
-        routes = self._calls.routes()
-        return routes is not None and routes.routing is Routing.BALANCED
-
-    @property
-    def is_balanced_now(self) -> bool:
-        """Whether a call now has planned rows, or rows of a balanced live micro-step."""
-        routes = self._calls.routes()
-        return routes is not None and routes.routing in (Routing.PLANNED, Routing.BALANCED)
-
-    @property
-    def may_deviate(self) -> bool:
-        """Whether a call now may have other ids than `route` returned."""
-        routes = self._calls.routes()
-        return routes is not None and routes.may_deviate
-
     def begin(
-        self, hidden: torch.Tensor, expert_ids: torch.Tensor, problem: Exception | None = None
-    ) -> tuple[torch.Tensor, LayerCall] | None:
+        self, hidden: torch.Tensor, expert_ids: torch.Tensor, routes: BoundRoutes, problem: Exception | None = None
+    ) -> tuple[torch.Tensor, LayerCall]:
         """Start a call. Collective over the expert-parallel group if rows are unknown or may deviate, as in live
         micro-steps.
 
         Args:
             hidden: the layer's input, of any shape.
             expert_ids: `[T, K]`, as `route` returned them; in live micro-steps the router's choice.
+            routes: those of the call, which are balanced. With others the framework runs the layer as without a
+                session.
             problem: why the ids can't be used, if they may deviate; raised on all ranks.
 
         Returns:
-            `hidden` for the dispatch, and the call; None outside of planned and balanced live micro-steps, where the
-            framework runs the layer as without a session.
+            `hidden` for the dispatch, and the call.
         """
-        if not self.is_balanced_now:
-            return None
-        call = bind(self._calls, self.homes, expert_ids, self._calls.routes(), problem)
+        call = bind(self._calls, self.homes, expert_ids, routes, problem)
         call.begin_forward()
-        if torch.is_grad_enabled():
+        if call.has_graph and (call.replicas.count or call.is_recorded):
             hidden = _Enter.apply(hidden, call, *(self.homes.trained if call.replicas.count else ()))
         call.mark(DISPATCH)
         return hidden, call

@@ -164,6 +164,11 @@ class LayerCall:
         """`[n]` int64, rows of the micro-step's tokens in `hidden`; None for all rows."""
         return None if self.routes is None else self.routes.positions
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether activities are recorded."""
+        return self._recorder is not None
+
     def mark(self, activity: int, *, outside: bool = False) -> None:
         """Mark the start of an activity of this layer; recorded if a Recorder is active.
 
@@ -203,11 +208,14 @@ class LayerCall:
         self._stop_timer = start_timer(self.homes.device) if self._live is not None else None
 
     def end_forward(self) -> None:
-        """Call it when the layer's forward ends. Tensors of the layout that backward needs are saved in the graph."""
+        """Call it when the layer's forward ends. Tensors of the layout that backward needs are saved in the graph;
+        without replicas it needs no routes."""
         if self._stop_timer is not None and self.routes is not None and self.routes.live is not None:
             rows = sum(self.layout.send_splits)
             self.routes.live.balancer.forwarded(self.homes.index, self._stop_timer(), rows)
         self._layout = None
+        if not self.replicas.count:
+            self.routes = None
 
     def begin_backward(self) -> None:
         """Call it when the layer's backward begins: prefetches replicas.

@@ -133,6 +133,11 @@ class BoundRoutes:
         """Whether the plan is executed."""
         return self.routing is Routing.PLANNED
 
+    @property
+    def is_balanced(self) -> bool:
+        """Whether rows go to physical experts: those of the plan, or of a balanced live micro-step."""
+        return self.routing in (Routing.PLANNED, Routing.BALANCED)
+
     def tables_of(self, layer: int) -> LayerTables:
         """The tables of a layer of a micro-step with recorded routing."""
         assert self.tables is not None

@@ -184,10 +184,10 @@ class Lockstep:
     def _gather(self, row: Array, group: dist.ProcessGroup) -> Array:
         """The rows of all ranks of a group, `[ranks, ...]`."""
         mine = torch.from_numpy(row)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        self.wait(dist.all_gather(rows, mine, group=group, async_op=True).wait)
-        stacked: Array = torch.stack(rows).numpy()
-        return stacked
+        rows = mine.new_empty(dist.get_world_size(group) * len(mine))
+        self.wait(dist.all_gather_into_tensor(rows, mine, group=group, async_op=True).wait)
+        gathered: Array = rows.numpy().reshape(-1, len(row))
+        return gathered
 
     def wait(self, work: Callable[[], object]) -> None:
         """Run `work()` on another thread and wait for it; compare logs while it takes long.

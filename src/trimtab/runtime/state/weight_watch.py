@@ -30,8 +30,8 @@ from trimtab.runtime.state.parameter_checks import check_current_parameters
 # Elements of each tensor of an expert that `verify` compares.
 SAMPLES = 16
 
-Mark = tuple[int, int, int, bool]
-"""Storage, address and version of a parameter, and whether it is trained."""
+Marks = tuple[list[int], list[int], list[int], list[bool]]
+"""Of parameters: storages, addresses, versions, and whether they are trained."""
 
 
 class WeightWatch:
@@ -48,7 +48,7 @@ class WeightWatch:
     def __init__(self, layers: Sequence[HomeExperts], *, verify: bool) -> None:
         self._layers = layers
         self._verify = verify
-        self._marks: list[list[Mark]] = []
+        self._marks: list[Marks] = []
         # Keeps storages from being reused, so that marks are unique.
         self._storages: list[StorageWeakRef] = []
         self._steps = 0
@@ -69,8 +69,8 @@ class WeightWatch:
         if announced:
             trained = [parameter.requires_grad for layer in self._layers for parameter in layer.parameters]
         else:
-            marks = [_marks(layer) for layer in self._layers]
-            trained = [mark[3] for of_layer in marks for mark in of_layer]
+            marks = [_marks(layer.parameters) for layer in self._layers]
+            trained = [is_trained for of_layer in marks for is_trained in of_layer[3]]
             changed = marks != self._marks
         try:
             if changed:
@@ -84,16 +84,19 @@ class WeightWatch:
 
     def store(self) -> None:
         """Store the present state of the parameters, of which copies were just made."""
-        self._marks = [_marks(layer) for layer in self._layers]
-        self._storages = [StorageWeakRef(p.untyped_storage()) for layer in self._layers for p in layer.parameters]
+        parameters_L = [layer.parameters for layer in self._layers]
+        self._marks = [_marks(parameters) for parameters in parameters_L]
+        # Parameters may be parts of one buffer.
+        storages = {p.untyped_storage()._cdata: p for parameters in parameters_L for p in parameters}
+        self._storages = [StorageWeakRef(p.untyped_storage()) for p in storages.values()]
         self._steps = self.steps
         if self._verify:
             self._samples = [_samples(layer) for layer in self._layers]
 
     def check_unchanged(self, layer: HomeExperts) -> None:
         """Raises RuntimeError if a layer's parameters changed since copies of them were made."""
-        same = [mark[:3] for mark in _marks(layer)] == [mark[:3] for mark in self._marks[layer.index]]
-        if not same or self.steps != self._steps:
+        same = self.steps == self._steps and _marks(layer.parameters)[:3] == self._marks[layer.index][:3]
+        if not same:
             raise RuntimeError(
                 f"the expert parameters of MoE layer {layer.index} changed within a micro-step, or between its forward "
                 "and its backward; step optimizers, load and offload weights before or after"
@@ -113,11 +116,14 @@ class WeightWatch:
                     )
 
 
-def _marks(layer: HomeExperts) -> list[Mark]:
-    return [
-        (p.untyped_storage()._cdata, p.data_ptr(), -1 if p.is_inference() else p._version, p.requires_grad)
-        for p in layer.parameters
-    ]
+def _marks(parameters: Sequence[torch.nn.Parameter]) -> Marks:
+    """The marks now. A list of each kind takes less time than a tuple for each parameter: a layer has dozens."""
+    try:
+        versions = [p._version for p in parameters]
+    except RuntimeError:  # Tensors of inference mode have none.
+        versions = [-1 if p.is_inference() else p._version for p in parameters]
+    storages = [p.untyped_storage()._cdata for p in parameters]
+    return storages, [p.data_ptr() for p in parameters], versions, [p.requires_grad for p in parameters]
 
 
 def note_weights(layers: Iterable[HomeExperts]) -> None:
