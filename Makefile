@@ -121,8 +121,7 @@ lint: .venv/.ready  ## lint, format check and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: .venv/.ready  ## build the site into out/site
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+docs: .venv/.docs  ## build the site into out/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: .venv/.ready  ## reproduce the figures that README and docs quote (about two hours)
@@ -160,6 +159,10 @@ LOCK = .ci/lock-$(shell $(PYTHON) -c 'import platform, sys; print(sys.implementa
 	  echo "$(LOCK) is missing, or the index has other files: packages are installed without hashes" >&2 && \
 	  $(PIP_INSTALL) -c constraints.txt hatchling editables; }
 	$(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[train,dev]'
+	touch $@
+
+.venv/.docs: .venv/.ready
+	$(PIP_INSTALL) -c constraints.txt -e '.[docs]'
 	touch $@
 
 # verl asks for versions of its own; what its trainer imports is added to the packages of .venv.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
@@ -92,15 +93,15 @@ def signal_and_wait(process: subprocess.Popen[bytes], number: signal.Signals) ->
     wait_for(lambda: [process.pid] * (is_suspended(process.pid) == (number == signal.SIGSTOP)), 1)
 
 
-def test_the_first_to_raise_does_not_depend_on_the_clock(tmp_path: Path) -> None:
+def test_the_first_to_raise_does_not_depend_on_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not where ranks report in files, whose times are those of a clock that may be set."""
     reported = []
     for number in range(2):
         file, before = tmp_path / f"{number}.json", time.monotonic()
-        program = "from trimtab.launch import launcher; launcher._exit_with_error(ValueError('wrong'))"
-        environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(file)}
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
-        assert done.returncode == 1
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        with process_of(lambda: launcher._exit_with_error(ValueError("wrong"))) as failing:
+            failing.join()
+        assert failing.exitcode == 1
         report = read_error_file(file)
         assert report is not None
         assert before <= report.time <= time.monotonic()
@@ -164,19 +165,21 @@ class SlowArgument:
 
 
 @contextmanager
-def program(folder: Path, *lines: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of its own session that runs lines with the functions of this file."""
-    file = folder / "program.py"
-    lines = ("if __name__ == '__main__':", *(f"    {line}" for line in lines), "")
-    file.write_text("\n".join((Path(__file__).read_text(), *lines)))
-    with (folder / "output").open("wb") as output:
-        process = subprocess.Popen([sys.executable, str(file)], start_new_session=True, stderr=output)
+def process_of(function: Callable[[], None]) -> Iterator[ForkProcess]:
+    """A process of its own session that calls a function."""
+
+    def lead_a_session() -> None:
+        os.setsid()
+        function()
+
+    process = multiprocessing.get_context("fork").Process(target=lead_a_session)
+    process.start()
     try:
         yield process
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
 
 
 def ranks_with_a_segment(name: str) -> list[int]:
@@ -184,15 +187,15 @@ def ranks_with_a_segment(name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("when", ["it starts", "a rank is suspended"])
-def test_ranks_end_with_a_launcher_that_is_killed(when: str, tmp_path: Path) -> None:
+def test_ranks_end_with_a_launcher_that_is_killed(when: str) -> None:
     name = f"test-{os.getpid()}"
-    argument = f"SlowArgument({name!r})" if when == "it starts" else repr(name)
-    with program(tmp_path, f"launch(block_forever, ({argument},), ranks=2)") as launcher:
+    argument = SlowArgument(name) if when == "it starts" else name
+    with process_of(lambda: launch(block_forever, (argument,), ranks=2)) as running:
         ranks = wait_for(lambda: ranks_with_a_segment(name), 2)
         if when == "a rank is suspended":
             os.kill(ranks[1], signal.SIGSTOP)
-        launcher.kill()
-        launcher.wait()
+        running.kill()
+        running.join()
         wait_for(lambda: [rank for rank in ranks if not Path(f"/proc/{rank}").exists()], 2)
         assert not list(SHARED_MEMORY.glob(f"trimtab-*-{name}"))
 
@@ -204,16 +207,18 @@ def exchange_for_seconds(name: str) -> None:
         time.sleep(0.05)
 
 
-def test_time_in_which_the_whole_run_is_suspended_does_not_count(tmp_path: Path) -> None:
+def test_time_in_which_the_whole_run_is_suspended_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by Ctrl-Z."""
     name = f"test-{os.getpid()}"
-    lines = "launcher.TIMEOUT = timedelta(seconds=1)", f"launch(exchange_for_seconds, ({name!r},), ranks=2)"
-    with program(tmp_path, *lines) as launcher:
+    monkeypatch.setattr(launcher, "TIMEOUT", timedelta(seconds=1))
+    with process_of(lambda: launch(exchange_for_seconds, (name,), ranks=2)) as running:
         wait_for(lambda: ranks_with_a_segment(name), 2)
-        os.killpg(launcher.pid, signal.SIGSTOP)
+        assert running.pid is not None
+        os.killpg(running.pid, signal.SIGSTOP)
         time.sleep(3)
-        os.killpg(launcher.pid, signal.SIGCONT)
-        assert launcher.wait(60) == 0
+        os.killpg(running.pid, signal.SIGCONT)
+        running.join(60)
+        assert running.exitcode == 0
 
 
 def wait_for(find: Callable[[], list[int]], count: int) -> list[int]:
