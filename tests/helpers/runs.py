@@ -55,9 +55,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def of_mode(mode: str, warm_start_steps: int) -> dict[str, Any]:
+def of_mode(mode: str) -> dict[str, Any]:
     """Settings of a small run in a mode of `MODES`, with a checkpoint after each step."""
-    given = {"warm_start_steps": warm_start_steps, "held_out": 8, "problems": 8, "samples": 16, "token_budget": 256}
+    given = {"warm_start_steps": 40, "held_out": 8, "problems": 8, "samples": 16, "token_budget": 256}
     return {**given, "compare_pairs": 0, "save_every": 1, **MODES[mode]}
 
 

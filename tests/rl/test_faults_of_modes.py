@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import random
-import shutil
 import signal
 import threading
 import time
@@ -24,7 +23,7 @@ import torch.distributed as dist
 
 from helpers.examples import examples
 from helpers.rank_pool import on_ranks
-from helpers.runs import MODES, assert_same_run, metrics_of, of_mode, open_responses, save_tiny_model, stopped_after
+from helpers.runs import MODES, assert_same_run, metrics_of, of_mode, open_responses, stopped_after
 from trimtab.planner import Placement
 from trimtab.rl.checkpoint import last_checkpoint
 from trimtab.rl.config import TrainConfig, resumed
@@ -41,7 +40,7 @@ def config_of(mode: str, folder: Path, out: Path) -> TrainConfig:
     """Of a new run, or of the one that is stopped in `out`."""
     if (out / "settings.json").exists():
         return resumed(out, {})[0]
-    return TrainConfig(out=out, model=folder / "model", steps=STEPS, **of_mode(mode, warm_start_steps=2))
+    return TrainConfig(out=out, model=folder / "model", steps=STEPS, **of_mode(mode))
 
 
 def train(config: TrainConfig) -> float:
@@ -49,18 +48,6 @@ def train(config: TrainConfig) -> float:
     start = time.process_time()
     run_training(config)
     return time.process_time() - start
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model that solves some problems, so that runs need hardly any warm start."""
-    folder = tmp_path_factory.mktemp("faults")
-    save_tiny_model(folder / "random")
-    (folder / "warm").mkdir()
-    first = TrainConfig(out=folder / "warm", model=folder / "random", steps=1, **of_mode("plan", warm_start_steps=40))
-    on_ranks(train, (first,), ranks=2)
-    shutil.copytree(folder / "warm" / "checkpoints" / "step-00000", folder / "model")
-    return folder
 
 
 @pytest.fixture(scope="module")
