@@ -208,13 +208,14 @@ class LayerCall:
         self._stop_timer = start_timer(self.homes.device) if self._live is not None else None
 
     def end_forward(self) -> None:
-        """Call it when the layer's forward ends. Tensors of the layout that backward needs are saved in the graph;
-        without replicas it needs no routes."""
+        """Call it when the layer's forward ends. Tensors of the layout that backward needs are saved in the graph.
+        A planned call without replicas needs no routes there; a live one is found by its routes when it is recomputed.
+        """
         if self._stop_timer is not None and self.routes is not None and self.routes.live is not None:
             rows = sum(self.layout.send_splits)
             self.routes.live.balancer.forwarded(self.homes.index, self._stop_timer(), rows)
         self._layout = None
-        if not self.replicas.count:
+        if self._live is None and not self.replicas.count:
             self.routes = None
 
     def begin_backward(self) -> None:
