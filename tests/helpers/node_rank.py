@@ -1,4 +1,4 @@
-"""One rank of a small job on several nodes: `node_rank.py report FILE`, or `node_rank.py one_raises MESSAGE`."""
+"""One rank of a small job on several nodes: `node_rank.py report FILE`, or `node_rank.py one_raises ERROR`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trimtab.errors import InputError
 from trimtab.launch import launch
 
 MEBIBYTE = 1 << 20
@@ -68,9 +69,9 @@ def seconds_of(send: Callable[[], object]) -> float:
     return seconds
 
 
-def one_raises(message: str) -> None:
+def one_raises(kind: str) -> None:
     if dist.get_rank() == 3:
-        raise ArithmeticError(message)
+        raise {"ArithmeticError": ArithmeticError, "InputError": InputError}[kind]("broken on purpose")
     dist.all_reduce(torch.ones(1))
 
 

@@ -174,11 +174,13 @@ def process_of(function: Callable[[], None]) -> Iterator[ForkProcess]:
 
     process = multiprocessing.get_context("fork").Process(target=lead_a_session)
     process.start()
+    assert process.pid is not None
     try:
         yield process
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
 
 

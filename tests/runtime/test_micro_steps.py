@@ -56,7 +56,7 @@ def test_memory_does_not_grow_with_micro_steps() -> None:
     """Memory of layers is freed, also if the loop keeps losses and micro-steps."""
     session, model = make_session()
     rng = np.random.default_rng(torch.distributed.get_rank())
-    count, tokens = 36, torch.zeros(64, dtype=torch.int64)
+    count, tokens = 60, torch.zeros(64, dtype=torch.int64)
     session.plan_micro_steps([random_rows(rng, 64) for _ in range(count)])
     steps, losses, after = [session.micro_step(m) for m in range(count)], [], []
     for m, step in enumerate(steps):

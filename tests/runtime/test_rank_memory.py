@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from helpers import late_device
 from helpers.equality import relative_error
-from helpers.examples import examples
 from helpers.moe_model import TinyMoE
 from helpers.planned_steps import Step, make, rows_of
 from helpers.random_plans import random_plan
@@ -23,7 +22,7 @@ from helpers.rank_tests import runs_on_ranks
 from trimtab.runtime.plan_report import RankMemory
 from trimtab.runtime.rank_experts import RankExperts
 
-ROUNDS = examples(short=8, long=20)
+ROUNDS = 20
 
 
 def in_use(memory: RankMemory) -> dict[str, int]:
@@ -48,7 +47,6 @@ def compare(model: TinyMoE, whole: TinyMoE, homes: list[int], tolerance: float) 
         assert relative_error(mine.grad, wanted) < tolerance
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
 @runs_on_ranks(4)
 def test_rounds_of_sleep_plan_and_training_keep_nothing(compute_dtype: torch.dtype | None) -> None:

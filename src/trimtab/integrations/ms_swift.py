@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trimtab.errors import InputError
-from trimtab.integrations.dry_replay import UNREAD, DryReplayPlugin, with_result
+from trimtab.integrations.dry_replay import UNREAD, DryReplayPlugin
 from trimtab.integrations.framework_options import (
     MS_SWIFT,
     MS_SWIFT_RAY,
@@ -24,6 +24,7 @@ from trimtab.integrations.framework_options import (
     refused,
 )
 from trimtab.integrations.schedule import innermost
+from trimtab.integrations.schedule_plugin import with_result
 from trimtab.launch.launcher import LAUNCH_ORDER
 
 PLUGIN_FILE = Path(__file__).parent / "external_plugin" / "trimtab_ms_swift.py"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import reduce
 from importlib import import_module
@@ -13,10 +13,10 @@ import torch
 
 from trimtab.errors import InputError
 from trimtab.framework_names import check_names
-from trimtab.integrations.dry_replay import DryReplayPlugin, with_result
 from trimtab.integrations.framework_options import megatron_refusals, raise_first, refused, wrong_mode
 from trimtab.integrations.routers import asks_router_replay
 from trimtab.integrations.schedule import MicroBatchRoutes
+from trimtab.integrations.schedule_plugin import SchedulePlugin, with_result
 
 if TYPE_CHECKING:
     from trimtab.integrations.megatron import MegatronSession
@@ -27,7 +27,7 @@ _UNPLANNED = (None, "fallthrough", "record")
 _PLANNED = ("replay_forward", "replay_backward")
 
 
-class ReplayPlugin(DryReplayPlugin, ABC):
+class ReplayPlugin(SchedulePlugin):
     """A framework whose routers have queues of recorded ids: `router.routing_replay.top_indices_list`, an entry
     `[n, K]` for every micro-batch of the rollout, `forward_index` for the next forward, and `backward_index` for the
     next recomputation in a backward.

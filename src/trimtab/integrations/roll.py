@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from trimtab.errors import InputError
-from trimtab.integrations.dry_replay import UNREAD, DryReplayPlugin, with_result
+from trimtab.integrations.dry_replay import UNREAD, DryReplayPlugin
 from trimtab.integrations.framework_options import ROLL, ROLL_REPLAY
 from trimtab.integrations.schedule import innermost
+from trimtab.integrations.schedule_plugin import with_result
 
 WORKERS = {
     "ActorWorker": "roll.pipeline.rlvr.actor_worker",

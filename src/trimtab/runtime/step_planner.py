@@ -143,14 +143,14 @@ class SessionPlanner:
                 lambda micro_steps, layers: [of_group.counts_MLE[np.ix_(micro_steps, layers)]],
                 leaders.gather,
             )  # fmt: skip
+            if self.mode in ("static", "off"):
+                return self._static(loads, [of_group], schedule, placement)
             ahead = PlannedAhead()
             if in_rollout is not None:
                 tokens = sum(leaders.gather([int(lengths.sum())]))
                 # The first data rank has planned ahead.
                 ahead = leaders.gather([in_rollout.result(placement, tokens)])[0]
-            planned = self._with_schedule(
-                loads, [of_group], schedule, placement, ahead=ahead.planned, may_move=may_move, sliced=sliced
-            )
+            planned = self._with_schedule(loads, schedule, placement, ahead, may_move, sliced=sliced)
             if len(set(leaders.gather([digest(planned.placement.home)]))) > 1:
                 raise RuntimeError("the planners of the expert-parallel groups have chosen different homes")
             return ahead.credited(planned)
@@ -221,10 +221,12 @@ class SessionPlanner:
         packed = pack_by_length(
             sequences.lengths, num_ranks=self.topology.num_data_ranks, token_budget=token_budget, mini_batch=mini_batch
         )
-        parts = (packed.of_group(group, ranks) for group in range(groups))
-        by_expert_G = [ExpertLoads.from_sequences(sequences.select(mine), part) for mine, part in parts]
         loads = StepLoads.of_sequences(sequences, packed, ranks)
-        return self._with_schedule(loads, by_expert_G, packed, placement, may_move=may_move, sliced=False)
+        if self.mode in ("static", "off"):
+            parts = (packed.of_group(group, ranks) for group in range(groups))
+            by_expert = [ExpertLoads.from_sequences(sequences.select(mine), part) for mine, part in parts]
+            return self._static(loads, by_expert, packed, placement)
+        return self._with_schedule(loads, packed, placement, PlannedAhead(), may_move, sliced=False)
 
     def plan_ahead(
         self, sequences: SequenceCounts, placement: Placement, *, token_budget: int, may_move: bool
@@ -255,28 +257,17 @@ class SessionPlanner:
     def _with_schedule(
         self,
         loads: StepLoads,
-        by_expert_G: Sequence[ExpertLoads],
         schedule: Schedule,
         placement: Placement,
-        *,
-        ahead: PlannedStep | None = None,
+        ahead: PlannedAhead,
         may_move: bool,
+        *,
         sliced: bool,
     ) -> PlannedStep:
-        """Plans of the groups that are planned here; in modes `static` and `off` without replicas, at the homes at the
-        start or at the present ones."""
-        if self.mode not in ("static", "off"):
-            options = self._options(may_move=may_move, sliced=sliced)
-            return plan_schedule(loads, schedule, placement, self.cluster, ahead=ahead, **options)
-        if self.mode == "static":
-            placement = self.topology.initial_placement(*placement.home.shape)
-        plans = tuple(
-            plan_homes(by_expert, part, placement, self.cluster, self.settings)
-            for by_expert, part in zip(by_expert_G, loads.schedules, strict=True)
-        )
-        pairs = zip(plans, by_expert_G, strict=True)
-        ratios = loads.gather([max_over_mean(plan.rank_loads(by_expert)) for plan, by_expert in pairs])
-        return PlannedStep(schedule, plans, max_vio_before=float(np.mean(ratios) - 1))
+        return plan_schedule(
+            loads, schedule, placement, self.cluster, ahead=ahead.planned,
+            **self._options(may_move=may_move, sliced=sliced),
+        )  # fmt: skip
 
     def _options(self, *, may_move: bool, sliced: bool) -> dict[str, Any]:
         """Arguments of all calls of the planner."""
@@ -288,6 +279,20 @@ class SessionPlanner:
             "may_move": may_move,
             "sliced": sliced,
         }
+
+    def _static(
+        self, loads: StepLoads, by_expert_G: Sequence[ExpertLoads], schedule: Schedule, placement: Placement
+    ) -> PlannedStep:
+        """Plans without replicas, at the homes at the start or at the present ones."""
+        if self.mode == "static":
+            placement = self.topology.initial_placement(*placement.home.shape)
+        plans = tuple(
+            plan_homes(by_expert, part, placement, self.cluster, self.settings)
+            for by_expert, part in zip(by_expert_G, loads.schedules, strict=True)
+        )
+        pairs = zip(plans, by_expert_G, strict=True)
+        ratios = loads.gather([max_over_mean(plan.rank_loads(by_expert)) for plan, by_expert in pairs])
+        return PlannedStep(schedule, plans, max_vio_before=float(np.mean(ratios) - 1))
 
 
 def default_rates(device: torch.device) -> ClusterSpec:

@@ -46,8 +46,8 @@ class PlannedDispatcher:
         self._physical = physical_dispatcher(moe_layer, num_slots, pg_collection)
         # Without replicas the router's weights are in place, as there are no slots among the experts. DeepEP gets the
         # ids of rows, and HybridEP compiles its kernels for each number of experts.
-        at_homes = physical_dispatcher(moe_layer, 0, pg_collection)
-        self._at_homes = at_homes if isinstance(at_homes, PhysicalAlltoAll) else None
+        is_alltoall = isinstance(self._physical, PhysicalAlltoAll)
+        self._at_homes = physical_dispatcher(moe_layer, 0, pg_collection) if is_alltoall else None
         self._homes, self._places = layer.homes.places, layer.places()
         self._order = torch.from_numpy(self._places.by_position)
 
