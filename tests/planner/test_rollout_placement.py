@@ -197,6 +197,9 @@ def test_a_session_writes_the_map_of_all_ranks(tmp_path: Path) -> None:
     step.apply(session)
     with pytest.raises(InputError, match=r"folder\.json"):
         session.sync_placement(2)
+    no_space = mock.patch.object(RolloutPlacement, "sync", side_effect=OSError("no space left"))
+    with no_space, pytest.raises((OSError, RuntimeError), match="no space left"):
+        session.sync_placement(2)
     session.rollout_placement.path = tmp_path / "map.json"
     assert bool(session.sync_placement(2)) == (dist.get_rank() == 0)
     # Ranks that don't agree raise in place of a hang.

@@ -43,6 +43,8 @@ def test_differences_have_a_sign_and_a_unit() -> None:
     rows = {row.name: row.cells for row in figures_table(report.comparison).rows}
     assert rows["cost of imbalance, of a step"] == ("25.0%", "15.6%", "-9.4 points")
     assert rows["cost of imbalance, seconds"] == ("500 ms", "250 ms", "-250 ms")
+    assert rows["step with contiguous homes"] == ("2.00 s", "1.60 s", "-0.40 s")
+    assert rows["max_vio, mean"][0] == f"{first.total.max_vio.mean:.3f}"
     assert rows["micro-steps"] == ("12", "8", "-4")
     assert rows["tokens"] == ("24,576", "16,384", "-8,192")
     assert report.answer.startswith("Imbalance costs 25.0% of a step in A and 15.6% in B (-9.4 points).")
