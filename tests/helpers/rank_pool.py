@@ -64,7 +64,8 @@ class RankPool:
                 try:
                     values[rank], problem = waiting.pop(rank).recv()
                 except EOFError:
-                    problem = "ended"
+                    self._processes[rank].join(1)
+                    problem = f"ended with status {self._processes[rank].exitcode}"
                 if problem:
                     problems.append(f"rank {rank}, {function.__name__}{args}: {problem}")
                     # Ranks that wait for a failed rank do not answer.
