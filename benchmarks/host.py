@@ -1,15 +1,18 @@
 """`python -m benchmarks.host`: processor time that planning costs the training thread in Megatron's MoE layers.
 
 Steps of Megatron alone and planned ones, in turns, with one rank, one token and a hidden size of 8, so that nearly all
-time is that of Python and of starting operations. Experts are Megatron's `SequentialMLP`, 16 on the rank, on the CPU.
+time is that of Python and of starting operations. The rank has 16 experts: a `TEGroupedMLP`, whose products are one
+operation of torch on the CPU, or a `SequentialMLP`. Routing is replayed, and balanced, so that there are no replicas.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch._C._distributed_c10d import HashStore
 
+from benchmarks.grouped_linear import GroupedLinear
 from benchmarks.harness import Figures, main
 from benchmarks.tables import Columns, figure_table
 from trimtab.calibration.alternating_rounds import alternate, median_with_interval
@@ -31,39 +35,49 @@ SLOTS = 2
 
 def add_to(parser: Parser) -> None:
     """Add the options."""
-    add_options(parser, "--layers", type=positive, default=48)
-    add_options(parser, "--micro-batches", type=positive, default=4, help="micro-batches of a step")
-    add_options(parser, "--rounds", default=20)
+    option = partial(add_options, parser, of=run_benchmark)
+    option("--layers", type=positive, nargs="+", help="numbers of MoE layers")
+    option("--micro-batches", type=positive, help="micro-batches of a step")
+    option("--rounds")
 
 
-def run_benchmark(layers: int, micro_batches: int, rounds: int) -> Figures:
-    """Time steps: forward and backward of all micro-batches; planned ones with their planning.
+def run_benchmark(layers: Sequence[int] = (2, 8, 48), micro_batches: int = 4, rounds: int = 20) -> Figures:
+    """Time steps: forward and backward of all micro-batches; planned ones with their planning, which is also timed.
 
     Args:
-        layers: MoE layers; they have no attention between them.
+        layers: numbers of MoE layers; they have no attention between them.
         micro_batches: of a step.
         rounds: timed steps of each kind.
     """
     with _one_rank():
-        case = LayerCase(MODEL, 1, 1.0, layers=layers, micro_batches=micro_batches)
-        plain, planned = MegatronLayers(case), MegatronLayers(case)
-        session = planned.balance(SLOTS)
-        (routing,) = case.routing(1, 0)
-        ids = [torch.from_numpy(ids.transpose(1, 0, 2).astype("int64")) for ids in routing]
-        steps = {
-            "plain": partial(_timed, plain, partial(plain.step_with_replay, ids)),
-            "planned": partial(_timed, planned, partial(planned.planned_step, session, routing)),
-        }
-        seconds = alternate(steps, rounds, progress="bench host")
-        session.remove()
-    passes = layers * micro_batches
+        cases = [
+            _run_case(LayerCase(MODEL, 1, 1.0, layers=number, micro_batches=micro_batches), linear, rounds)
+            for linear in (GroupedLinear, None)
+            for number in layers
+        ]
+    return {"schema": "trimtab-bench-host-2", "micro_batches": micro_batches, "rounds": rounds, "cases": cases}
+
+
+def _run_case(case: LayerCase, linear: type[GroupedLinear] | None, rounds: int) -> Figures:
+    plain, planned = MegatronLayers(case, linear), MegatronLayers(case, linear)
+    session = planned.balance(SLOTS)
+    (routing,) = case.routing(1, 0)
+    ids = [torch.from_numpy(ids.transpose(1, 0, 2).astype("int64")) for ids in routing]
+    steps = {
+        "plain": partial(_timed, plain, partial(plain.step_with_replay, ids)),
+        "planned": partial(_timed, planned, partial(planned.planned_step, session, routing)),
+    }
+    planning_s: list[float] = []
+    with mock.patch.object(session, "plan", partial(_timed_plan, session.plan, planning_s)):
+        seconds = alternate(steps, rounds, progress=f"bench host, {plain.engine}, {case.layers} layers")
+    session.remove()
     ratio, interval = median_with_interval(np.divide(seconds["planned"], seconds["plain"]).tolist())
+    seconds["planning"] = planning_s[-rounds:]
+    micro_batch_ms = {name: float(np.median(of_step)) / case.micro_batches * 1e3 for name, of_step in seconds.items()}
     return {
-        "schema": "trimtab-bench-host-1",
-        "layers": layers,
-        "micro_batches": micro_batches,
-        "rounds": rounds,
-        "layer_ms": {name: float(np.median(of_step)) / passes * 1e3 for name, of_step in seconds.items()},
+        "experts": plain.engine,
+        "layers": case.layers,
+        "micro_batch_ms": micro_batch_ms,
         "ratio": ratio,
         "ratio_interval": interval,
         "step_s": seconds,
@@ -76,6 +90,13 @@ def _timed(layers: MegatronLayers, step: Callable[[], None]) -> float:
     start = time.thread_time()
     step()
     return time.thread_time() - start
+
+
+def _timed_plan(plan: Callable[..., Any], seconds: list[float], *arguments: Any, **options: Any) -> Any:
+    start = time.thread_time()
+    report = plan(*arguments, **options)
+    seconds.append(time.thread_time() - start)
+    return report
 
 
 @contextmanager
@@ -91,12 +112,16 @@ def _one_rank() -> Iterator[None]:
 
 def print_figures(figures: Figures, console: Console) -> None:
     """Print the figures as a table."""
-    sizes = f"{figures['layers']} MoE layers, {figures['micro_batches']} micro-batches"
-    title = f"processor time of forward and backward, {sizes}"
-    columns: Columns = {"step": "{name}", "ms a layer and micro-batch": "{ms:.2f}"}
-    console.print(figure_table(title, columns, [{"name": name, "ms": ms} for name, ms in figures["layer_ms"].items()]))
-    low, high = figures["ratio_interval"]
-    console.print(f"planned over plain: {figures['ratio']:.2f} ({low:.2f} to {high:.2f})")
+    rows = [
+        {**case, **case["micro_batch_ms"], "low": case["ratio_interval"][0], "high": case["ratio_interval"][1]}
+        for case in figures["cases"]
+    ]
+    columns: Columns = {
+        "experts": "{experts}", "layers": "{layers}", "plain": "{plain:.2f} ms", "planned": "{planned:.2f} ms",
+        "of it planning": "{planning:.2f} ms", "planned / plain": "{ratio:.2f}",
+        "95% interval": "{low:.2f} to {high:.2f}",
+    }  # fmt: skip
+    console.print(figure_table("Processor time of a micro-batch, forward and backward", columns, rows))
 
 
 if __name__ == "__main__":

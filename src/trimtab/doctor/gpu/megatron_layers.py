@@ -16,10 +16,12 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trimtab.array_type import Array
@@ -104,19 +106,26 @@ class MegatronLayers:
     Two of the same case have equal weights. Transformer Engine computes experts and merges their gradients, if it is
     installed; else one MLP after the other.
 
+    Args:
+        grouped_linear: takes the place of Transformer Engine's class, which need not be installed then.
+
     Attributes:
         ddp: the model.
         engine: what computes experts.
     """
 
-    def __init__(self, case: LayerCase) -> None:
+    def __init__(self, case: LayerCase, grouped_linear: type[torch.nn.Module] | None = None) -> None:
         self._case, device = case, this_device()
         has_engine = device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
-        self.engine = "TEGroupedMLP" if has_engine else "SequentialMLP"
+        self.engine = "TEGroupedMLP" if has_engine or grouped_linear else "SequentialMLP"
         model_parallel_cuda_manual_seed(0)
         torch.manual_seed(0)
         config = _config(case, has_engine)
         spec = get_moe_module_spec(has_engine, case.model.num_experts, moe_grouped_gemm=has_engine)
+        if grouped_linear:
+            spec.submodules.experts = ModuleSpec(
+                TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=grouped_linear, linear_fc2=grouped_linear)
+            )
         stack = _Stack(config, spec, case.layers).to(device)
         self.ddp: Any = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), stack)
         config.no_sync_func = self.ddp.no_sync

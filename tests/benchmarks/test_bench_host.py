@@ -1,0 +1,59 @@
+"""`benchmarks.host`, and its grouped product against one product after the other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.grouped_linear import GroupedLinear
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_grouped_products() -> None:
+    """Some experts have no rows; gradients of weights are added to what is in `main_grad`."""
+    torch.manual_seed(0)
+    config = SimpleNamespace(params_dtype=torch.float32, expert_model_parallel_size=1)
+    linear = GroupedLinear(4, 8, 16, config=config, init_method=torch.nn.init.normal_)
+    weights = list(linear.parameters())
+    for weight in weights:
+        weight.main_grad = torch.ones(16, 8)  # type: ignore[attr-defined]
+    counts = [3, 0, 1, 5]
+    rows = torch.randn(9, 8, requires_grad=True)
+    output, biases = linear(rows, counts)
+    assert biases is None
+    again = [weight.detach().double().requires_grad_() for weight in weights]
+    rows_again = rows.detach().double().requires_grad_()
+    expected = torch.cat([part @ weight.T for part, weight in zip(rows_again.split(counts), again, strict=True)])
+    torch.testing.assert_close(output, expected.float())
+    factors = torch.randn_like(output)
+    (output * factors).sum().backward()
+    (expected * factors).sum().backward()
+    assert rows.grad is not None
+    assert rows_again.grad is not None
+    torch.testing.assert_close(rows.grad, rows_again.grad.float())
+    for weight, like in zip(weights, again, strict=True):
+        assert like.grad is not None
+        torch.testing.assert_close(weight.main_grad, (1 + like.grad).float())  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_figures(tmp_path: Path) -> None:
+    words = ["--layers", "1", "2", "--micro-batches", "2", "--rounds", "2", "--json"]
+    command = [sys.executable, "-m", "benchmarks.host", *words, str(tmp_path / "host.json")]
+    subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    cases = json.loads((tmp_path / "host.json").read_text())["cases"]
+    assert [(case["experts"], case["layers"]) for case in cases] == [
+        (experts, layers) for experts in ("TEGroupedMLP", "SequentialMLP") for layers in (1, 2)
+    ]
+    for case in cases:
+        assert {name: len(seconds) for name, seconds in case["step_s"].items()} == dict.fromkeys(
+            ("plain", "planned", "planning"), 2
+        )
+        assert 0 < case["micro_batch_ms"]["planning"] < case["micro_batch_ms"]["planned"]
