@@ -115,3 +115,4 @@ def test_figures_are_finite_for_random_traces(seed: int, micro_steps: int, layer
     text = " ".join((answer(analysis), layers_summary(analysis), *notes(analysis)))
     assert "nan" not in text
     assert text.startswith("On " if ranks > 1 else "One rank")
+    assert ("Permuted ids" in text) == (ranks > 1)

@@ -106,6 +106,8 @@ def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
         (["trace", "synth", "spike", "-o", "{folder}/new", "--sequences", "1000000000"], "32.8 TB of expert ids"),
         (["plan", "{trace}", "--ranks", "two"], "'two' should be a whole number of at least 1"),
         (["plan", "{trace}", "--ranks", "2", "--step", "99999999999"], "99999999999 is too large; it should be at"),
+        (["plan", "{trace}", "--ranks", "2", "--step", "2147483648"], "should be at most 2147483647"),
+        (["plan", "{trace}", "--ranks", "2", "--step", "2147483647"], "no step 2147483647; it has"),
         (["plan", "{trace}", "--ranks", "2", "--slots", "4097"], "slots per rank is 4097; it should be from 0 to 4096"),
         (["plan", "{trace}", "--ranks", "2", "-o", "{folder}/" + "a" * 300], "File name too long"),
         (["plan", "{trace}", "--ranks", "2", "--model", "{config}", "--set", "hidden_size=wide"], "hidden_size"),

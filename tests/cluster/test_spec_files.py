@@ -128,6 +128,7 @@ def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
         ('value = 1e-6\nsource = "assumed"', "value = 1e-6\nsource = 3", "copy_s has no source"),
         ("value = 128", "value = 128.0", "tile_rows: value should be a whole number from 1"),
         ("value = 128", "value = 0", "tile_rows: value should be a whole number from 1"),
+        ("value = 128", "value = 1_048_577", "tile_rows: value should be a whole number from 1 to 1,048,576"),
         ("value = 128", "value = 0x" + "f" * 5000, "tile_rows: value should be a whole number from 1"),
         ("value = 4e14", "value = 400", "expert_flops is 400.0; it should be 1,000,000 or more"),
         ("value = 4e14", "value = nan", "expert_flops is nan"),

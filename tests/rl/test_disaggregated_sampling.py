@@ -92,7 +92,7 @@ def train_both(folder: Path, attention: int, experts: int, micro_batches: int, m
         assert any(m["grad_norm"] > 0 for m in metrics[0])
         for one, other in zip(*metrics, strict=True):
             assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
-            assert other["rollout/expert_max_vio"] >= 0
+            assert 0 <= other["rollout/expert_max_vio"] <= experts - 1
         remote = trainers[1]._remote
         assert remote is not None
         assert (sum(m["rollout/replaced_experts"] for m in metrics[1]) > 0) == (experts > 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -157,6 +158,25 @@ def test_a_failure_ahead_is_told_and_the_step_is_planned_at_once() -> None:
         assert counted == [15, 21]
         tells = where is SessionPlanner and dist.get_rank() == 0
         assert ["no memory" in warning for warning in warnings] == [True] * tells
+
+
+@runs_on_ranks()
+def test_suspension_waits_for_what_is_planned_ahead() -> None:
+    """Its messages go through groups that suspension drops."""
+    trace, session = rank_trace(), make_session()
+    plain, ended = SessionPlanner.plan_ahead, []
+
+    def slowly(*args: Any, **options: Any) -> PlannedStep:
+        time.sleep(0.3)
+        planned = plain(*args, **options)
+        ended.append(planned)
+        return planned
+
+    with mock.patch.object(SessionPlanner, "plan_ahead", slowly):
+        session.plan_ahead(trace, token_budget=BUDGET)
+        session.suspend()
+        assert len(ended) == (dist.get_rank() == 0)
+    assert plan(session, trace, []).known_ahead == 0.0
 
 
 @runs_on_ranks()
