@@ -175,6 +175,10 @@ def test_bad_outputs_are_found_before_planning(
     assert [path.name for path in tmp_path.iterdir()] == ["trace.parquet"]
 
 
+def test_a_device_may_be_an_output(trace: str) -> None:
+    assert main(["-q", "plan", trace, "--ranks", "4", "--json", "/dev/null"]) == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "level", "notes"),
     [

@@ -7,6 +7,7 @@ from html import escape
 from io import StringIO
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from helpers.reports import EVIL, some_policies
@@ -39,6 +40,15 @@ def test_terminal_page_and_notebook_show_the_same_cells() -> None:
     assert 'class="ours"' in texts[1]
     abouts = [escape(row.about) for row in data.rows]
     assert all(about in texts[1] and about not in texts[2] for about in abouts)
+
+
+@pytest.mark.parametrize("rows", [(), (Row("a", ("b",)),)])
+@pytest.mark.parametrize("width", [79, 80, 81, 90])
+def test_headers_of_tables_that_are_wider_than_a_terminal_wrap(rows: tuple[Row, ...], width: int) -> None:
+    """Two columns, with two blanks between them."""
+    wide = "two words of " + "w" * (width - 20)
+    table = terminal_table(TableData("title", ("first", wide), rows))
+    assert ("\n" in str(table.columns[1].header)) == (width > 80)
 
 
 def test_columns_without_figures_are_left_out() -> None:

@@ -77,6 +77,20 @@ def test_transfers_equal_a_plain_count(seed: int, top_k: int, hops: int) -> None
             assert far_MLR[m, layer].tolist() == far
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("most", [0, 1, 2, 3])
+def test_evenly_chosen_micro_steps_are_counted_if_there_are_too_many_rows(seed: int, most: int) -> None:
+    trace, plan = some_plan(seed, 2)
+    near_MLR, far_MLR, _ = count_transfers(plan, trace)
+    rows = trace.expert_ids.size
+    some_near_MLR, some_far_MLR, known_ML = count_transfers(plan, trace, most_rows=-(-rows * most // MICRO_STEPS))
+    counted = {0: [0], 1: [0], 2: [0, 1], 3: [0, 1, 2]}[most]
+    assert np.flatnonzero(known_ML.all(axis=1)).tolist() == counted
+    assert known_ML.any(axis=1).sum() == len(counted)
+    assert np.array_equal(some_near_MLR[counted], near_MLR[counted])
+    assert np.array_equal(some_far_MLR[counted], far_MLR[counted])
+
+
 def test_with_one_expert_a_token_transfers_are_rows() -> None:
     trace, plan = some_plan(5, 1)
     counts_MLRE = Workload.from_trace(trace, plan.schedule).estimated_MLRE
