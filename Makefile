@@ -8,14 +8,14 @@ OUT ?= out/demo
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Trimtab (about 2 minutes)
+demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Trimtab (about 3 minutes)
 	$(BIN)/trimtab train -o $(OUT)
 
 # These start ranks.
 WIDE := tests/runtime tests/rl tests/integrations tests/launch tests/calibration tests/doctor tests/test_examples.py
 
 # Files run in processes forked from one that has imported everything: tests/helpers/forked_files.py.
-PYTEST := $(BIN)/python -m pytest --forks 2 --ignore=tests/reliability
+PYTEST := $(BIN)/python -m pytest --forks 3 --ignore=tests/reliability
 
 test: .venv/.ready  ## run the tests (about 15 minutes on 2 cores)
 	$(PYTEST) -m 'not long'

@@ -72,7 +72,7 @@ class TrainConfig:
     model: Path | None = None
     task: Literal["sums", "counting"] = "sums"
     algorithm: str = "grpo"
-    expert_width: int = 1024
+    expert_width: int = 896
     mode: Mode = "plan"
     policy: LivePolicy = "auto"
     slots: int = 2
@@ -81,10 +81,10 @@ class TrainConfig:
     expert_ranks: int = 1
     micro_batches: int = 2
     steps: int = 20
-    problems: int = 64
+    problems: int = 128
     samples: int = 8
     mini_batches: int = 2
-    token_budget: int = 2048
+    token_budget: int = 4096
     max_new_tokens: int = 20
     value_model: ValueModelName = "head"
     window: int = 8
