@@ -17,7 +17,7 @@ WIDE := tests/runtime tests/rl tests/integrations tests/launch tests/calibration
 # Files run in processes forked from one that has imported everything: tests/helpers/forked_files.py.
 PYTEST := $(BIN)/python -m pytest --forks 3 --ignore=tests/reliability
 
-test: .venv/.ready  ## run the tests (about 15 minutes on 2 cores)
+test: .venv/.ready  ## run the tests (about 25 minutes on 2 cores)
 	$(PYTEST) -m 'not long'
 
 test-fast: .venv/.ready  ## run the tests that start no ranks, commands or browser (about 90 seconds)
@@ -107,7 +107,7 @@ test-backward-thread: .venv/.ready  ## run tests of ranks with backward on a thr
 
 SEED ?= 1
 
-mutants: .venv/.ready  ## make 200 random mistakes in the source, and count those that no test notices (about 20 minutes)
+mutants: .venv/.ready  ## make 200 random mistakes in the source, and count those that no test notices (an hour or more; the first time 25 minutes longer)
 	$(BIN)/python tests/mutants/run.py --seed $(SEED)
 
 # A file after the other: some fill disks, or stop whole runs.

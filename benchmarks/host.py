@@ -2,7 +2,7 @@
 
 Steps of Megatron alone and planned ones, in turns, with one rank, one token and a hidden size of 8, so that nearly all
 time is that of Python and of starting operations. The rank has 16 experts: a `TEGroupedMLP`, whose products are one
-operation of torch on the CPU, or a `SequentialMLP`. Routing is replayed, and balanced, so that there are no replicas.
+operation of torch on the CPU, or a `SequentialMLP`. Both steps replay routing. With one rank there are no replicas.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def run_benchmark(layers: Sequence[int] = (2, 8, 48), micro_batches: int = 4, ro
 
 
 def _run_case(case: LayerCase, linear: type[GroupedLinear] | None, rounds: int) -> Figures:
+    """Seconds of processor time of each step; `planning` is a part of `planned`."""
     plain, planned = MegatronLayers(case, linear), MegatronLayers(case, linear)
     session = planned.balance(SLOTS)
     (routing,) = case.routing(1, 0)
@@ -72,6 +73,7 @@ def _run_case(case: LayerCase, linear: type[GroupedLinear] | None, rounds: int) 
         seconds = alternate(steps, rounds, progress=f"bench host, {plain.engine}, {case.layers} layers")
     session.remove()
     ratio, interval = median_with_interval(np.divide(seconds["planned"], seconds["plain"]).tolist())
+    # Without those of untimed steps, which come first.
     seconds["planning"] = planning_s[-rounds:]
     micro_batch_ms = {name: float(np.median(of_step)) / case.micro_batches * 1e3 for name, of_step in seconds.items()}
     return {

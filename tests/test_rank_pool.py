@@ -61,7 +61,7 @@ def ranks() -> RankPool:
         (wait_on_rank_1, r"rank 1, wait_on_rank_1\(\): no answer, no progress in 2 s"),
         (compute_on_rank_0, r"rank 0, compute_on_rank_0\(\): no answer, more than 2 s of processor time"),
         (fail_on_rank_1, r"(?s)rank 1, fail_on_rank_1\(\): .*ValueError: no such expert.*rank 0, .*: no answer"),
-        (end_on_rank_0, r"rank 0, end_on_rank_0\(\): ended"),
+        (end_on_rank_0, r"rank 0, end_on_rank_0\(\): ended with status 3"),
     ],
 )
 def test_what_goes_wrong_names_its_rank(

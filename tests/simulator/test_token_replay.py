@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -18,12 +19,14 @@ from trimtab.trace.permuted_experts import permute_experts, permute_trace
 RANKS, PER_NODE, EXPERTS, LAYERS, MICRO_STEPS = 6, 2, 12, 2, 3
 
 
-def some_plan(seed: int, top_k: int, unknown: float = 0.0) -> tuple[RoutingTrace, StepPlan]:
+def some_plan(
+    seed: int, top_k: int, unknown: float = 0.0, micro_steps: int = MICRO_STEPS
+) -> tuple[RoutingTrace, StepPlan]:
     rng = np.random.default_rng(seed)
     trace = random_trace(
         rng, num_sequences=14, max_length=9, num_layers=LAYERS, num_experts=EXPERTS, top_k=top_k, unknown=unknown
     )
-    schedule = random_schedule(rng, 14, num_ranks=RANKS, num_micro_steps=MICRO_STEPS)
+    schedule = random_schedule(rng, 14, num_ranks=RANKS, num_micro_steps=micro_steps)
     plan = random_plan(
         rng, Workload.from_trace(trace, schedule), schedule, slots=2,
         placement=random_placement(rng, LAYERS, EXPERTS, RANKS), ranks_per_node=PER_NODE,
@@ -78,17 +81,20 @@ def test_transfers_equal_a_plain_count(seed: int, top_k: int, hops: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("most", [0, 1, 2, 3])
-def test_evenly_chosen_micro_steps_are_counted_if_there_are_too_many_rows(seed: int, most: int) -> None:
-    trace, plan = some_plan(seed, 2)
+@pytest.mark.parametrize(
+    ("most", "counted"), [(0, [0]), (1, [0]), (2, [0, 4]), (3, [0, 2, 5]), (4, [0, 2, 4, 6]), (8, range(8))]
+)
+def test_evenly_chosen_micro_steps_are_counted_if_there_are_too_many_rows(
+    seed: int, most: int, counted: Sequence[int]
+) -> None:
+    trace, plan = some_plan(seed, 2, micro_steps=8)
     near_MLR, far_MLR, _ = count_transfers(plan, trace)
     rows = trace.expert_ids.size
-    some_near_MLR, some_far_MLR, known_ML = count_transfers(plan, trace, most_rows=-(-rows * most // MICRO_STEPS))
-    counted = {0: [0], 1: [0], 2: [0, 1], 3: [0, 1, 2]}[most]
-    assert np.flatnonzero(known_ML.all(axis=1)).tolist() == counted
+    some_near_MLR, some_far_MLR, known_ML = count_transfers(plan, trace, most_rows=-(-rows * most // 8))
+    assert np.flatnonzero(known_ML.all(axis=1)).tolist() == [*counted]
     assert known_ML.any(axis=1).sum() == len(counted)
-    assert np.array_equal(some_near_MLR[counted], near_MLR[counted])
-    assert np.array_equal(some_far_MLR[counted], far_MLR[counted])
+    assert np.array_equal(some_near_MLR[[*counted]], near_MLR[[*counted]])
+    assert np.array_equal(some_far_MLR[[*counted]], far_MLR[[*counted]])
 
 
 def test_with_one_expert_a_token_transfers_are_rows() -> None:

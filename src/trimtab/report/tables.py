@@ -78,7 +78,7 @@ def terminal_table(data: TableData) -> Table:
 def _headers(data: TableData) -> Sequence[str]:
     """Headers of the columns; they wrap to the width of their cells if the table is wider than a terminal."""
     lines = [(row.name, *row.cells) for row in data.rows]
-    cells = [max(map(len, column), default=0) for column in zip(*lines, strict=True)] or [0] * len(data.columns)
+    cells = [max(map(len, column)) for column in zip(*lines, strict=True)] or [0] * len(data.columns)
     natural = [max(len(column) + 2, width + 2) for column, width in zip(data.columns, cells, strict=True)]
     if sum(natural) - 2 <= TERMINAL_WIDTH:
         return data.columns
