@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -180,7 +181,7 @@ def some_comparison(name: str = "trace") -> ComparisonReport:
     return ComparisonReport(names, compare_traces(names, first, second))
 
 
-def training_page(name: str, *, ranks_per_node: int = 2) -> Report:
+def training_page(name: str, *, ranks_per_node: int = 2, static_s: Sequence[float] = (1.0,)) -> Report:
     """The report of a run of 2 ranks in a folder of this name, on a model whose type is this name."""
     recording = Recording(
         np.array([OTHER, DISPATCH, EXPERTS, COMBINE], np.uint8), np.array([-1, 0, 0, 0], np.int16),
@@ -190,7 +191,9 @@ def training_page(name: str, *, ranks_per_node: int = 2) -> Report:
     memory = RankMemory(**dict.fromkeys((field.name for field in fields(RankMemory)), 0))
     metrics = PlanReport(**figures | {"memory": memory}).metrics()
     metrics |= {"loss": 0.5, "grad_norm": 1.0, "plan/background_s": 0.01}
-    measured = MeasuredPolicy([1.0], [metrics], np.full((1, 1, 2), 8), metrics, (recording, recording))
+    measured = MeasuredPolicy(
+        [1.0] * len(static_s), [metrics] * len(static_s), np.full((1, 1, 2), 8), metrics, (recording, recording)
+    )
     # Only its name is shown. A folder's has no slash, but this one must.
     folder: Any = SimpleNamespace(name=name)
     trainer: Any = SimpleNamespace(
@@ -199,4 +202,4 @@ def training_page(name: str, *, ranks_per_node: int = 2) -> Report:
         device=torch.device("cpu"), layer_indices=np.arange(1), model=torch.nn.Linear(1, 1),
         optimizer=SimpleNamespace(state={}), algorithm=GRPO(),
     )  # fmt: skip
-    return report_of(trainer, PairedComparison(measured, measured))
+    return report_of(trainer, PairedComparison(replace(measured, step_s=[*static_s]), measured))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from helpers.reports import training_page
+from trimtab.report.html import page_of
 from trimtab.rl.report import CHART_PLACES, NAMES, parts_of, rollout_charts, timeline_of, with_waiting
 from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, DISPATCH, EXPERTS, OTHER, SUMMING, WAITING, Recording
 from trimtab.simulator.recorded_operations import LANES
@@ -54,6 +55,14 @@ def test_parts_are_means_over_ranks_and_add_up_to_the_step() -> None:
         "attention": 3.75, "planning": 1.5, "migration": 0.75, "dispatch": 6, "experts": 10.5, "imbalance": 9,
         "transfers": 1.5, "optimizer": 3,
     })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("static_s", "marked"), [([1.2, 1.3] * 8, "trimtab"), ([0.8, 0.9] * 8, "static"), ([0.5, 0.5, 2.0] * 5, "")]
+)
+def test_the_fastest_is_marked_if_the_steps_tell_which_it_is(static_s: list[float], marked: str) -> None:
+    page = page_of(training_page("a run", static_s=static_s))
+    assert [name for name in ("static", "trimtab") if f"{name} (fastest)" in page] == [marked] * bool(marked)
 
 
 def test_the_timeline_is_the_update_of_the_median_micro_step() -> None:

@@ -104,6 +104,7 @@ class Report:
         timelines: of one micro-step each; the first is shown first.
         notes: assumptions and limits of the figures.
         table_title: of the table of policies.
+        marks_fastest: whether the fastest of them is marked; not if a measurement does not tell which it is.
         cases: of a sweep; None with one case.
         device_bytes: memory of a rank; None if unknown.
         rollout: charts of a run's rollouts.
@@ -119,6 +120,7 @@ class Report:
     timelines: tuple[Timeline, ...]
     notes: tuple[str, ...] = ()
     table_title: str = "Recompute and update of one step"
+    marks_fastest: bool = True
     cases: TableData | None = None
     device_bytes: float | None = None
     rollout: tuple[LineChart, ...] = ()

@@ -34,17 +34,20 @@ def by_time(policies: Sequence[PolicyResult]) -> list[PolicyResult]:
     return sorted(policies, key=lambda policy: (policy.is_ideal, policy.step_time_s))
 
 
-def policies_table(policies: Sequence[PolicyResult], title: str = "Recompute and update of one step") -> TableData:
+def policies_table(
+    policies: Sequence[PolicyResult], title: str = "Recompute and update of one step", *, marks_fastest: bool = True
+) -> TableData:
     """Step time and memory of each balancer. Columns without any figure are left out.
 
-    The fastest of those that fit the device is marked, or of all if none fits.
+    Args:
+        marks_fastest: mark the fastest of those that fit the device, or of all if none fits.
     """
     longest = max(policy.step_time_s for policy in policies) or 1.0
     real = [policy for policy in by_time(policies) if not policy.is_ideal]
     fastest = next(iter([policy for policy in real if policy.fits is not False] or real), None)
     rows = tuple(
         Row(
-            _marked(policy, is_fastest=policy is fastest and len(real) > 1),
+            _marked(policy, is_fastest=marks_fastest and policy is fastest and len(real) > 1),
             (
                 _step_time(policy.step_time_s, longest),
                 f"{number(policy.speedup, '.2f')}x",

@@ -88,7 +88,8 @@ def _cases(report: Report) -> str:
 
 
 def _policies(report: Report) -> str:
-    times, balance = policies_table(report.policies, report.table_title), balance_and_replicas(report.policies)
+    times = policies_table(report.policies, report.table_title, marks_fastest=report.marks_fastest)
+    balance = balance_and_replicas(report.policies)
     texts = ["Speed-up is over static."]
     if EPLB_COLUMN in times.columns:
         texts.append("Over eplb: speed-up over EPLB with past loads, placed at its best interval.")

@@ -125,6 +125,7 @@ def report_of(trainer: Trainer, comparison: PairedComparison, steps: Sequence[Ma
                 replicas_per_instance=recorded["moe/replicas"] / (M * L),
             )
         )
+    low, high = comparison.speedup[1]
     where = LANES.index("network" if trainer.session.topology.ranks_per_node < trainer.num_ranks else "node link")
     return Report(
         title=f"Trimtab, training run {trainer.config.out.name}",
@@ -143,6 +144,7 @@ def report_of(trainer: Trainer, comparison: PairedComparison, steps: Sequence[Ma
         ),
         rollout=rollout_charts(steps),
         table_title=f"Net step time, medians of {len(static.step_s)} training steps",
+        marks_fastest=not low <= 1 <= high,
     )
 
 
