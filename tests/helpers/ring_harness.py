@@ -78,7 +78,7 @@ class Harness:
         """Set the replicas of another plan."""
         self.ring.drain()
         self.experts_MLP = experts_MLP
-        self.ring.prepare(cast(PlanReplicas, SimpleNamespace(of=self._of, count=self._count)), 0)
+        self.ring.prepare(cast(PlanReplicas, SimpleNamespace(of=self._of, count=self._count, may_have_any=True)), 0)
 
     def visit(self, micro_step: int, layer: int) -> torch.Tensor | None:
         """Run a layer, forward or backward, and check the weights of its replicas."""

@@ -33,9 +33,14 @@ def in_use(memory: RankMemory) -> dict[str, int]:
 def live_bytes() -> tuple[int, int]:
     """Bytes of all tensors of this process, and its mappings of Trimtab's shared memory."""
     gc.collect()
+    return tensor_bytes(), Path("/proc/self/maps").read_text().count("/trimtab-")
+
+
+def tensor_bytes() -> int:
+    """Bytes of all tensors of this process, also of those that wait for garbage collection."""
     tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values()), Path("/proc/self/maps").read_text().count("/trimtab-")
+    return sum(storages.values())
 
 
 def compare(model: TinyMoE, whole: TinyMoE, homes: list[int], tolerance: float) -> None:
@@ -75,6 +80,24 @@ def test_rounds_of_sleep_plan_and_training_keep_nothing(compute_dtype: torch.dty
     assert {"peer_memory_bytes", "ring_bytes", "return_bytes", "mirror_bytes"} <= set(awake)
     assert live_bytes()[1] == 0
     assert session.memory().parameter_bytes == sum(p.nbytes for layer in session.homes for p in layer.parameters)
+
+
+@runs_on_ranks()
+def test_no_step_leaves_memory_to_garbage_collection() -> None:
+    """Which runs rarely: a large step has up to a gigabyte of tables of rows in host memory."""
+    session, model, _ = make()
+    step, left = Step(2, moves=False), []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            step.apply(session)
+            step.run(session, model)
+            model.zero_grad()
+            left.append(tensor_bytes())
+    finally:
+        gc.enable()
+    assert len(set(left[1:])) == 1, left
 
 
 @runs_on_ranks()

@@ -129,6 +129,8 @@ class SessionMicroSteps(SessionBase):
             logging.getLogger("trimtab").warning(
                 "the planner's thread does not end; plans are made before their step from now on"
             )
+        if self._step is not None:
+            self._step.drop_tables()
         self._step = None
         self._plans += 1
         return self._plans

@@ -326,6 +326,10 @@ class RunningStep:
         pack_for = None if self.uploads is None else self.layers[0].device
         return RowTables(partial(self._make_tables, index, has_slices, may_deviate), len(self.layers), pack_for)
 
+    def drop_tables(self) -> None:
+        """Free the host memory of all tables that no micro-step in use has. They know the step that makes them."""
+        self._tables.clear()
+
     def start_tables(self, index: int, has_slices: bool, may_deviate: bool, thread: CallThread) -> None:
         """Make the tables of a micro-step on a thread, and then those of the next one, if its replicas are here."""
         started = [(index, has_slices, may_deviate)]

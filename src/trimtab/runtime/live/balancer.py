@@ -131,6 +131,8 @@ class LiveBalancer:
         figures: of the choices.
     """
 
+    may_have_any = True
+
     def __init__(self, policy: LivePolicy, predictor: Predictor, layers: Sequence[HomeExperts], limits: Limits) -> None:
         self.policy, self._predictor = policy, predictor
         self._layers, self._limits = layers, limits

@@ -54,6 +54,8 @@ class StepSlices:
         can_exchange: whether the threads' process group still works.
     """
 
+    may_have_any = True
+
     def __init__(
         self, header: StepPlan, planner: SlicePlanner, topology: Topology, *, expected_max_vio: float = 0.0
     ) -> None:

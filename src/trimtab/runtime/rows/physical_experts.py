@@ -102,7 +102,13 @@ class InstanceReplicas:
 
 
 class ReplicasOfStep(Protocol):
-    """The replicas of a step's instances."""
+    """The replicas of a step's instances.
+
+    Attributes:
+        may_have_any: whether any instance has replicas, or may have some later.
+    """
+
+    may_have_any: bool
 
     def count(self, micro_step: int, layer: int) -> int:
         """Replicas of an instance on all ranks; 0 if it has none, or none yet."""
@@ -118,6 +124,7 @@ class PlanReplicas:
 
     def __init__(self, plan: StepPlan) -> None:
         self._counts_ML = np.diff(plan.replica_starts).reshape(-1, plan.num_layers).tolist()
+        self.may_have_any = len(plan.replica_experts) > 0
         self.of = lru_cache(CACHED_MICRO_STEPS * plan.num_layers)(partial(InstanceReplicas.of, plan))
 
     def count(self, micro_step: int, layer: int) -> int:

@@ -88,6 +88,8 @@ class Chunk:
 
     def tables(self, make: Callable[[int], LayerTables], pack_for: torch.device | None) -> list[LayerTables]:
         """The tables; makes them, or waits for the thread that does."""
+        if self._tables is not None:
+            return self._tables
         # A pass without gradients, in inference mode, may make what a later one saves for backward.
         with self._lock, torch.inference_mode(False):
             if self._tables is None:

@@ -73,7 +73,13 @@ def check_current_parameters(layer: HomeExperts) -> None:
                 f"MoE layer {layer.index}: expert tensor {t} was added as a list of {shape[0]} tensors and has "
                 f"{len(tensor)} now"
             )
-    for t, parameter, name in _named(tensors, home):
+    # Names are made for errors alone.
+    as_added = all(
+        _is_as_added(parameter, shape if parameter is tensor else shape[1:], dtype)
+        for tensor, (shape, dtype) in zip(tensors, layer.likes, strict=True)
+        for parameter in parameters_of(tensor)
+    )
+    for t, parameter, name in () if as_added else _named(tensors, home):
         shape, dtype = layer.likes[t]
         _check_is_parameter(layer.index, parameter, name)
         like = shape if parameter is tensors[t] else shape[1:]
@@ -86,9 +92,21 @@ def check_current_parameters(layer: HomeExperts) -> None:
             raise InputError(
                 f"MoE layer {layer.index}: {name} has no memory now; load or onload the experts before a micro-step"
             )
-    _check_lists(layer.index, tensors, home)
+    if any(len({parameter.requires_grad for parameter in parameters_of(tensor)}) > 1 for tensor in tensors):
+        _check_lists(layer.index, tensors, home)
     if not layer.joins_in_backward:
         check_owners(layer.index, layer.parameters)
+
+
+def _is_as_added(parameter: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether it is a Parameter of this shape and dtype that has memory."""
+    return (
+        isinstance(parameter, torch.nn.Parameter)
+        and parameter.shape == shape
+        and parameter.dtype is dtype
+        and not parameter.is_meta
+        and (parameter.untyped_storage().nbytes() > 0 or not parameter.numel())
+    )
 
 
 def _check_is_parameter(index: int, parameter: object, name: str) -> None:

@@ -50,7 +50,7 @@ class WeightWatch:
         self._verify = verify
         self._marks: list[Marks] = []
         # Keeps storages from being reused, so that marks are unique.
-        self._storages: list[StorageWeakRef] = []
+        self._storages: dict[int, StorageWeakRef] = {}
         self._steps = 0
         self.steps = 0
         self._samples: list[list[torch.Tensor]] = []
@@ -86,9 +86,16 @@ class WeightWatch:
         """Store the present state of the parameters, of which copies were just made."""
         parameters_L = [layer.parameters for layer in self._layers]
         self._marks = [_marks(parameters) for parameters in parameters_L]
-        # Parameters may be parts of one buffer.
-        storages = {p.untyped_storage()._cdata: p for parameters in parameters_L for p in parameters}
-        self._storages = [StorageWeakRef(p.untyped_storage()) for p in storages.values()]
+        # Parameters may be parts of one buffer. Most storages are those of before.
+        storages = {
+            storage: parameter
+            for (storages, *_), parameters in zip(self._marks, parameters_L, strict=True)
+            for storage, parameter in zip(storages, parameters, strict=True)
+        }
+        self._storages = {
+            storage: self._storages.get(storage) or StorageWeakRef(parameter.untyped_storage())
+            for storage, parameter in storages.items()
+        }
         self._steps = self.steps
         if self._verify:
             self._samples = [_samples(layer) for layer in self._layers]

@@ -175,6 +175,8 @@ class ReplicaRing:
         At most one instance per buffer.
         """
         assert self._replicas is not None
+        if not self._replicas.may_have_any:
+            return
         window: list[Instance] = []
         coming = self._visits.coming(AHEAD, len(self._homes))
         for instance in itertools.chain(now, coming):
