@@ -28,7 +28,7 @@ INTERPRETED = "interpreter"
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ROW_DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 SEEDS = st.integers(0, 2**32 - 1)
-drawn = settings(max_examples=examples(short=40, long=400), deadline=None, database=None)
+drawn = settings(max_examples=examples(short=25, long=400), deadline=None, database=None)
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_gradients_of_weighted_sums_are_rounded_once() -> None:
     @drawn
     @example(0, 0, 1, 5, torch.bfloat16, torch.float32, False)
     @given(
-        SEEDS, st.integers(0, 5), st.integers(1, 5), st.sampled_from([1, 3, 8, 40, 1500, 5000]), ROW_DTYPES,
+        SEEDS, st.integers(0, 5), st.integers(1, 5), st.sampled_from([1, 3, 8, 40, 600]), ROW_DTYPES,
         st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(),
     )  # fmt: skip
     def check(
@@ -80,7 +80,8 @@ def test_gradients_of_weighted_sums_are_rounded_once() -> None:
 def test_arrivals_are_added_in_plan_order() -> None:
     @drawn
     @given(
-        SEEDS, st.lists(st.tuples(st.sampled_from([1, 7, 1024, 1040, 3000]), st.integers(1, 4)), min_size=1, max_size=4),
+        SEEDS,
+        st.lists(st.tuples(st.sampled_from([1, 7, 1024, 1040, 3000]), st.integers(1, 4)), min_size=1, max_size=4),
         ROW_DTYPES, st.integers(0, 1),
     )  # fmt: skip
     def check(seed: int, sizes: list[tuple[int, int]], dtype: torch.dtype, offset: int) -> None:
@@ -112,7 +113,7 @@ def test_multi_hot_places_have_gradients() -> None:
         results = []
         for kernels in (interpreted_kernels(), None):
             leaf = (strided(weights) if is_strided else weights).clone().requires_grad_()
-            with mock.patch.object(device_kernels, "kernels_on", lambda _, kernels=kernels: kernels):
+            with mock.patch.object(device_kernels, "kernels_on", return_value=kernels):
                 routing_map, probs = device_kernels.multi_hot(ids, leaf, count)
                 probs.backward(gradient)
             assert (routing_map.dtype, routing_map.requires_grad, probs.dtype) == (torch.bool, False, dtype)
@@ -140,18 +141,16 @@ def compare_interpreted(cases: list[Case]) -> dict[str, int]:
         return call
 
     chosen = SimpleNamespace(**{name: counted(name) for name in calls})
-    with mock.patch.object(device_kernels, "kernels_on", lambda _: chosen):
+    with mock.patch.object(device_kernels, "kernels_on", return_value=chosen):
         compare_cases(cases)
     return calls
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_training_with_kernels_equals_the_single_process(ranks: int) -> None:
-    """Two ranks have one replica of an expert at most, whose gradient takes no kernel."""
-    cases = [Case(seed, torch.float32, listed=seed == 1) for seed in range(2)]
-    found = on_ranks(compare_interpreted, (cases,), ranks=ranks, patched=INTERPRETED)
-    assert all(calls["combine_gradients"] > 0 for calls in found)
-    assert any(calls["add_arrivals"] > 0 for calls in found) == (ranks == 3)
+def test_training_with_kernels_equals_the_single_process() -> None:
+    """On three ranks, since with two an expert gets the gradients of one replica at most."""
+    cases = [Case(35, torch.float32, listed=listed) for listed in (False, True)]
+    for calls in on_ranks(compare_interpreted, (cases,), ranks=3, patched=INTERPRETED):
+        assert min(calls.values()) > 0
 
 
 @pytest.fixture
@@ -197,12 +196,14 @@ def test_kernels_compile_without_local_memory(
             kernels.add_arrivals([torch.zeros(size, dtype=dtype)], [[torch.zeros(size)] * 2])
         kernels.multi_hot(torch.zeros(tokens, top_k, dtype=torch.uint16), weights.to(dtype), count)
     assert len({id(kernel) for kernel in compiled}) == 8
+    # Rows and aligned gradients are read 16 bytes at a time.
+    assert all("global.v4" in kernel.asm["ptx"] for kernel in compiled[:2])
     for kernel in compiled:
         file = tmp_path / f"{kernel.hash}.cubin"
         file.write_bytes(kernel.asm["cubin"])
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert f"sm_{architecture}" in usage
+        assert f".target sm_{architecture}" in kernel.asm["ptx"]
         assert (re.findall(r"STACK:(\d+)", usage), re.findall(r"LOCAL:(\d+)", usage)) == (["0"], ["0"])
         assert not re.search(r"(ld|st)\.local|cvt\.r[zmp]", kernel.asm["ptx"])
 
@@ -212,6 +213,8 @@ def test_only_some_gpus_get_kernels(driver_of: Callable[[int], None], monkeypatc
     assert device_kernels.kernels_on(CPU) is device_kernels.kernels_on(GPU) is None
     device_kernels.kernels_on.cache_clear()
     driver_of(90)
-    # Without a driver or a C compiler, Triton raises.
-    monkeypatch.setattr(triton.runtime.driver, "_active", None)
+    # As without a driver or a C compiler, Triton raises.
+    monkeypatch.setenv("TRITON_DEFAULT_BACKEND", "missing")
+    for name in ("_active", "_default"):
+        monkeypatch.setattr(triton.runtime.driver, name, None)
     assert device_kernels.kernels_on(GPU) is None
