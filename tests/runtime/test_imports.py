@@ -21,8 +21,10 @@ classes = {
 }
 print(json.dumps([modules, ours, sorted(classes)]))
 """
-# Other balancers, a solver, files of traces, figures and commands.
-NOT_NEEDED = ("trimtab.policies", "trimtab.simulator", "trimtab.report", "trimtab.api", "highspy", "pyarrow", "rich")
+# Other balancers, a solver, files of traces, figures, commands and a compiler.
+NOT_NEEDED = (
+    "trimtab.policies", "trimtab.simulator", "trimtab.report", "trimtab.api", "highspy", "pyarrow", "rich", "triton"
+)  # fmt: skip
 
 
 def test_the_runtime_loads_what_it_needs() -> None:

@@ -89,14 +89,18 @@ def test_gradients_are_added_to_their_expert_in_their_layer(peers: Peers) -> Non
     assert [first_column(layer) for layer in layers] == [[1, 2], [0, 4], None, [16, 40]]
 
 
-def test_replicas_of_one_expert_are_summed_in_float32(peers: Peers) -> None:
-    """In bfloat16 256 + 1 is 256."""
+def test_replicas_of_one_expert_are_summed_in_float32_in_plan_order(peers: Peers) -> None:
+    """In bfloat16 256 + 1 is 256; in float32 (1 - 1e8) + 1e8 is 0."""
     counters = Counters()
     under_way, layer = make_returns(2, counters), make_layer(torch.bfloat16)
     peers.values = [256, 1, 1]
     under_way.start(layer, [], replicas((1, 1), (1, 2), (1, 3)), 0)
     under_way.finish()
     assert first_column(layer) == [258, 0]
+    peers.values, other = [1e8, -1e8, 1], make_layer()
+    under_way.start(other, [], replicas((1, 1), (1, 2), (1, 3)), 0)
+    under_way.finish()
+    assert first_column(other) == [1, 0]
     under_way.start(layer, [torch.ones(1, 2, dtype=torch.bfloat16)], replicas((0, 0)), 0)
     assert peers.sent[0].dtype == torch.float32
     # Two values in float32.

@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from trimtab.integrations.megatron.static_budget import StaticBudget
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.layer.layer_call import LayerCall
+from trimtab.runtime.rows.device_kernels import multi_hot
 from trimtab.runtime.state.expert_places import ExpertPlaces
 
 
@@ -175,10 +176,7 @@ class MegatronRows:
                 replicas are still on the way.
         """
         dispatcher.layer_call = layer_call
-        ids = layer_call.layout.physical_ids.to(torch.int64)
-        shape = len(ids), dispatcher.num_experts
-        routing_map = torch.zeros(shape, dtype=torch.bool, device=ids.device).scatter_(1, ids, value=True)
-        probs = torch.zeros(shape, dtype=weights.dtype, device=ids.device).scatter(1, ids, weights)
+        routing_map, probs = multi_hot(layer_call.layout.physical_ids, weights, dispatcher.num_experts)
         hidden, probs = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
         return cls(dispatcher, layer_call, joins and not layer_call.is_live), hidden, probs
 

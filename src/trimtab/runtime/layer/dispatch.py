@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from trimtab.runtime.layer.layer_call import LayerCall
 from trimtab.runtime.ranks import lockstep
 from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, DISPATCH, EXPERTS
+from trimtab.runtime.rows.device_kernels import combine_gradients, is_finer
 from trimtab.runtime.rows.exchange import RowExchange
 from trimtab.runtime.rows.grouped_products import RowGroups
 from trimtab.runtime.rows.layout import SecondPhase
@@ -139,15 +140,7 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         weights, returned, row_tokens, row_places, *parts = ctx.saved_tensors
-        grad_rows = grads[0].index_select(0, row_tokens)
-        places = row_places.view(-1)
-        precise = weights.dtype if _is_finer(weights, returned) else returned.dtype
-        products = (grad_rows.to(precise) * returned).sum(dim=-1)
-        grad_weights = products.index_select(0, places).view_as(weights).to(weights.dtype)
-        row_weights = weights.new_empty(weights.numel())
-        row_weights.index_put_((places,), weights.reshape(-1))
-        # Computed in the more precise dtype of the two.
-        grad_rows.mul_(row_weights[:, None])
+        grad_rows, grad_weights = combine_gradients(grads[0], returned, weights, row_tokens, row_places)
         arrived = ctx.call.send(lockstep.COMBINE_BACKWARD, grad_rows, back=False)
         grad_parts = [arrived.index_select(0, rows) for rows in parts]
         ctx.call.mark(EXPERTS + BACKWARD)
@@ -157,15 +150,11 @@ class _Combine(torch.autograd.Function):
 def _weighted_sums(rows: torch.Tensor, places_NK: torch.Tensor, weights_NK: torch.Tensor) -> torch.Tensor:
     """For each token the weighted sum `[n, H]` of rows `[N, H]` at its places, rounded once to their dtype."""
     high_NK = weights_NK.to(rows.dtype)
-    if _is_finer(weights_NK, rows):
+    if is_finer(weights_NK, rows):
         # The sum takes weights in the dtype of the rows only, so that a weight is the sum of two.
         low_NK = (weights_NK - high_NK).to(rows.dtype)
         places_NK, high_NK = torch.cat([places_NK, places_NK], dim=1), torch.cat([high_NK, low_NK], dim=1)
     return F.embedding_bag(places_NK, rows, per_sample_weights=high_NK, mode="sum")
-
-
-def _is_finer(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.finfo(one.dtype).eps < torch.finfo(other.dtype).eps
 
 
 def run_in_two_phases(

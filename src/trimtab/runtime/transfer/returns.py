@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from trimtab.runtime.autograd.gradient_watch import has_hooks
 from trimtab.runtime.autograd.torch_engine import will_run
 from trimtab.runtime.ranks.topology import Topology
+from trimtab.runtime.rows.device_kernels import add_arrivals, ordered_sum
 from trimtab.runtime.rows.physical_experts import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 from trimtab.runtime.transfer.counters import Counters
@@ -155,9 +156,9 @@ class GradientReturns:
         pending = self._take(layer)
         # Copies, since autograd may use the same tensors elsewhere.
         joined = [g.clone() if t in trained and pending.rows else g for t, g in enumerate(gradients)]
-        for row, totals in self._arrived(pending):
-            for t, total in zip(trained, totals, strict=True):
-                joined[t][row] += total
+        arrived = self._arrived(pending)
+        targets = [joined[t][row] for row, _ in arrived for t in trained]
+        add_arrivals(targets, [of_tensor for _, of_row in arrived for of_tensor in of_row])
         return joined
 
     def join_parameters(self, layer: HomeExperts) -> list[torch.Tensor | None]:
@@ -172,14 +173,18 @@ class GradientReturns:
         pending = self._take(layer)
         added: dict[torch.nn.Parameter, torch.Tensor] = {}
         tensors = [parameters_of(layer.tensors[t]) for t in _trained(layer)]
-        for row, totals in self._arrived(pending):
-            for parameters, total in zip(tensors, totals, strict=True):
+        targets: list[torch.Tensor] = []
+        arrivals: list[list[torch.Tensor]] = []
+        for row, of_row in self._arrived(pending):
+            for parameters, of_tensor in zip(tensors, of_row, strict=True):
                 parameter = parameters[row]
                 main_grad = getattr(parameter, "main_grad", None)
                 if main_grad is not None:
-                    main_grad.add_(total)
+                    targets.append(main_grad)
+                    arrivals.append(of_tensor)
                 else:
-                    added[parameter] = total.to(parameter.dtype, copy=True)
+                    added[parameter] = ordered_sum(of_tensor).to(parameter.dtype, copy=True)
+        add_arrivals(targets, arrivals)
         return [added.get(parameter) for parameter in layer.trained]
 
     def _take(self, layer: HomeExperts) -> _Return:
@@ -208,30 +213,29 @@ class GradientReturns:
             self._counters.wait([work.wait for work in pending.works], pending.layer.device)
 
     def _add(self, pending: _Return) -> None:
-        for row, totals in self._arrived(pending):
-            for parameters, total in zip(pending.targets, totals, strict=True):
+        targets: list[torch.Tensor] = []
+        arrivals: list[list[torch.Tensor]] = []
+        for row, of_row in self._arrived(pending):
+            for parameters, of_tensor in zip(pending.targets, of_row, strict=True):
                 # A stack is one Parameter for all rows.
                 parameter = parameters[row % len(parameters)]
                 if parameter is None:
                     continue
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                gradient = parameter.grad if parameter.ndim == total.ndim else parameter.grad[row]
-                gradient += total
+                targets.append(parameter.grad if parameter.ndim == of_tensor[0].ndim else parameter.grad[row])
+                arrivals.append(of_tensor)
+        add_arrivals(targets, arrivals)
 
-    def _arrived(self, pending: _Return) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Wait for gradients that arrive here. Yields home rows, each with the sum of its replicas' gradients for every
-        trained tensor."""
+    def _arrived(self, pending: _Return) -> list[tuple[int, list[list[torch.Tensor]]]]:
+        """Wait for gradients that arrive here. Returns home rows, each with its replicas' gradients of every trained
+        tensor, in plan order. Their memory is spare; add them before another `start`."""
         self._wait(pending)
-        for place, row in enumerate(pending.rows):
-            if row in pending.rows[:place]:
-                continue
-            first, *others = (b for b, other in zip(pending.buffers, pending.rows, strict=True) if other == row)
-            for buffers in others:
-                for total, buffer in zip(first, buffers, strict=True):
-                    total += buffer
-            yield row, first
+        buffers: dict[int, list[list[torch.Tensor]]] = {}
+        for row, of_replica in zip(pending.rows, pending.buffers, strict=True):
+            buffers.setdefault(row, []).append(of_replica)
         self._spare += pending.buffers
+        return [(row, [list(of_tensor) for of_tensor in zip(*of_row, strict=True)]) for row, of_row in buffers.items()]
 
 
 def _trained(layer: HomeExperts) -> list[int]:
