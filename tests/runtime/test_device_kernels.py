@@ -103,6 +103,24 @@ def test_arrivals_are_added_in_plan_order() -> None:
 
 
 @runs_on_ranks(1, patched=INTERPRETED)
+def test_wrong_kernels_are_not_used() -> None:
+    """Kernels are compared with plain torch on the device before their first use."""
+    kernels = interpreted_kernels()
+    device_kernels.check_kernels(kernels, CPU)
+    wrong: dict[str, Callable[..., Any]] = {
+        "combine_gradients": lambda *given: kernels.combine_gradients(*given)[::-1],
+        "add_arrivals": lambda targets, arrivals: kernels.add_arrivals(targets, [each[:1] for each in arrivals]),
+        "multi_hot": lambda ids, weights, count: kernels.multi_hot(ids, weights + 1, count),
+    }
+    for name, kernel in wrong.items():
+        some = SimpleNamespace(**{**{each: getattr(kernels, each) for each in wrong}, name: kernel})
+        device_kernels.kernels_on.cache_clear()
+        with mock.patch.object(device_kernels, "load_kernels", return_value=some):
+            assert device_kernels.kernels_on(CPU) is None
+    device_kernels.kernels_on.cache_clear()
+
+
+@runs_on_ranks(1, patched=INTERPRETED)
 def test_multi_hot_places_have_gradients() -> None:
     @drawn
     @example(0, 0, 1, 4, torch.float32, False)
@@ -186,7 +204,7 @@ def test_kernels_compile_without_local_memory(
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     driver_of(architecture)
-    kernels = device_kernels.kernels_on(GPU)
+    kernels = device_kernels.load_kernels(GPU)
     assert kernels is not None
     tokens, top_k, width, count = 4, 8, 2048, 160
     weights = torch.zeros(tokens, top_k)

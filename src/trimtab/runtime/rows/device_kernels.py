@@ -16,7 +16,19 @@ from trimtab.runtime.rows.grouped_products import GROUPED_KERNEL_CAPABILITIES
 
 @cache
 def kernels_on(device: torch.device) -> ModuleType | None:
-    """`triton_kernels`, if they run on a device: on GPUs for which tests compile them, with Triton and a C compiler."""
+    """`triton_kernels`, if they are right on a device, which is tried once; None for plain torch."""
+    try:
+        kernels = load_kernels(device)
+        if kernels is not None:
+            check_kernels(kernels, device)
+    except Exception as error:
+        logging.getLogger("trimtab").warning("plain torch takes the place of Triton's kernels: %s", error)
+        return None
+    return kernels
+
+
+def load_kernels(device: torch.device) -> ModuleType | None:
+    """`triton_kernels` on GPUs for which tests compile them, with Triton and a C compiler; None elsewhere."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in GROUPED_KERNEL_CAPABILITIES:
         return None
     try:
@@ -30,6 +42,26 @@ def kernels_on(device: torch.device) -> ModuleType | None:
         logging.getLogger("trimtab").info("plain torch takes the place of Triton's kernels: %r", error)
         return None
     return triton_kernels
+
+
+def check_kernels(kernels: Any, device: torch.device) -> None:
+    """Raises RuntimeError if kernels differ from plain torch on small whole numbers, whose sums are exact."""
+    tokens, top_k, width = 5, 3, 40
+    values = torch.arange(tokens * top_k * width, device=device).remainder(7).float()
+    rows, grad = values.view(-1, width), values[: tokens * width].view(tokens, width)
+    ids = torch.arange(tokens * top_k, device=device).remainder(4).view(tokens, top_k)
+    places = torch.arange(tokens * top_k, dtype=torch.int32, device=device).flip(0)
+    operands = grad.bfloat16(), rows.bfloat16(), (ids + 1).float()
+    found: list[torch.Tensor] = [*kernels.combine_gradients(*operands, places.view(ids.shape))]
+    plain: list[torch.Tensor] = [*_combine_gradients(*operands, places // top_k, places.view(ids.shape))]
+    for tensors, add in ((found, kernels.add_arrivals), (plain, _add_arrivals)):
+        targets = [grad.clone(), rows.clone()]
+        add(targets, [[rows[:tokens].clone(), grad.clone()], [rows.clone()]])
+        tensors += targets
+    found += kernels.multi_hot(ids, operands[2], top_k + 1)
+    plain += _multi_hot(ids, operands[2], top_k + 1)
+    if not all(map(torch.equal, found, plain)):
+        raise RuntimeError("their results differ from those of plain torch on this GPU; please report it")
 
 
 def combine_gradients(
@@ -47,6 +79,12 @@ def combine_gradients(
     if kernels is not None and torch.float64 not in (rows.dtype, weights.dtype):
         gradients: tuple[torch.Tensor, torch.Tensor] = kernels.combine_gradients(grad, rows, weights, row_places)
         return gradients
+    return _combine_gradients(grad, rows, weights, row_tokens, row_places)
+
+
+def _combine_gradients(
+    grad: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, row_tokens: torch.Tensor, row_places: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     grad_rows = grad.index_select(0, row_tokens)
     places = row_places.view(-1)
     precise = weights.dtype if is_finer(weights, rows) else rows.dtype
@@ -74,7 +112,11 @@ def add_arrivals(targets: Sequence[torch.Tensor], arrivals: Sequence[Sequence[to
     kernels = kernels_on(targets[0].device) if _has_kernel(targets, arrivals) else None
     if kernels is not None:
         kernels.add_arrivals(targets, arrivals)
-        return
+    else:
+        _add_arrivals(targets, arrivals)
+
+
+def _add_arrivals(targets: Sequence[torch.Tensor], arrivals: Sequence[Sequence[torch.Tensor]]) -> None:
     for target, of_target in zip(targets, arrivals, strict=True):
         target += ordered_sum(of_target)
 
@@ -111,17 +153,18 @@ def multi_hot(ids: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[tor
     return places
 
 
+def _multi_hot(ids: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    places, shape = ids.to(torch.int64), (len(ids), count)
+    routing_map = torch.zeros(shape, dtype=torch.bool, device=ids.device).scatter_(1, places, value=True)
+    return routing_map, weights.new_zeros(shape).scatter_(1, places, weights)
+
+
 class _MultiHot(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         kernels = kernels_on(weights.device)
         ctx.save_for_backward(ids)
-        if kernels is not None:
-            routing_map, probs = kernels.multi_hot(ids, weights, count)
-        else:
-            places, shape = ids.to(torch.int64), (len(ids), count)
-            routing_map = torch.zeros(shape, dtype=torch.bool, device=ids.device).scatter_(1, places, value=True)
-            probs = weights.new_zeros(shape).scatter_(1, places, weights)
+        routing_map, probs = (_multi_hot if kernels is None else kernels.multi_hot)(ids, weights, count)
         ctx.mark_non_differentiable(routing_map)
         return routing_map, probs
 
