@@ -140,7 +140,7 @@ def test_planned_sizes_reach_deepep(state: State, kind: str, live: LivePolicy | 
         assert "num_worst_tokens" not in options
         return dispatch(buffer, x, **options)
 
-    case = MegatronCase(flex="deepep", grouped=True, fused=True, double=True, recompute="moe", live=live, steps=1)
+    case = MegatronCase(flex="deepep", grouped=True, fused=True, double=True, recompute="moe", live=live)
     with pytest.MonkeyPatch.context() as patch:
         if kind == "nodes":
             patch.setattr(buffer_type, "get_dispatch_layout", across_nodes)

@@ -29,8 +29,8 @@ class _Dispatch:
     own would read those of an earlier one that has not run yet, so it first waits for that.
 
     Attributes:
-        most: rows of the next dispatch; 0 for as many as tokens arrive.
-        unread: after the last dispatch that did not wait.
+        most: rows of the next dispatch; 0 for as many as tokens arrive, and after it.
+        unread: recorded after the last dispatch that did not wait; None if the host has waited for it.
     """
 
     most = 0
@@ -46,7 +46,7 @@ class _Dispatch:
         if handle is None:
             # The tokens of each node, if there are several.
             if self.most and options.get("num_tokens_per_rdma_rank") is None:
-                options[_MOST] = self.most
+                options[_MOST], self.most = self.most, 0
             elif self.unread is not None:
                 self.unread.synchronize()
                 self.unread = None
@@ -75,8 +75,8 @@ def planned_rows(group: Any, hidden: torch.Tensor, rows: int) -> Iterator[None]:
     try:
         yield
     finally:
-        dispatch.most = 0
-        if rows:
+        is_used, dispatch.most = dispatch.most != rows, 0
+        if is_used:
             dispatch.unread = torch.cuda.Event()
             dispatch.unread.record()
 
