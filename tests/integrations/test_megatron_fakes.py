@@ -136,9 +136,9 @@ def test_planned_sizes_reach_deepep(state: State, kind: str, live: LivePolicy | 
         per_rank, _, *others = layout(buffer, *args, **options)
         return per_rank, per_rank, *others
 
-    def older(buffer: Any, x: Any, **options: Any) -> Any:
+    def older(buffer: Any, x: Any, handle: Any = None, **options: Any) -> Any:
         assert "num_worst_tokens" not in options
-        return dispatch(buffer, x, **options)
+        return dispatch(buffer, x, handle, **options)
 
     case = MegatronCase(flex="deepep", grouped=True, fused=True, double=True, recompute="moe", live=live)
     with pytest.MonkeyPatch.context() as patch:
@@ -211,6 +211,8 @@ def check_dispatch(kind: str, ranks: int) -> None:
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
     # Without any row of its own a rank waits.
     assert fused_a2a._buffer.waited == (set() if arriving.any() else {local})
+    # Nor does it wait later, also not in backward.
+    assert fake_deep_ep.Buffer.read == 0
 
 
 @runs_on_ranks()
