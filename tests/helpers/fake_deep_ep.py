@@ -1,7 +1,7 @@
 """`deep_ep` in plain torch over gloo: the classes and functions that Megatron's flex dispatcher calls.
 
-Their contract is that of DeepEP's public Python code: `deep_ep/buffer.py`, and `deep_ep/hybrid_ep_buffer.py` of the
-branch `hybrid-ep`. Assertions stand for what the kernels require.
+Their contract is that of DeepEP's public Python code: `deep_ep/buffers/legacy.py`, and `deep_ep/hybrid_ep_buffer.py` of
+the branch `hybrid-ep`. Assertions stand for what the kernels require. Padding is NaN.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from trimtab.integrations.megatron import on_cpu
 
 
 def use_deep_ep() -> None:
@@ -29,6 +31,8 @@ def use_deep_ep() -> None:
     functions = vars(importlib.reload(fused_a2a))
     names = "fused_dispatch", "fused_combine", "set_deepep_num_sms", "hybrid_ep_dispatch", "hybrid_ep_combine"
     vars(token_dispatcher).update({name: functions[name] for name in names})
+    for method in (_record, _synchronize):
+        setattr(on_cpu._NoStream, method.__name__[1:], method)
 
 
 class EventHandle:
@@ -36,12 +40,21 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An event that was recorded already."""
+    """An event, after the dispatches that did not wait so far."""
 
     def __init__(self, event: Any = None) -> None:
-        self.event = event
+        self.event, self.launched = event, Buffer.launched
 
-    def current_stream_wait(self) -> None: ...
+    def current_stream_wait(self) -> None:
+        Buffer.in_stream = max(Buffer.in_stream, self.launched)
+
+
+def _record(event: Any, *_streams: Any) -> None:
+    event.seen = Buffer.in_stream
+
+
+def _synchronize(event: Any) -> None:
+    Buffer.read = max(Buffer.read, vars(event).get("seen", 0))
 
 
 class _Sizes:
@@ -53,19 +66,27 @@ class _Sizes:
 
 
 class _Sent(NamedTuple):
-    """The token of each row that this rank sends, by rank; rows to and from each rank; this rank's tokens."""
+    """The token of each row that this rank sends, by rank; rows to and from each rank; this rank's tokens; rows with
+    padding that arrive."""
 
     tokens: torch.Tensor
     sent: list[int]
     received: list[int]
     num_tokens: int
+    size: int
 
 
 class Buffer:
-    """DeepEP's buffer: a token is sent once to each rank that has any of its experts."""
+    """DeepEP's buffer: a token is sent once to each rank that has any of its experts. `waited` has the numbers of local
+    experts of dispatches for whose sizes the host waited. Of those that did not wait, `launched` counts all,
+    `in_stream` those that the compute stream waits for, and `read` those that have run for sure."""
+
+    launched = in_stream = read = 0
 
     def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
+        self.waited: set[int] = set()
+        Buffer.launched = Buffer.in_stream = Buffer.read = 0
 
     @staticmethod
     def get_dispatch_config(_ranks: int) -> _Sizes:
@@ -77,7 +98,10 @@ class Buffer:
     def set_num_sms(num_sms: int) -> None:
         assert num_sms % 2 == 0
 
-    def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, **_events: Any) -> Any:
+    def get_dispatch_layout(
+        self, topk_idx: torch.Tensor, num_experts: int, previous_event: Any = None, async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Any:  # fmt: skip
         """Tokens of each rank and each expert, and which token goes to which rank."""
         ranks = self.group.size()
         assert topk_idx.dtype == torch.int64
@@ -91,17 +115,20 @@ class Buffer:
 
     def dispatch(
         self, x: torch.Tensor, handle: _Sent | None = None, num_tokens_per_rank: Any = None,
-        num_tokens_per_rdma_rank: None = None, is_token_in_rank: Any = None, num_tokens_per_expert: Any = None,
-        topk_idx: Any = None, topk_weights: Any = None, **_events: Any,
+        num_tokens_per_rdma_rank: Any = None, is_token_in_rank: Any = None, num_tokens_per_expert: Any = None,
+        topk_idx: Any = None, topk_weights: Any = None, expert_alignment: int = 1, num_worst_tokens: int = 0,
+        config: Any = None, previous_event: Any = None, async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
     ) -> Any:  # fmt: skip
-        """Send tokens. With a handle only `x`."""
+        """Send tokens. With a handle only `x`. With `num_worst_tokens` that many rows return, and no counts."""
         assert x.ndim == 2
         assert x.is_contiguous()
-        assert num_tokens_per_rdma_rank is None
+        assert expert_alignment == 1
         if handle is not None:
             assert topk_idx is topk_weights is None
             assert len(x) == handle.num_tokens
-            return _exchange(x[handle.tokens], handle, self.group), None, None, None, None, EventOverlap()
+            rows = _padded(_exchange(x[handle.tokens], handle, self.group), handle.size, torch.nan)
+            return rows, None, None, None, None, EventOverlap()
         assert topk_weights.dtype == torch.float32
         ranks, tokens = is_token_in_rank.T.nonzero().unbind(1)
         handle = _agree(tokens, num_tokens_per_rank, len(x), self.group)
@@ -110,18 +137,31 @@ class Buffer:
         is_local = (ids >= 0) & (ids < local_experts)
         ids, weights = ids.where(is_local, -1), topk_weights[tokens] * is_local
         ids, weights, rows = (_exchange(each, handle, self.group) for each in (ids, weights, x[tokens]))
+        if num_worst_tokens:
+            assert num_tokens_per_rdma_rank is None, "only within a node"
+            assert num_worst_tokens >= handle.size, "rows that are not there were written"
+            handle = handle._replace(size=num_worst_tokens)
+            rows, weights = (_padded(each, num_worst_tokens, torch.nan) for each in (rows, weights))
+            Buffer.launched += 1
+            return rows, _padded(ids, num_worst_tokens, -1), weights, [], handle, EventOverlap()
+        assert Buffer.read == Buffer.launched, "the counts of a dispatch that has not run yet were read"
+        self.waited.add(local_experts)
         counts = torch.bincount(ids[ids >= 0], minlength=local_experts).tolist()
         return rows, ids, weights, counts, handle, EventOverlap()
 
-    def combine(self, x: torch.Tensor, handle: _Sent, topk_weights: torch.Tensor | None = None, **_events: Any) -> Any:
+    def combine(
+        self, x: torch.Tensor, handle: _Sent, topk_weights: torch.Tensor | None = None, bias: None = None,
+        config: Any = None, previous_event: Any = None, async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Any:  # fmt: skip
         """Send rows back and sum those of each token, without weights."""
         assert x.ndim == 2
         assert x.is_contiguous()
-        assert len(x) == sum(handle.received)
+        assert len(x) == handle.size
         summed = []
         for part in (x, topk_weights):
             if part is not None:
-                back = _exchange(part, handle, self.group, back=True)
+                back = _exchange(part[: sum(handle.received)], handle, self.group, back=True)
                 summed.append(back.new_zeros(handle.num_tokens, back.shape[1]).index_add_(0, handle.tokens, back))
         return summed[0], summed[1] if len(summed) > 1 else None, EventOverlap()
 
@@ -257,7 +297,11 @@ def _agree(tokens: torch.Tensor, counts: torch.Tensor, count: int, group: dist.P
     """Exchange the numbers of rows `[R]`."""
     received = torch.empty(group.size(), dtype=torch.int64)
     dist.all_to_all_single(received, counts.to(torch.int64), group=group)
-    return _Sent(tokens, counts.tolist(), received.tolist(), count)
+    return _Sent(tokens, counts.tolist(), received.tolist(), count, int(received.sum()))
+
+
+def _padded(rows: torch.Tensor, size: int, value: float) -> torch.Tensor:
+    return torch.cat([rows, rows.new_full((size - len(rows), *rows.shape[1:]), value)])
 
 
 def _exchange(rows: torch.Tensor, sent: _Sent, group: dist.ProcessGroup, *, back: bool = False) -> torch.Tensor:

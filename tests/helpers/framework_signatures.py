@@ -75,6 +75,18 @@ megatron.core.transformer.moe.moe_scheduler:SchedulerContext.layer_number
 megatron.core.transformer.moe.moe_scheduler:SchedulerContext.ep_rank
 """,
     ),
+    "deep_ep": (
+        "deepseek-ai/DeepEP dd758ca",
+        """
+deep_ep.buffers.legacy:Buffer.get_dispatch_layout(self, topk_idx, num_experts, previous_event, async_finish, \
+allocate_on_comm_stream)
+deep_ep.buffers.legacy:Buffer.dispatch(self, x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, \
+is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens, config, \
+previous_event, async_finish, allocate_on_comm_stream)
+deep_ep.buffers.legacy:Buffer.combine(self, x, handle, topk_weights, bias, config, previous_event, async_finish, \
+allocate_on_comm_stream)
+""",
+    ),
     "nemo_rl": (
         "NVIDIA-NeMo/RL 7ea279abf",
         """

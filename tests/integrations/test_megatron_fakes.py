@@ -6,22 +6,31 @@ reaches the libraries themselves, which need a GPU.
 
 from __future__ import annotations
 
+import inspect
+import os
+import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from helpers import fake_deep_ep
 from helpers.fake_te import GroupedLinear
-from helpers.megatron_fakes import FAKES_LAYOUT, State, pool_with_fakes  # noqa: F401
-from helpers.megatron_runs import MegatronCase, Model, compare_runs
-from helpers.rank_tests import runs_on_ranks
+from helpers.framework_signatures import STORED, parameters_in, stored
+from helpers.megatron_fakes import FAKES_LAYOUT, State, pool_with_fakes, replace_libraries  # noqa: F401
+from helpers.megatron_runs import Layout, MegatronCase, Model, compare_runs, use_layout
+from helpers.rank_pool import on_ranks
+from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.runtime.live.policies import LivePolicy
 
@@ -106,6 +115,137 @@ def test_deepep_gets_planned_experts_with_weight_0(state: State) -> None:
     manager: Any = physical._comm_manager  # type: ignore[union-attr]
     assert manager.token_indices.tolist() == ids.tolist()
     assert torch.allclose(manager.token_probs, weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "live"), [("one node", None), ("one node", "quota"), ("nodes", None), ("older", None)]
+)
+@runs_on_ranks()
+def test_planned_sizes_reach_deepep(state: State, kind: str, live: LivePolicy | None) -> None:
+    """Where DeepEP can't use them, the host waits for the counts, and results are the same."""
+    from megatron.core.transformer.moe import fused_a2a
+
+    vars(fused_a2a)["_buffer"] = None
+    buffer_type, layout, dispatch = (
+        fake_deep_ep.Buffer,
+        fake_deep_ep.Buffer.get_dispatch_layout,
+        fake_deep_ep.Buffer.dispatch,
+    )
+
+    def across_nodes(buffer: Any, *args: Any, **options: Any) -> Any:
+        per_rank, _, *others = layout(buffer, *args, **options)
+        return per_rank, per_rank, *others
+
+    def older(buffer: Any, x: Any, handle: Any = None, **options: Any) -> Any:
+        assert "num_worst_tokens" not in options
+        return dispatch(buffer, x, handle, **options)
+
+    case = MegatronCase(flex="deepep", grouped=True, fused=True, double=True, recompute="moe", live=live)
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "nodes":
+            patch.setattr(buffer_type, "get_dispatch_layout", across_nodes)
+        if kind == "older":
+            patch.setattr(buffer_type, "dispatch", older)
+        assert max(compare_runs(FAKES_LAYOUT, [case])) < 1e-12
+    buffer: Any = fused_a2a._buffer
+    # Megatron's own calls wait, with 4 experts on each rank; those with 2 slots do not.
+    assert buffer.waited == ({4} if kind == "one node" else {4, 6})
+    # Freed without garbage collection, which ranks do at different times.
+    freed = weakref.ref(buffer)
+    del buffer
+    vars(fused_a2a)["_buffer"] = None
+    assert freed() is None
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["all", "one rank", "one expert", "slots"])
+def test_deepep_without_waits_equals_an_all_to_all(ranks: int, kind: str) -> None:
+    on_ranks(check_dispatch, (kind, ranks), ranks=ranks, patched="megatron with fakes")
+
+
+def check_dispatch(kind: str, ranks: int) -> None:
+    from megatron.core.transformer.moe import fused_a2a
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    from trimtab.integrations.megatron.physical_dispatch import MegatronRows, physical_dispatcher
+
+    replace_libraries()
+    layout, slots, top_k, rank = Layout(ranks=ranks, expert=ranks), 2, 2, dist.get_rank()
+    use_layout(layout)
+    vars(fused_a2a)["_buffer"] = None
+    homes, local = 8 // ranks, 8 // ranks + slots
+    # Experts of which tokens of rank r get two each.
+    experts = np.arange(ranks * local)
+    if kind == "slots":
+        experts = experts[experts % local >= homes]
+    elif kind != "all":
+        experts = experts[local : local + (2 if kind == "one expert" else local)]
+    rng = np.random.default_rng(rank)
+    ids = torch.from_numpy(np.stack([rng.permutation(experts)[:top_k] for _ in range(5 + 3 * rank)]))
+    sent = np.bincount(ids.view(-1), minlength=ranks * local).reshape(ranks, local)
+    arriving = np.stack(of_all_ranks(sent))[:, rank]
+    groups = [SimpleNamespace(counts=part.tolist()) for part in np.split(arriving.sum(axis=0), [homes])]
+    call: Any = SimpleNamespace(is_live=False, replicas=SimpleNamespace(count=1))
+    call.layout = SimpleNamespace(
+        physical_ids=ids.to(torch.uint16), arriving_RG=arriving, home_groups=groups[0], replica_groups=groups[1],
+        send_splits=sent.sum(axis=1).tolist(), recv_splits=arriving.sum(axis=1).tolist(),
+    )  # fmt: skip
+    results = []
+    for flex in ("deepep", None):
+        layer = next(Model(layout, MegatronCase(flex=flex)).moe_layers())
+        physical = physical_dispatcher(layer, slots, get_default_pg_collection())
+        torch.manual_seed(rank)
+        hidden = torch.randn(len(ids), 1, 16, dtype=torch.float64, requires_grad=True)
+        weights = torch.rand(len(ids), top_k, requires_grad=True)
+        rows, sent_hidden, probs = MegatronRows.start(physical, True, hidden, weights, call)
+        arrived, counts, probs = rows.dispatch_postprocess(*rows.token_dispatch(sent_hidden, probs))
+        assert counts.tolist() == arriving.sum(axis=0).tolist()
+        factors = torch.repeat_interleave(torch.arange(local) + 1 + local * rank, counts)
+        outputs = rows.combine_preprocess(arrived.sin() * (factors * probs)[:, None])
+        outputs = rows.combine_postprocess(rows.token_combine(outputs))
+        (outputs * torch.randn_like(outputs)).sum().backward()
+        assert hidden.grad is not None
+        assert weights.grad is not None
+        results.append([outputs.detach(), hidden.grad, weights.grad.double()])
+    for found, expected in zip(*results, strict=True):
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+    # Without any row of its own a rank waits.
+    assert fused_a2a._buffer.waited == (set() if arriving.any() else {local})
+    # Nor does it wait later, also not in backward.
+    assert fake_deep_ep.Buffer.read == 0
+
+
+@runs_on_ranks()
+def test_nothing_that_arrives_is_read_on_the_host(state: State) -> None:
+    """With the fused permutation, of which DeepEP's output alone is the input. Tensors without memory can't be read."""
+    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    from trimtab.integrations.megatron.physical_dispatch import physical_dispatcher
+
+    layer = next(Model(FAKES_LAYOUT, MegatronCase(flex="deepep")).moe_layers())
+    manager: Any = physical_dispatcher(layer, 2, get_default_pg_collection())._comm_manager  # type: ignore[union-attr]
+    manager.dispatched_indices = torch.empty(5, 2, dtype=torch.int64, device="meta")
+    manager.dispatched_probs = torch.empty(5, 2, device="meta")
+    manager.tokens_per_expert, manager.permute_fusion = torch.ones(6, dtype=torch.int64), True
+    permute = mock.Mock(side_effect=KeyError)
+    with mock.patch.object(token_dispatcher, "permute", permute), pytest.raises(KeyError):
+        manager.get_permuted_hidden_states_by_experts(torch.empty(5, 16, device="meta"))
+    (_, routing_map), options = permute.call_args
+    assert (routing_map.shape, routing_map.dtype, options["probs"].shape) == ((5, 6), torch.bool, (5, 6))
+    assert options["num_out_tokens"] == 6
+
+
+def test_signatures_are_those_of_deepep() -> None:
+    for name, parameters in stored("deep_ep").items():
+        assert [*inspect.signature(getattr(fake_deep_ep.Buffer, name.split(".")[-1])).parameters] == parameters
+
+
+def test_stored_signatures_are_those_of_the_source() -> None:
+    folder = os.environ.get("DEEP_EP", "")
+    if not folder:
+        pytest.skip(f"needs the source of {STORED['deep_ep'][0]}: DEEP_EP=folder")
+    assert {name: parameters_in(folder, name) for name in stored("deep_ep")} == stored("deep_ep")
 
 
 @pytest.mark.parametrize("name", ["deepep", "grouped"])

@@ -278,7 +278,7 @@ def test_a_megatron_without_a_name_is_refused_in_one_message(monkeypatch: pytest
     monkeypatch.delattr(DistributedOptimizer, "_get_model_param_range_map")
     monkeypatch.delattr(token_dispatcher, "_DeepepManager")
     message = (
-        r"token_dispatcher has no _DeepepManager.* \(1 more\); this version of Trimtab fits megatron-core 0\.16\.1 to"
+        r"token_dispatcher has no _DeepepManager.* \(2 more\); this version of Trimtab fits megatron-core 0\.16\.1 to"
     )
     with pytest.raises(InputError, match=message):
         megatron_package.balance  # noqa: B018

@@ -38,6 +38,9 @@ NAMES = (
     f"{_DISPATCHER}:MoEFlexTokenDispatcher._comm_manager",
     f"{_DISPATCHER}:get_align_size_for_quantization(config)",
     f"{_DISPATCHER}:_DeepepManager.setup_metadata(routing_map, probs)",
+    f"{_DISPATCHER}:_DeepepManager._indices_to_multihot(indices, probs)",
+    f"{_MOE}.fused_a2a:get_buffer(group, hidden_bytes)",
+    f"{_MOE}.fused_a2a:get_hidden_bytes(x)",
     f"{_DISPATCHER}:_HybridEPManager.setup_metadata(routing_map, probs)",
     # Gradients and parameters of experts, and what optimizers keep of them.
     "megatron.core.distributed:DistributedDataParallel.expert_parallel_bucket_groups",

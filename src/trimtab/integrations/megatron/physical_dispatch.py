@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     _DeepepManager,
 )
 
+from trimtab.integrations.megatron.planned_sizes import multihot, planned_rows
 from trimtab.integrations.megatron.static_budget import StaticBudget
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.layer.layer_call import LayerCall
@@ -264,6 +266,8 @@ class PhysicalFlex(MoEFlexTokenDispatcher):
         if hasattr(plain, "over_budget"):
             # Megatron reads and resets the layer's own.
             self._comm_manager.over_budget = plain.over_budget
+        if isinstance(self._comm_manager, _DeepepManager):
+            self._comm_manager._indices_to_multihot = partial(multihot, experts=self.num_local_experts)
 
     def dispatch_preprocess(
         self, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -285,6 +289,16 @@ class PhysicalFlex(MoEFlexTokenDispatcher):
             planned = 0 if self.layer_call.is_live else self.budget.rows(len(routing_map))
             manager.num_permuted_tokens = max(planned, int(counts_G.sum()))
         return hidden.view(-1, hidden.shape[-1]), manager.token_probs
+
+    def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor | None = None, **options: Any) -> Any:
+        """As Megatron's, but DeepEP gets the sizes of the layout, too; see `planned_rows`."""
+        manager, counts_G = self._comm_manager, self.layer_call.layout.arriving_RG.sum(axis=0)
+        if not isinstance(manager, _DeepepManager):
+            return super().token_dispatch(hidden, probs, **options)
+        with planned_rows(manager.group, hidden, int(counts_G.sum())):
+            dispatched = super().token_dispatch(hidden, probs, **options)
+        manager.tokens_per_expert = torch.from_numpy(counts_G)
+        return dispatched
 
 
 PhysicalDispatcher = PhysicalAlltoAll | PhysicalFlex
