@@ -134,9 +134,9 @@ def test_serial_messages_find_another_order_of_groups() -> None:
         on_ranks(compare_with_mutant, (mutant, "serial"), ranks=2)
 
 
-def session_with_one_replica(path: int) -> Session:
+def session_with_one_replica(path: int, **settings: Any) -> Session:
     """Rank 1 has a replica of rank 0's only expert, whose weights are 1."""
-    session = Session(num_experts=2)
+    session = Session(num_experts=2, **settings)
     session.add_layer([torch.nn.Parameter(torch.ones(1, 4, 4))], gated_experts())
     trace = synthesize(num_sequences=2, sequence_length=6, num_layers=1, num_experts=2, top_k=1, zipf=0.0)
     schedule = Schedule(np.zeros(2, np.int32), np.arange(2, dtype=np.int32), np.zeros(1, np.int32), 2)
@@ -189,6 +189,59 @@ def test_weights_are_rewritten_between_barriers(path: int, late: str) -> None:
             if rank == 1:
                 ring.prefetch(0, 0)
                 assert ring.replicas(0, 0)[0].min() == 2
+        patch.undo()
+        session.close()
+
+
+@pytest.mark.parametrize("way", ["step", "first homes"])
+@runs_on_ranks()
+def test_parameters_that_others_read_are_written_when_none_reads(way: str) -> None:
+    """Rank 0 may write them when rank 1, which is late by `patience_s`, has ended its copy."""
+    rank, patience_s = dist.get_rank(), 1.0
+    with late_device.install("late", peers=True), pytest.MonkeyPatch.context() as patch:
+        session = session_with_one_replica(PEER, peer_memory_bytes="parameters")
+        assert session.memory().peer_memory_bytes == 0 < session.take_metrics()["transfer/peer_memory_bytes"]
+        (weight,) = session.homes[0].parameters
+        weight.grad = torch.full_like(weight, -1.0)
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        with torch.no_grad():
+            with session.micro_step(0):
+                """The copy begins."""
+            for write in (optimizer.step, session.weights_changed):
+                with pytest.raises(RuntimeError, match=r"may still read .*finish_gradients\(\)"):
+                    write()
+            weight.add_(1 if rank == 0 else 0)
+            with pytest.raises(RuntimeError, match="may still read them"), session.micro_step(0):
+                pass
+            weight.sub_(1 if rank == 0 else 0)
+            session.finish_gradients()
+            with session.micro_step(0):
+                """It begins again."""
+        peers, drain = session.transfers.ring.peers, ReplicaRing.drain
+        assert peers is not None
+        (source,) = peers.row(0, 0, 0)
+
+        def drain_late(ring: ReplicaRing) -> None:
+            deadline = time.monotonic() + patience_s
+            while source.max() == 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            drain(ring)
+
+        if rank == 1:
+            patch.setattr(ReplicaRing, "drain", drain_late)
+        if way == "step":
+            session.finish_gradients()
+            optimizer.step()
+        else:
+            with session.first_homes(), torch.no_grad():
+                weight.add_(1)
+        # Rank 0 has written to what rank 1 reads.
+        dist.barrier()
+        assert source.min() == 2
+        with torch.no_grad(), session.micro_step(0):
+            if rank == 1:
+                session.transfers.ring.prefetch(0, 0)
+                assert session.transfers.ring.replicas(0, 0)[0].min() == 2
         patch.undo()
         session.close()
 

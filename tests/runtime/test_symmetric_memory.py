@@ -94,6 +94,37 @@ def test_sizes_decide_before_anything_is_allocated(
         dist.barrier()
 
 
+@pytest.mark.parametrize("other", ["", "view", "later view"])
+@runs_on_ranks(3)
+def test_parameters_get_the_memory_unless_another_tensor_has_theirs(other: str) -> None:
+    told: list[str] = []
+    with fake() as symmetric, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("trimtab"), "warning", lambda text, *values: told.append(text % values))
+        rank, ranks = symmetric.topology.rank, symmetric.topology.num_ranks
+        homes = make_homes(rank, ranks)
+        views = [homes[1].parameters[0].detach()] if other == "view" and rank == 1 else []
+        # No limit holds for memory that takes the place of other memory.
+        peers = PeerMemory.across(symmetric.topology, homes, "parameters")
+        if other == "later view":
+            assert peers is not None
+            assert not peers.is_left()
+            views += [homes[0].parameters[0].detach()] * (rank == 2)
+            homes[1].parameters[0].data = homes[1].parameters[0].data.clone()
+            assert peers.is_left()
+            peers = PeerMemory.across(symmetric.topology, homes, "parameters")
+        reason = r"rank \d: another tensor uses the memory of experts of MoE layer [01]"
+        assert [re.search(reason, text) is not None for text in told] == [True] * (bool(other) * (rank == 0))
+        assert (peers is None) == bool(other)
+        if peers is not None:
+            assert peers.copied_bytes == 0 < peers.nbytes
+            with torch.no_grad():
+                homes[1].parameters[0].add_(1)
+            dist.barrier()
+            assert peers.row(1, (rank + 1) % ranks, 0)[0].tolist() == [10.0 * ((rank + 1) % ranks) + 2] * 3
+        dist.barrier()
+        assert all(len(view) == 2 for view in views)
+
+
 @pytest.mark.parametrize(
     ("nccl", "variables", "wrong"),
     [
