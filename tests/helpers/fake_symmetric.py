@@ -34,7 +34,7 @@ class FakeSymmetric:
     failing: tuple[str, int] | None = None
     unreachable: bool = False
     shared_gpu: bool = False
-    sizes_R: tuple[tuple[int, int], ...] = ((1 << 30, 1 << 30),) * 3
+    sizes_R: tuple[tuple[int, int], ...] = ((1 << 30, 1 << 30),) * 8
     hosts: tuple[str, ...] = ()
 
     def place(self, device: torch.device) -> Place:
