@@ -16,7 +16,8 @@ from helpers.fake_symmetric import fake
 from helpers.planned_steps import Step, make
 from helpers.random_plans import random_plan
 from helpers.rank_tests import runs_on_ranks
-from trimtab.runtime import Session
+from trimtab.errors import InputError
+from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.ranks.process_groups import wrong_variables
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.peer_memory import PeerMemory
@@ -123,6 +124,14 @@ def test_parameters_get_the_memory_unless_another_tensor_has_theirs(other: str) 
             assert peers.row(1, (rank + 1) % ranks, 0)[0].tolist() == [10.0 * ((rank + 1) % ranks) + 2] * 3
         dist.barrier()
         assert all(len(view) == 2 for view in views)
+
+
+@runs_on_ranks()
+def test_parameters_of_frameworks_are_not_moved() -> None:
+    experts = [torch.nn.Parameter(torch.ones(1, 4, 4))]
+    session = Session(num_experts=2, peer_memory_bytes="parameters")
+    with pytest.raises(InputError, match="MoE layer 0 belongs to the framework that trains it"):
+        session.add_layer(experts, gated_experts(), weights=lambda: experts)
 
 
 @pytest.mark.parametrize(
