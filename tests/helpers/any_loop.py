@@ -63,6 +63,7 @@ def start(
     *,
     top_k: int = 2,
     frozen: frozenset[int] = frozenset(),
+    **settings: Any,
 ) -> Loop:
     """A new model in a new session, with a first plan.
 
@@ -70,6 +71,7 @@ def start(
         checked: let the session verify weights.
         group: of the session; all ranks by default.
         frozen: layers whose experts are not trained.
+        settings: others of the session.
     """
     torch.set_num_threads(1)
     rng = np.random.default_rng(seed)
@@ -81,7 +83,7 @@ def start(
     session = Session(
         num_experts=shape.experts, slots_per_rank=slots, ring_layers=int(rng.integers(2, 4)),
         ranks_per_node=int(rng.choice([size for size in range(1, ranks + 1) if ranks % size == 0])),
-        verify_weights=checked, group=group,
+        verify_weights=checked, group=group, **settings,
     )  # fmt: skip
     reference, model = TinyMoE(shape, torch.float64), TinyMoE(shape, torch.float64)
     model.load_state_dict(reference.state_dict())

@@ -28,13 +28,14 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from helpers.fake_symmetric import fake
 from helpers.late_compute import LateCompute, PendingReadError, addresses, alias, mark_late
 from trimtab.array_type import Array
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.message_rounds import MOST_OPERATIONS
-from trimtab.runtime.transfer.peer_memory import PeerMemory
+from trimtab.runtime.transfer.peer_memory import MostBytes, PeerMemory
 
 MODES = ("late", "serial")
 LATE_COMPUTE = ("early", "lazy")
@@ -363,8 +364,15 @@ def install(mode: str, *, peers: bool = False) -> Iterator[LateDevice]:
     assert mode in MODES + LATE_COMPUTE
     device = LateDevice(mode)
 
-    def across(topology: Topology, layers: Sequence[HomeExperts], most_bytes: int | None = None) -> PeerMemory:
-        return PeerMemory.in_host_memory(topology, layers)
+    to_symmetric = PeerMemory.across
+
+    def across(topology: Topology, layers: Sequence[HomeExperts], most_bytes: MostBytes = None) -> PeerMemory | None:
+        if most_bytes != "parameters":
+            return PeerMemory.in_host_memory(topology, layers)
+        # Work in queues has the parameters' memory.
+        device.synchronize()
+        with fake(topology):
+            return to_symmetric(topology, layers, most_bytes)
 
     cuda = {
         "Stream": lambda device_=None, priority=0: device.make_stream(),

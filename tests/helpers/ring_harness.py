@@ -68,7 +68,7 @@ class Harness:
         self.ring = ReplicaRing(topology, homes, slots=2, buffers=places, mirror=mirror, counters=Counters())
         self._late_device = late_device
         if late_device:
-            peers: Any = SimpleNamespace(row=lambda layer, home, row: [self.weights[layer, row]])
+            peers: Any = SimpleNamespace(is_in_place=False, row=lambda layer, home, row: [self.weights[layer, row]])
             self.ring.peers = peers
         else:
             self.ring.host_copies = LateCopies()  # type: ignore[assignment]

@@ -5,6 +5,7 @@ See `helpers.late_compute`. Mutants of the runtime show that a missing wait, or 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import numpy as np
@@ -19,6 +20,7 @@ from helpers.late_device import LATE_COMPUTE
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
 from helpers.transfer_mutants import mutated
+from helpers.user_actions import repoint, write
 from trimtab.runtime.transfer.streams import BackgroundCopies
 
 CPU = torch.device("cpu")
@@ -101,6 +103,36 @@ def test_random_plans_equal_the_single_process(mode: str, peers: bool) -> None:
 def test_random_plans_find_mutants(mutant: str, mode: str) -> None:
     with pytest.raises(AssertionError, match=r"logits|gradient|loss|IndexError|index"):
         on_ranks(compare, ([Case(seed) for seed in range(2, 8)], mode, True, mutant), ranks=2)
+
+
+@pytest.mark.parametrize("seed", [4, 5, 12])
+@runs_on_ranks()
+def test_loops_in_which_other_ranks_read_the_parameters(seed: int) -> None:
+    """Experts move, optimizers step, weights are replaced and written, and the session sleeps."""
+    with late_device.install("lazy", peers=True):
+        loop = any_loop.start(seed, peer_memory_bytes="parameters")
+        replaced: list[torch.Tensor] = []
+
+        def replace() -> None:
+            replaced.extend(p.data for p in loop.model.parameters())
+            repoint(loop)
+
+        between: list[Callable[[], None]] = [
+            replace, loop.session.suspend, lambda: None, lambda: write(loop, "data")
+        ]  # fmt: skip
+        for number in range(4):
+            any_loop.plan(loop, seed + number)
+            any_loop.forward(loop, number % 3, "plain", number)
+            any_loop.backward(loop, number)
+            assert loop.session.memory().peer_memory_bytes == 0
+            assert loop.session.take_metrics()["transfer/peer_memory_bytes"] > 0
+            any_loop.step(loop)
+            between[number]()
+            if number == 0:
+                values = [tensor.clone() for tensor in replaced]
+            # Nobody writes to memory that the parameters have left.
+            assert all(map(torch.equal, replaced, values))
+        loop.session.close()
 
 
 @pytest.mark.parametrize("seed", [3, 4])

@@ -33,7 +33,7 @@ from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.replicas.paths import HOST, PEER
-from trimtab.runtime import Session, gated_experts
+from trimtab.runtime import Session, gated_experts, gradients
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import message_rounds, streams
@@ -134,9 +134,9 @@ def test_serial_messages_find_another_order_of_groups() -> None:
         on_ranks(compare_with_mutant, (mutant, "serial"), ranks=2)
 
 
-def session_with_one_replica(path: int) -> Session:
+def session_with_one_replica(path: int, **settings: Any) -> Session:
     """Rank 1 has a replica of rank 0's only expert, whose weights are 1."""
-    session = Session(num_experts=2)
+    session = Session(num_experts=2, **settings)
     session.add_layer([torch.nn.Parameter(torch.ones(1, 4, 4))], gated_experts())
     trace = synthesize(num_sequences=2, sequence_length=6, num_layers=1, num_experts=2, top_k=1, zipf=0.0)
     schedule = Schedule(np.zeros(2, np.int32), np.arange(2, dtype=np.int32), np.zeros(1, np.int32), 2)
@@ -190,6 +190,51 @@ def test_weights_are_rewritten_between_barriers(path: int, late: str) -> None:
                 ring.prefetch(0, 0)
                 assert ring.replicas(0, 0)[0].min() == 2
         patch.undo()
+        session.close()
+
+
+@pytest.mark.parametrize("way", ["step", "first homes", "suspend"])
+@runs_on_ranks()
+def test_parameters_that_others_read_are_written_when_none_reads(way: str) -> None:
+    """Rank 0 may write them when the device of rank 1, which is late, has ended its copy."""
+    rank = dist.get_rank()
+    with late_device.install("lazy", peers=True) as device, torch.no_grad():
+        session = session_with_one_replica(PEER, peer_memory_bytes="parameters")
+        assert session.memory().peer_memory_bytes == 0 < session.take_metrics()["transfer/peer_memory_bytes"]
+        ring, (weight,) = session.transfers.ring, session.homes[0].parameters
+        weight.grad = torch.full_like(weight, -1.0)
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        with session.micro_step(0):
+            """The copy begins."""
+        for write in (optimizer.step, session.weights_changed):
+            with pytest.raises(RuntimeError, match=r"may still read .*finish_gradients\(\)"):
+                write()
+        weight.mul_(1)
+        with pytest.raises(RuntimeError, match="may still read them"), session.micro_step(0):
+            pass
+        session.finish_gradients()
+        with session.micro_step(0):
+            ring.prefetch(0, 0)
+            read = [replica * 1 for replica in ring.replicas(0, 0)]
+        assert rank == 0 or not device.compute.has_run(device.compute.length)
+        if way == "step":
+            # The sums of gradients wait, too.
+            with mock.patch.object(gradients, "zero_missing"):
+                session.finish_gradients()
+            optimizer.step()
+        elif way == "suspend":
+            session.suspend()
+            weight.add_(1)
+        else:
+            with session.first_homes():
+                weight.add_(1)
+                device.synchronize()
+        if rank == 0:
+            assert weight.min().item() == 2
+        # Rank 0 has written to what rank 1 reads.
+        dist.barrier()
+        if rank == 1:
+            assert read[0].flatten().tolist() == [1.0] * 16
         session.close()
 
 

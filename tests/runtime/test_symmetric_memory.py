@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,76 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.fake_symmetric import fake
 from helpers.planned_steps import Step, make
 from helpers.random_plans import random_plan
 from helpers.rank_tests import runs_on_ranks
-from trimtab.runtime import Session
+from trimtab.errors import InputError
+from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.ranks.process_groups import wrong_variables
-from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.transfer import peer_memory
-from trimtab.runtime.transfer.mirror import share_memory
-from trimtab.runtime.transfer.peer_memory import NO_MULTICAST, OVERLAPPING, PeerMemory, Place
-
-
-@dataclass
-class FakeSymmetric:
-    """GPUs of one node, one for each rank. Each process sees only its own, as number 0.
-
-    Attributes:
-        failing: name of the function that fails, and on which rank.
-        unreachable: whether the process of rank 0 also sees the GPU of rank 1, and can't read its memory.
-        shared_gpu: whether all ranks have one GPU.
-        sizes_R: free and total bytes of each rank's GPU; enough by default.
-        hosts: name of each rank's machine; one machine by default.
-    """
-
-    topology: Topology
-    failing: tuple[str, int] | None = None
-    unreachable: bool = False
-    shared_gpu: bool = False
-    sizes_R: tuple[tuple[int, int], ...] = ((1 << 30, 1 << 30),) * 3
-    hosts: tuple[str, ...] = ()
-    _parts: list[torch.Tensor] = field(default_factory=list)
-
-    def place(self, device: torch.device) -> Place:
-        rank = self.topology.rank
-        return Place(self.hosts[rank] if self.hosts else "node", "gpu" if self.shared_gpu else f"gpu {rank}", 0)
-
-    def visible(self) -> dict[str, int]:
-        own = {self.place(torch.device("cpu")).uuid: 0}
-        return own | {"gpu 1": 1} if self.unreachable and self.topology.rank == 0 else own
-
-    def reaches(self, device: torch.device, index: int) -> bool:
-        return not self.unreachable
-
-    def sizes(self, device: torch.device) -> tuple[int, int]:
-        return self.sizes_R[self.topology.rank]
-
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        self._parts = [*share_memory(nbytes * self.topology.num_ranks, self.topology).split(nbytes)]
-        self._call("allocate")
-        return self._parts[self.topology.rank]
-
-    def map_all(self, memory: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], object]:
-        self._call("map_all")
-        # As torch reads them at the first rendezvous.
-        assert os.environ[NO_MULTICAST] == os.environ[OVERLAPPING] == "1"
-        return [*self._parts], object()
-
-    def _call(self, name: str) -> None:
-        if self.failing == (name, self.topology.rank):
-            raise RuntimeError(f"CUDA driver error: {name}\nmore lines")
-
-
-@contextmanager
-def fake(**arguments: Any) -> Iterator[FakeSymmetric]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in (NO_MULTICAST, OVERLAPPING):
-            patch.setenv(name, "")
-        made = FakeSymmetric(Topology.build(None, 1, None), **arguments)
-        patch.setattr(peer_memory, "Symmetric", made)
-        yield made
+from trimtab.runtime.transfer.peer_memory import PeerMemory
 
 
 def make_homes(rank: int, ranks: int) -> list[HomeExperts]:
@@ -158,6 +93,45 @@ def test_sizes_decide_before_anything_is_allocated(
         assert (peers is None) == bool(reason)
         assert [re.search(reason, text) is not None for text in told] == [True] * (bool(reason) * (topology.rank == 0))
         dist.barrier()
+
+
+@pytest.mark.parametrize("other", ["", "view", "later view"])
+@runs_on_ranks(3)
+def test_parameters_get_the_memory_unless_another_tensor_has_theirs(other: str) -> None:
+    told: list[str] = []
+    with fake() as symmetric, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("trimtab"), "warning", lambda text, *values: told.append(text % values))
+        rank, ranks = symmetric.topology.rank, symmetric.topology.num_ranks
+        homes = make_homes(rank, ranks)
+        views = [homes[1].parameters[0].detach()] if other == "view" and rank == 1 else []
+        # No limit holds for memory that takes the place of other memory.
+        peers = PeerMemory.across(symmetric.topology, homes, "parameters")
+        if other == "later view":
+            assert peers is not None
+            assert not peers.is_left()
+            views += [homes[0].parameters[0].detach()] * (rank == 2)
+            homes[1].parameters[0].data = homes[1].parameters[0].data.clone()
+            assert peers.is_left()
+            peers = PeerMemory.across(symmetric.topology, homes, "parameters")
+        reason = r"rank \d: another tensor uses the memory of experts of MoE layer [01]"
+        assert [re.search(reason, text) is not None for text in told] == [True] * (bool(other) * (rank == 0))
+        assert (peers is None) == bool(other)
+        if peers is not None:
+            assert peers.copied_bytes == 0 < peers.nbytes
+            with torch.no_grad():
+                homes[1].parameters[0].add_(1)
+            dist.barrier()
+            assert peers.row(1, (rank + 1) % ranks, 0)[0].tolist() == [10.0 * ((rank + 1) % ranks) + 2] * 3
+        dist.barrier()
+        assert all(len(view) == 2 for view in views)
+
+
+@runs_on_ranks()
+def test_parameters_of_frameworks_are_not_moved() -> None:
+    experts = [torch.nn.Parameter(torch.ones(1, 4, 4))]
+    session = Session(num_experts=2, peer_memory_bytes="parameters")
+    with pytest.raises(InputError, match="MoE layer 0 belongs to the framework that trains it"):
+        session.add_layer(experts, gated_experts(), weights=lambda: experts)
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,8 @@ class RankMemory:
         "bytes", key="memory/staging_bytes",
     )  # fmt: skip
     peer_memory_bytes: int = measured(
-        "of memory that the other ranks of the node read replicas from; 0 if these are sent as messages, as on CPUs, "
-        "where GPUs can't read each other's memory, and above the limit `peer_memory_bytes`", "bytes",
+        "of copies that the other ranks of the node read replicas from; 0 if they read the parameters or get messages, "
+        "as on CPUs, where GPUs can't read each other's memory, and above the limit `peer_memory_bytes`", "bytes",
         key="memory/peer_bytes",
     )  # fmt: skip
     ring_bytes: int = measured("of slots for replicas, independent of the number of layers", "bytes",
@@ -178,7 +178,7 @@ class RankMemory:
         return cls(
             parameter_bytes=sum(parameter.nbytes for layer in layers for parameter in layer.parameters),
             staging_bytes=sum(layer.staging_bytes for layer in layers),
-            peer_memory_bytes=0 if transfers is None else transfers.peer_memory_bytes,
+            peer_memory_bytes=0 if transfers is None else transfers.copied_bytes,
             ring_bytes=0 if transfers is None else transfers.ring.nbytes,
             return_bytes=0 if transfers is None else transfers.returns.nbytes,
             table_bytes=table_bytes,

@@ -19,7 +19,7 @@ from trimtab.runtime.session_settings import SessionSettings, takes_arguments_of
 from trimtab.runtime.session_state import SessionState
 from trimtab.runtime.session_steps import SessionSteps
 from trimtab.runtime.state.logical_state import LogicalState
-from trimtab.runtime.state.weight_watch import note_weights
+from trimtab.runtime.state.weight_watch import WRITTEN, note_weights
 from trimtab.runtime.transfer import streams
 
 # Below this part of recorded experts that the router chooses, too, a warning is logged once.
@@ -60,7 +60,12 @@ class Session(SessionSteps, SessionState, SessionGradients):
         """Announce writes to parameters that address and version do not show: through `.data`, or to a flat buffer.
 
         Not a collective. Optimizer steps need no call.
+
+        Raises:
+            RuntimeError: if other ranks may have been reading them; see `peer_memory_bytes`.
         """
+        if self._experts.may_be_read:
+            raise RuntimeError(WRITTEN)
         self._experts.changed = True
         note_weights(self.homes)
 
@@ -79,6 +84,7 @@ class Session(SessionSteps, SessionState, SessionGradients):
         try:
             with self._experts.at_first_homes():
                 yield
+            self._experts.drain()
         finally:
             self._calls.is_at_first_homes = False
 
@@ -98,6 +104,7 @@ class Session(SessionSteps, SessionState, SessionGradients):
         self._lockstep.agree(SUSPEND, all_data_ranks=True)
         self._drop_step()
         self._elements = dict
+        self._experts.drain()
         self._experts.close()
         if self.homes:
             streams.release_cache(self._experts.device)

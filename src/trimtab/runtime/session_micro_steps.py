@@ -261,7 +261,8 @@ class SessionMicroSteps(SessionBase):
         self._calls.require_between_micro_steps(A_MICRO_STEP)
         if torch.is_grad_enabled():
             self._calls.accumulation.begin_forward()
-        changed, trained, broken = self._experts.transfers.watch.compare(self._experts.changed)
+        experts = self._experts
+        changed, trained, broken = experts.transfers.watch.compare(experts.changed, experts.may_be_read)
         slices = None if step is None or problem is not None else step.slices
         # Passes for which a framework may have loaded the weights of another model.
         has_plan = step is not None and torch.is_grad_enabled()

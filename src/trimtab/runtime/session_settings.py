@@ -21,6 +21,7 @@ from trimtab.planner import PlanSettings
 from trimtab.rank_variables import is_switched_off
 from trimtab.runtime.live.policies import LivePolicy, Predictor
 from trimtab.runtime.ranks.topology import Topology
+from trimtab.runtime.transfer.peer_memory import MostBytes
 
 Mode = Literal["plan", "rehome", "static", "live", "shadow", "off"]
 Paths = Literal["both", "peer", "host", "message"]
@@ -36,12 +37,13 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def at_least(least: int) -> Check:
-    """The check of an integer of at least `least`."""
+def at_least(least: int, *others: str) -> Check:
+    """The check of an integer of at least `least`, or of one of other values."""
 
     def check(name: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"{name} is {value!r}; it should be a whole number of {least} or more")
+        if value not in others and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            or_else = "".join(f", or {other!r}" for other in others)
+            raise InputError(f"{name} is {value!r}; it should be a whole number of {least} or more{or_else}")
 
     return check
 
@@ -78,7 +80,10 @@ class SessionSettings:
             with messages also between GPUs of one node, which otherwise read each other's memory if they can.
         mirror_bytes: most host memory of a node for mirrored experts; unlimited by default.
         peer_memory_bytes: most memory of a GPU for copies of its experts that other ranks of the node read; if they
-            need more, replicas are sent as messages on all ranks. By default a fifth of the GPU's memory.
+            need more, replicas are sent as messages on all ranks. By default a fifth of the GPU's memory. With
+            `parameters` there are no copies: the experts' parameters get memory that the others read, which takes
+            no more than before. Then write weights only in optimizer steps after `finish_gradients`, after a plan, or
+            in `first_homes`, and suspend the session before they are offloaded.
         least_gain: a plan with a smaller predicted saving, as a fraction of the step, is not executed.
         max_rows_per_rank: rows, (token, expert) pairs, that no rank may exceed in any layer of a micro-step, in mode
             `plan`. A step that can't keep to it is refused when it is planned, with the smallest possible value.
@@ -119,7 +124,7 @@ class SessionSettings:
     ring_layers: Annotated[int, at_least(2)] = RING_LAYERS
     paths: Annotated[Paths, one_of(Paths)] = "both"
     mirror_bytes: Annotated[int | None, at_least(0)] = None
-    peer_memory_bytes: Annotated[int | None, at_least(0)] = None
+    peer_memory_bytes: Annotated[MostBytes, at_least(0, "parameters")] = None
     least_gain: Annotated[float, finite] = 0.005
     max_rows_per_rank: Annotated[int | None, at_least(1)] = None
     exact: bool = False

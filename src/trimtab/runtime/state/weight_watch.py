@@ -34,6 +34,12 @@ Marks = tuple[list[int], list[int], list[int], list[bool]]
 """Of parameters: storages, addresses, versions, and whether they are trained."""
 
 
+WRITTEN = (
+    "weights of experts were written while other ranks may still read them (peer_memory_bytes='parameters'); write "
+    "them after finish_gradients() or a plan, or within first_homes()"
+)
+
+
 class WeightWatch:
     """The state of the parameters when copies were made.
 
@@ -55,23 +61,26 @@ class WeightWatch:
         self.steps = 0
         self._samples: list[list[torch.Tensor]] = []
 
-    def compare(self, announced: bool) -> tuple[bool, list[bool], Exception | None]:
+    def compare(self, announced: bool, may_be_read: bool = False) -> tuple[bool, list[bool], Exception | None]:
         """Compare the parameters with their state when copies were made.
 
         Args:
             announced: the parameters are known to have changed.
+            may_be_read: other ranks may be reading the parameters' memory, which is then not to be written.
 
         Returns:
             Whether they changed, are announced to have changed, or were never copied; which of them are trained; the
             error if they are unusable.
         """
         changed = announced
-        if announced:
+        if announced and not may_be_read:
             trained = [parameter.requires_grad for layer in self._layers for parameter in layer.parameters]
         else:
             marks = [_marks(layer.parameters) for layer in self._layers]
             trained = [is_trained for of_layer in marks for is_trained in of_layer[3]]
-            changed = marks != self._marks
+            changed |= marks != self._marks
+            if may_be_read and _are_written(self._marks, marks):
+                return changed, trained, RuntimeError(WRITTEN)
         try:
             if changed:
                 for layer in self._layers:
@@ -131,6 +140,17 @@ def _marks(parameters: Sequence[torch.nn.Parameter]) -> Marks:
         versions = [-1 if p.is_inference() else p._version for p in parameters]
     storages = [p.untyped_storage()._cdata for p in parameters]
     return storages, [p.data_ptr() for p in parameters], versions, [p.requires_grad for p in parameters]
+
+
+def _are_written(before: Sequence[Marks], now: Sequence[Marks]) -> bool:
+    """Whether parameters have other versions in the same memory."""
+    return any(
+        address == other_address and version != other_version
+        for (_, addresses, versions, _), (_, other_addresses, other_versions, _) in zip(before, now, strict=True)
+        for address, version, other_address, other_version in zip(
+            addresses, versions, other_addresses, other_versions, strict=False
+        )
+    )
 
 
 def note_weights(layers: Iterable[HomeExperts]) -> None:

@@ -3,7 +3,9 @@
 A rank copies replicas from another rank's memory on a side stream: a one-sided copy by the GPU's copy engine, without
 work for the home rank.
 
-On CUDA it is torch's symmetric memory (`across`). If a rank can't get it, all ranks send messages instead. Tests
+On CUDA it is torch's symmetric memory (`across`). If a rank can't get it, all ranks send messages instead. The
+parameters themselves may have this memory, so that there is no copy: `in place`. No rank may then write them while
+others read; see `ReplicaRing.release_weights`. Tests
 without a GPU replace `Symmetric`. `in_host_memory` is the same with shared memory of the host, for tests and `trimtab
 bench transfer`. CPU sessions use the mirror, which is as fast.
 """
@@ -13,8 +15,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,9 @@ OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 DEFAULT_PART = 0.2
 
 T = TypeVar("T")
+
+MostBytes = int | Literal["parameters"] | None
+"""Most memory of a rank, None for `DEFAULT_PART`; or that the parameters get this memory, which is then no copy."""
 
 
 class Place(NamedTuple):
@@ -97,64 +103,113 @@ class Symmetric:
 class PeerMemory:
     """Memory of a node's ranks with all layers' home experts of each rank, in the compute dtype.
 
-    For staged layers it is also the staging memory. For others it is one more copy of their parameters.
+    For staged layers it is also the staging memory. For others it is the parameters' own memory, or one more copy.
 
     Args:
-        parts_N: uint8, the memory of every rank of the node as mapped on this rank, in rank order.
-        keeps: an object that must live as long as the memory is used.
+        in_place: the parameters get this memory.
+
+    Attributes:
+        is_in_place: whether they have it.
     """
 
-    def __init__(
-        self, topology: Topology, layers: Sequence[HomeExperts], parts_N: Sequence[torch.Tensor], keeps: object = None
-    ) -> None:
+    def __init__(self, topology: Topology, *, in_place: bool = False) -> None:
+        self.is_in_place = in_place
         self._topology = topology
-        self._keeps = keeps
+        self._keeps: list[object] = []
+        self._layers: list[HomeExperts] = []
+        self._stacks_NL: list[list[list[torch.Tensor]]] = [[] for _ in range(topology.ranks_per_node)]
+
+    def _add(self, layers: Sequence[HomeExperts], parts_N: Sequence[torch.Tensor], keeps: object = None) -> None:
+        """Use memory for the next layers.
+
+        Args:
+            parts_N: uint8, the memory of every rank of the node as mapped on this rank, in rank order.
+            keeps: an object that must live as long as the memory is used.
+        """
+        self._keeps.append(keeps)
+        self._layers += layers
         per_layer = len(layers[0].likes)
-        carved_N = [carve(part, _like(layers)) for part in parts_N]
-        self._stacks_NL = [[some[i : i + per_layer] for i in range(0, len(some), per_layer)] for some in carved_N]
-        for layer, stacks in zip(layers, self._stacks_NL[self._place(topology.rank)], strict=True):
+        for stacks_L, part in zip(self._stacks_NL, parts_N, strict=True):
+            some = carve(part, _like(layers))
+            stacks_L += [some[i : i + per_layer] for i in range(0, len(some), per_layer)]
+        for layer, stacks in zip(layers, self._own_L[-len(layers) :], strict=True):
             layer.stage_in(stacks)
+            if self.is_in_place:
+                layer.move_to(stacks)
 
     @classmethod
     def across(
-        cls, topology: Topology, layers: Sequence[HomeExperts], most_bytes: int | None = None
+        cls, topology: Topology, layers: Sequence[HomeExperts], most_bytes: MostBytes = None
     ) -> PeerMemory | None:
         """Allocate it in GPU memory. None on all ranks, with the reason in the log, if a rank can't. Collective.
 
         Args:
-            most_bytes: most memory of a rank; a part of `DEFAULT_PART` of its GPU's memory by default.
+            most_bytes: see `MostBytes`. Parameters move into it one layer after another, so that little more memory is
+                needed meanwhile.
         """
         device = layers[0].device
         if topology.ranks_per_node == 1:
             return None
-        nbytes = packed_bytes(_like(layers))
+        in_place = most_bytes == "parameters" and not all(all(layer.are_staged) for layer in layers)
+        peers = cls(topology, in_place=in_place)
         try:
-            _on_all_ranks(lambda: _check_size(nbytes, device, most_bytes), topology)
             _on_all_ranks(lambda: _prepare(topology, device), topology)
-            mine = _on_all_ranks(lambda: Symmetric.allocate(nbytes, device), topology)
-            parts_N, handle = _on_all_ranks(lambda: Symmetric.map_all(mine, topology.node_control), topology)
+            if in_place:
+                _on_all_ranks(lambda: _check_owned(layers), topology)
+            for run in [[layer] for layer in layers] if in_place else [layers]:
+                peers._allocate(run, device, most_bytes)
         except _OutOfReachError as problem:
+            for layer in layers:
+                layer.drop_staging()
             if topology.data_rank == 0:
                 logging.getLogger("trimtab").warning(
                     "replicas from ranks of the same node are sent as messages, which is slower: %s", problem
                 )
             return None
+        return peers
+
+    def _allocate(self, layers: Sequence[HomeExperts], device: torch.device, most_bytes: MostBytes) -> None:
+        """Add GPU memory of the next layers. Raises _OutOfReachError on all ranks, if a rank can't. Collective."""
+        topology, nbytes = self._topology, packed_bytes(_like(layers))
+        _on_all_ranks(lambda: _check_size(nbytes, device, most_bytes), topology)
+        mine = _on_all_ranks(lambda: Symmetric.allocate(nbytes, device), topology)
+        parts_N, handle = _on_all_ranks(lambda: Symmetric.map_all(mine, topology.node_control), topology)
         # The other buffers are addresses only. This tensor owns the memory while a layer stages in it.
-        parts_N[topology.rank % topology.ranks_per_node] = mine
-        return cls(topology, layers, parts_N, keeps=(mine, handle))
+        parts_N[self._place(topology.rank)] = mine
+        self._add(layers, parts_N, keeps=(mine, handle))
 
     @classmethod
     def in_host_memory(cls, topology: Topology, layers: Sequence[HomeExperts]) -> PeerMemory:
         """Allocate it in host memory, for ranks on CPUs. Collective."""
         nbytes = packed_bytes(_like(layers))
         memory = share_memory(nbytes * topology.ranks_per_node, topology)
-        return cls(topology, layers, memory.split(nbytes))
+        peers = cls(topology)
+        peers._add(layers, memory.split(nbytes))
+        return peers
 
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's part."""
-        stacks = self._stacks_NL[self._place(self._topology.rank)]
-        return sum(stack.nbytes for layer in stacks for stack in layer)
+        return sum(stack.nbytes for stacks in self._own_L for stack in stacks)
+
+    @property
+    def copied_bytes(self) -> int:
+        """The part of `nbytes` that is not memory of parameters."""
+        return sum(
+            stack.nbytes
+            for layer, stacks in zip(self._layers, self._own_L, strict=True)
+            for stack, is_staged in zip(stacks, layer.are_staged, strict=True)
+            if is_staged or not self.is_in_place
+        )
+
+    def is_left(self) -> bool:
+        """Whether parameters of any rank that should be in place have other memory now. Collective."""
+        if not self.is_in_place:
+            return False
+        has_left = not all(layer.lies_in(stacks) for layer, stacks in zip(self._layers, self._own_L, strict=True))
+        any_has = torch.tensor([int(has_left)])
+        dist.all_reduce(any_has, dist.ReduceOp.MAX, group=self._topology.expert_control)
+        return bool(any_has)
 
     def row(self, layer: int, home: int, row: int) -> list[torch.Tensor]:
         """The tensors of one expert of a layer: row `row` of rank `home`, which must be on this node."""
@@ -162,10 +217,14 @@ class PeerMemory:
 
     def fill(self, layers: Sequence[HomeExperts]) -> None:
         """Copy this rank's present weights to it. Collective over the node; no rank may still be reading."""
-        for layer, stacks in zip(layers, self._stacks_NL[self._place(self._topology.rank)], strict=True):
+        for layer, stacks in zip(layers, self._own_L, strict=True):
             layer.copy_to(stacks)
         streams.synchronize(layers[0].device)
         dist.barrier(group=self._topology.node_control)
+
+    @property
+    def _own_L(self) -> list[list[torch.Tensor]]:
+        return self._stacks_NL[self._place(self._topology.rank)]
 
     def _place(self, rank: int) -> int:
         return rank % self._topology.ranks_per_node
@@ -195,11 +254,27 @@ def _on_all_ranks(call: Callable[[], T], topology: Topology) -> T:
     return result
 
 
-def _check_size(nbytes: int, device: torch.device, most_bytes: int | None) -> None:
+def _check_owned(layers: Sequence[HomeExperts]) -> None:
+    """Raise if anything else uses the memory of parameters: it would not follow them."""
+    for layer in layers:
+        layer.drop_staging()
+    numbers = Counter(p.untyped_storage()._cdata for layer in layers for p in layer.parameters)
+    for layer in layers:
+        for parameter in layer.parameters:
+            # The storage's own object counts as one.
+            storage = parameter.untyped_storage()
+            if torch._C._storage_Use_Count(storage._cdata) - 1 > numbers[storage._cdata]:
+                raise RuntimeError(
+                    f"another tensor uses the memory of experts of MoE layer {layer.index}, such as a flat buffer or a "
+                    "state dict; peer_memory_bytes='parameters' would leave it behind"
+                )
+
+
+def _check_size(nbytes: int, device: torch.device, most_bytes: MostBytes) -> None:
     """Raise if the memory is larger than the limit or the free memory, before anything is allocated."""
     free, total = Symmetric.sizes(device)
     most = int(DEFAULT_PART * total) if most_bytes is None else most_bytes
-    if nbytes > most:
+    if most != "parameters" and nbytes > most:
         raise RuntimeError(f"they need {_text(nbytes)} of a GPU, and peer_memory_bytes allows {_text(most)}")
     if nbytes > free:
         raise RuntimeError(f"they need {_text(nbytes)} of its GPU, which has {_text(free)} free")

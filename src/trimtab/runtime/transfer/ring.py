@@ -56,6 +56,7 @@ class ReplicaRing:
     Attributes:
         mirror: source of host-path replicas.
         peers: source of peer-path replicas with a home on this node; None if these are sent as messages.
+        may_be_read: whether other ranks may be reading the memory of parameters.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ReplicaRing:
         self.counters = counters
         self.mirror = mirror
         self.peers: PeerMemory | None = None
+        self.may_be_read = False
         self._topology = topology
         self._homes = homes
         self._device = homes[0].device
@@ -138,12 +140,22 @@ class ReplicaRing:
         self._held.clear()
 
     def quiesce(self) -> None:
-        """Barrier: no transfer is reading weights on any rank. Collective."""
+        """Barrier: no transfer is reading weights on any rank, and writes to them are done. Collective."""
         self.drain()
         self._visits.refresh()
         if self.peers is not None or self.mirror.is_used:
-            streams.synchronize(self._device)
-            dist.barrier(group=self._topology.expert_control)
+            self._barrier()
+
+    def release_weights(self) -> None:
+        """Drain, and wait until no rank reads the memory of parameters, which may then be written. Collective."""
+        self.drain()
+        if self.peers is not None and self.peers.is_in_place:
+            self._barrier()
+
+    def _barrier(self) -> None:
+        streams.synchronize(self._device)
+        dist.barrier(group=self._topology.expert_control)
+        self.may_be_read = False
 
     def refresh(self) -> None:
         """Copy the present weights to mirrors and symmetric memory. Collective, after `quiesce`."""
@@ -208,6 +220,7 @@ class ReplicaRing:
                 if is_here:
                     from_host += zip(slots, self.mirror.row(layer.index, replica.expert), strict=True)
             elif self.peers is not None and replica.home // per_node == replica.rank // per_node:
+                self.may_be_read |= self.peers.is_in_place
                 if is_here:
                     from_peers += zip(slots, self.peers.row(layer.index, replica.home, replica.row), strict=True)
                     self.counters.peer_bytes += layer.expert_bytes
