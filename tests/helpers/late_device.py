@@ -270,6 +270,8 @@ class _Copies(TorchDispatchMode):
         self._device, self._stream = device, stream
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+        if func.is_view:
+            return func(*args, **(kwargs or {}))
         assert func is torch.ops.aten.copy_.default, f"{func} on a side stream is not simulated"
         target, source = args[:2]
         self._device.copy(self._stream, target, source)
@@ -353,22 +355,24 @@ def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
 
 
 @contextmanager
-def install(mode: str, *, peers: bool = False) -> Iterator[LateDevice]:
+def install(mode: str, *, peers: bool = False, device: LateDevice | None = None) -> Iterator[LateDevice]:
     """A context in which CPU tensors are treated as those of a device with streams. At its end all queued work runs.
 
     Args:
         mode: one of `MODES` or `LATE_COMPUTE`.
         peers: ranks of a node can read each other's memory.
+        device: one that was installed before, with the same mode; a new one by default.
     """
     assert mode in MODES + LATE_COMPUTE
-    device = LateDevice(mode)
+    device = device or LateDevice(mode)
 
     def across(topology: Topology, layers: Sequence[HomeExperts], most_bytes: int | None = None) -> PeerMemory:
         return PeerMemory.in_host_memory(topology, layers)
 
+    # Annotations of other packages name them.
     cuda = {
-        "Stream": lambda device_=None, priority=0: device.make_stream(),
-        "Event": lambda **_: Event(device),
+        "Stream": type("_Stream", (Stream,), {"__new__": lambda *_, **__: device.make_stream()}),
+        "Event": type("_Event", (Event,), {"__new__": lambda *_, **__: Event(device)}),
         "stream": device.enter,
         "current_stream": lambda device_=None: device.current,
         "synchronize": device.synchronize,

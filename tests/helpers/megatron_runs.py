@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -110,12 +110,15 @@ def compare_runs(layout: Layout, cases: Sequence[MegatronCase]) -> list[float]:
     return [_Comparison(layout, case).worst() for case in cases]
 
 
+use_cpu_once = cache(use_cpu)
+
+
 def use_layout(layout: Layout) -> None:
     """Create Megatron's process groups, in place of those of another layout."""
     torch.set_num_threads(1)
     # Megatron compiles some functions of routers for CUDA.
     torch.compiler.set_stance("force_eager")
-    use_cpu()
+    use_cpu_once()
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 

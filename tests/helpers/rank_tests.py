@@ -14,13 +14,13 @@ from helpers.rank_pool import on_ranks
 Test = Callable[..., None]
 
 
-def runs_on_ranks(ranks: int = 2, patched: str = "") -> Callable[[Test], Test]:
+def runs_on_ranks(ranks: int = 2, patched: str = "", ways: str = "") -> Callable[[Test], Test]:
     """A decorator of tests: the ranks run the body, with the fixtures and parameters of the test.
 
     A body whose first parameter is `state` runs on the ranks of the fixture `pool`, and gets their dictionary.
 
     Args:
-        ranks, patched: as of `shared_pool`.
+        ranks, patched, ways: as of `on_ranks`.
     """
 
     def decorate(body: Test) -> Test:
@@ -30,7 +30,7 @@ def runs_on_ranks(ranks: int = 2, patched: str = "") -> Callable[[Test], Test]:
             if "state" in signature.parameters:
                 arguments.pop("pool").call(_run, *place, arguments)
             else:
-                on_ranks(_run_without_state, (*place, arguments), ranks=ranks, patched=patched)
+                on_ranks(_run_without_state, (*place, arguments), ranks=ranks, patched=patched, ways=ways)
 
         fixtures = [
             each.replace(name="pool" if each.name == "state" else each.name) for each in signature.parameters.values()
