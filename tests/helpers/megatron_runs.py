@@ -284,7 +284,7 @@ class Model:
         if not found:
             return [np.empty((LENGTH, 0, self.config.moe_router_topk), np.int64)] * len(tokens_MBS)
         by_layer = [found[layer] for layer in sorted(found)]
-        return [torch.stack(ids, dim=1).numpy() for ids in zip(*by_layer, strict=True)]
+        return [torch.stack(ids, dim=1).cpu().numpy() for ids in zip(*by_layer, strict=True)]
 
     def named_parameters(self) -> dict[str, Any]:
         return {f"{c}.{name}": p for c, model in enumerate(self.models) for name, p in model.named_parameters()}
