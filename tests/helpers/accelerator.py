@@ -2,8 +2,8 @@
 
 `ways` is a text of words: `thread` runs backward on a thread of its own (`helpers.backward_thread`); a mode of
 `helpers.late_device` runs work of the device late, with `peers` among ranks that read each other's memory; with
-`queues` what the rank issues is recorded, for `helpers.hardware_queues`. The environment variable AS_ON_GPUS has the
-ways of all calls of ranks that have none; `make test-gpu-order` sets it.
+`queues` what the ranks issue runs on models of hardware queues (`helpers.hardware_queues`), too. The environment variable
+AS_ON_GPUS has the ways of calls that have none of their own; `make test-backward-thread` sets it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from helpers import late_device
 from helpers.backward_thread import backward_on_thread
 from helpers.hardware_queues import Work, blocked, recording
 
+# As much as possible at a time.
+LAZY = "thread lazy peers queues"
 CONNECTIONS, RESIDENT = range(1, 9), (1, 2, 4)
 
 # Sessions that live longer than a call keep their device.

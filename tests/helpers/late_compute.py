@@ -124,6 +124,10 @@ class LateCompute(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.is_view or func.overloadpacket in AT_ONCE:
             return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            # A GPU has random numbers of its own: late ones would be drawn after later ones of the host.
+            self._run()
+            return self._compute_now(func, args, kwargs)
         if func._schema.is_mutable:
             return self._change(func, args, kwargs)
         if not all(str(each.type) in ("Tensor", "List[Tensor]") for each in func._schema.returns):

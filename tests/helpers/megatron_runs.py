@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from helpers.examples import examples
 from helpers.fake_te import use_grouped_experts
+from helpers.late_device import unwaited
 from helpers.live_runs import quotas_of_few
 from helpers.megatron_recipes import RECIPES, build_recipe
 from helpers.megatron_specs import parts_of_spec
@@ -243,9 +244,18 @@ class Model:
 
     def run(self, function: Any, tokens_MBS: torch.Tensor, *, forward_only: bool = False) -> float:
         """One call of a forward-backward function; the sum of this rank's losses."""
+        return sum(map(float, self._run(function, tokens_MBS, forward_only=forward_only)))
+
+    def run_unwaited(self, function: Any, tokens_MBS: torch.Tensor, **options: Any) -> float:
+        """As `run`; the host must not wait for a simulated device."""
+        with unwaited():
+            sums = self._run(function, tokens_MBS, **options)
+        return sum(map(float, sums))
+
+    def _run(self, function: Any, tokens_MBS: torch.Tensor, *, forward_only: bool = False) -> list[torch.Tensor]:
         position = torch.arange(LENGTH)[None]
         mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
-        total = 0.0
+        sums: list[torch.Tensor] = []
 
         def forward_step(iterator: Any, model: Any, checkpoints: bool | None = None) -> Any:
             if checkpoints is not None:
@@ -255,8 +265,7 @@ class Model:
             output = model(tokens, position, mask, labels=tokens.roll(-1, 1))
 
             def loss_of(losses: torch.Tensor) -> Any:
-                nonlocal total
-                total += float(losses.detach().sum())
+                sums.append(losses.detach().sum())
                 if self.case.per_token:
                     return losses.sum(), torch.tensor(losses.numel(), dtype=torch.int), {}
                 return losses.double().mean().to(losses.dtype), {}
@@ -268,7 +277,7 @@ class Model:
             model=_all_or_one(self.chunks), num_microbatches=len(tokens_MBS), seq_length=LENGTH,
             micro_batch_size=1, forward_only=forward_only,
         )  # fmt: skip
-        return total
+        return sums
 
     def record(self, function: Any, tokens_MBS: torch.Tensor) -> list[Array]:
         """The experts `[n, L, K]` that this rank's routers choose for each micro-batch."""
@@ -358,16 +367,16 @@ class _Comparison:
                 # Few tokens are enough for a replica.
                 mock.patch.object(balancer, "choose_quotas", quotas_of_few),
             ):
-                planned = self.session.live(self.function)
+                planned, run = self.session.live(self.function), self.balanced.run
                 if self.case.live is None:
-                    planned = self.session.planned(self.function, routing)
+                    planned, run = self.session.planned(self.function, routing), self.balanced.run_unwaited
                 self.plain.zero()
                 self.balanced.zero()
                 expected = self.plain.run(self.function, tokens_MBS)
                 if step == 1:
                     # Log-probs first; then the same plan's update.
-                    self.balanced.run(planned, tokens_MBS, forward_only=True)
-                actual = self.balanced.run(planned, tokens_MBS)
+                    run(planned, tokens_MBS, forward_only=True)
+                actual = run(planned, tokens_MBS)
             metrics = self.session.take_metrics()
             assert metrics.get("moe/unplanned_micro_steps", 0) == 0
             assert (self.session.report is None) == (not self.has_experts or self.case.live is not None)

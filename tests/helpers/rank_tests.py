@@ -14,13 +14,14 @@ from helpers.rank_pool import on_ranks
 Test = Callable[..., None]
 
 
-def runs_on_ranks(ranks: int = 2, patched: str = "", ways: str = "") -> Callable[[Test], Test]:
+def runs_on_ranks(ranks: int = 2, patched: str = "") -> Callable[[Test], Test]:
     """A decorator of tests: the ranks run the body, with the fixtures and parameters of the test.
 
+    A test with a parameter `ways` runs in them, see `helpers.accelerator`.
     A body whose first parameter is `state` runs on the ranks of the fixture `pool`, and gets their dictionary.
 
     Args:
-        ranks, patched, ways: as of `on_ranks`.
+        ranks, patched: as of `shared_pool`.
     """
 
     def decorate(body: Test) -> Test:
@@ -30,6 +31,7 @@ def runs_on_ranks(ranks: int = 2, patched: str = "", ways: str = "") -> Callable
             if "state" in signature.parameters:
                 arguments.pop("pool").call(_run, *place, arguments)
             else:
+                ways = arguments.get("ways", "")
                 on_ranks(_run_without_state, (*place, arguments), ranks=ranks, patched=patched, ways=ways)
 
         fixtures = [
