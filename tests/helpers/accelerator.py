@@ -2,8 +2,8 @@
 
 `ways` is a text of words: `thread` runs backward on a thread of its own (`helpers.backward_thread`); a mode of
 `helpers.late_device` runs work of the device late, with `peers` among ranks that read each other's memory; with
-`queues` what the ranks issue runs on models of hardware queues (`helpers.hardware_queues`), too. The environment variable
-AS_ON_GPUS has the ways of calls that have none of their own; `make test-backward-thread` sets it.
+`queues` what the ranks issue runs on models of hardware queues (`helpers.hardware_queues`), too. The environment
+variable AS_ON_GPUS has the ways of calls that have none of their own; `make test-backward-thread` sets it.
 """
 
 from __future__ import annotations

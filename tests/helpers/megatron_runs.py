@@ -134,7 +134,13 @@ def use_layout(layout: Layout) -> None:
 
 
 class Model:
-    """A model with DDP and optimizer, and its training steps."""
+    """A model with DDP and optimizer, and its training steps.
+
+    Attributes:
+        may_wait: whether the host may wait for a simulated device in forwards.
+    """
+
+    may_wait = True
 
     def __init__(self, layout: Layout, case: MegatronCase) -> None:
         from megatron.core import distributed, parallel_state
@@ -244,28 +250,21 @@ class Model:
 
     def run(self, function: Any, tokens_MBS: torch.Tensor, *, forward_only: bool = False) -> float:
         """One call of a forward-backward function; the sum of this rank's losses."""
-        return sum(map(float, self._run(function, tokens_MBS, forward_only=forward_only)))
-
-    def run_unwaited(self, function: Any, tokens_MBS: torch.Tensor, **options: Any) -> float:
-        """As `run`; the host must not wait for a simulated device."""
-        with unwaited():
-            sums = self._run(function, tokens_MBS, **options)
-        return sum(map(float, sums))
-
-    def _run(self, function: Any, tokens_MBS: torch.Tensor, *, forward_only: bool = False) -> list[torch.Tensor]:
         position = torch.arange(LENGTH)[None]
         mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
-        sums: list[torch.Tensor] = []
+        total = 0.0
 
         def forward_step(iterator: Any, model: Any, checkpoints: bool | None = None) -> Any:
             if checkpoints is not None:
                 # Megatron asks for it by micro-batch.
                 self.config.recompute_granularity = "full" if checkpoints else None
             tokens = next(iterator)[None]
-            output = model(tokens, position, mask, labels=tokens.roll(-1, 1))
+            with contextlib.nullcontext() if self.may_wait else unwaited():
+                output = model(tokens, position, mask, labels=tokens.roll(-1, 1))
 
             def loss_of(losses: torch.Tensor) -> Any:
-                sums.append(losses.detach().sum())
+                nonlocal total
+                total += float(losses.detach().sum())
                 if self.case.per_token:
                     return losses.sum(), torch.tensor(losses.numel(), dtype=torch.int), {}
                 return losses.double().mean().to(losses.dtype), {}
@@ -277,7 +276,7 @@ class Model:
             model=_all_or_one(self.chunks), num_microbatches=len(tokens_MBS), seq_length=LENGTH,
             micro_batch_size=1, forward_only=forward_only,
         )  # fmt: skip
-        return sums
+        return total
 
     def record(self, function: Any, tokens_MBS: torch.Tensor) -> list[Array]:
         """The experts `[n, L, K]` that this rank's routers choose for each micro-batch."""
@@ -342,6 +341,7 @@ class _Comparison:
         self.function = get_forward_backward_func()
         self.plain = Model(layout, case)
         self.balanced = self.plain.copy()
+        self.balanced.may_wait = case.live is not None
         # The planner balances such small steps only if it has to.
         options: dict[str, Any] = {"slots_per_rank": 2} if case.random_plans else {"slots_per_rank": 6, "exact": True}
         if case.live is not None:
@@ -367,16 +367,16 @@ class _Comparison:
                 # Few tokens are enough for a replica.
                 mock.patch.object(balancer, "choose_quotas", quotas_of_few),
             ):
-                planned, run = self.session.live(self.function), self.balanced.run
+                planned = self.session.live(self.function)
                 if self.case.live is None:
-                    planned, run = self.session.planned(self.function, routing), self.balanced.run_unwaited
+                    planned = self.session.planned(self.function, routing)
                 self.plain.zero()
                 self.balanced.zero()
                 expected = self.plain.run(self.function, tokens_MBS)
                 if step == 1:
                     # Log-probs first; then the same plan's update.
-                    run(planned, tokens_MBS, forward_only=True)
-                actual = run(planned, tokens_MBS)
+                    self.balanced.run(planned, tokens_MBS, forward_only=True)
+                actual = self.balanced.run(planned, tokens_MBS)
             metrics = self.session.take_metrics()
             assert metrics.get("moe/unplanned_micro_steps", 0) == 0
             assert (self.session.report is None) == (not self.has_experts or self.case.live is not None)
