@@ -199,7 +199,7 @@ class LateDevice:
     def wait_on_host(self) -> None:
         """Raises HostWaitError within `unwaited`, unless a framework waits."""
         frame = None if self.may_wait else sys._getframe()
-        while frame is not None and "/trimtab/" not in (path := frame.f_code.co_filename):
+        while frame is not None and "/src/trimtab/" not in (path := frame.f_code.co_filename):
             if "/site-packages/" in path and "/torch/" not in path:
                 return
             frame = frame.f_back
