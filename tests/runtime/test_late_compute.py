@@ -114,7 +114,7 @@ def test_loops_with_moves_accumulation_and_suspension(seed: int, ways: str) -> N
     loop = any_loop.start(seed)
     for number in range(3):
         any_loop.plan(loop, seed + number)
-        runs = RUNS[number], RUNS[3 - number]
+        runs = RUNS[number], RUNS[number + 3]
         for index, run in enumerate(runs):
             any_loop.forward(loop, index, run, index)
         for index in range(len(runs)):
