@@ -8,6 +8,7 @@ variable AS_ON_GPUS has the ways of calls that have none of their own; `make tes
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -19,11 +20,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from helpers import late_device
 from helpers.backward_thread import backward_on_thread
+from helpers.examples import examples
 from helpers.hardware_queues import Work, blocked, recording
 
 # As much as possible at a time.
 LAZY = "thread lazy peers queues"
-CONNECTIONS, RESIDENT = range(1, 9), (1, 2, 4)
+# Hardware queues, and kernels that run at a time.
+QUEUES = examples(short=[(1, 1), (2, 1), (8, 2)], long=[*itertools.product(range(1, 9), (1, 2, 4))])
 
 # Sessions that live longer than a call keep their device.
 _device = cache(late_device.LateDevice)
@@ -78,6 +81,5 @@ def _megatron(device: late_device.LateDevice) -> Iterator[None]:
 
 def check_queues(works_R: Sequence[Sequence[Work]]) -> None:
     """All that the ranks have issued ends on any number of hardware queues."""
-    for connections in CONNECTIONS:
-        for resident in RESIDENT:
-            assert not blocked(works_R, connections, resident), (connections, resident)
+    for connections, resident in QUEUES:
+        assert not blocked(works_R, connections, resident), (connections, resident)

@@ -65,7 +65,9 @@ def on_megatron(function: Any, *args: Any, ranks: int, ways: str = "") -> None:
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize(("layout", "ways"), [*((layout, "") for layout in LAYOUTS), ("EP 2", LAZY)])
+@pytest.mark.parametrize(
+    ("layout", "ways"), [*((layout, "") for layout in LAYOUTS), *examples(short=[], long=[("EP 2", LAZY)])]
+)
 def test_models_with_moves_train_as_models_without(layout: str, ways: str) -> None:
     cases = examples(short=CASES_OF[layout][: 1 if ways else None], long=CASES + MORE)
     on_megatron(train, LAYOUTS[layout], cases, ranks=LAYOUTS[layout].ranks, ways=ways)
