@@ -98,9 +98,11 @@ LIVE: dict[str, list[MegatronCase]] = {
 }
 
 ON_LATE_DEVICES = [
-    MegatronCase(double=True, recompute="uniform"),
-    MegatronCase(double=True, grouped=True),
-    MegatronCase(1, double=True, live="quota", recompute="moe"),
+    MegatronCase(double=True, grouped=True, recompute="uniform"),
+    *examples(
+        short=[],
+        long=[MegatronCase(double=True, recompute="moe"), MegatronCase(1, double=True, live="quota", recompute="moe")],
+    ),
 ]
 
 
@@ -112,9 +114,9 @@ def test_balanced_models_train_as_megatron_s_own(name: str) -> None:
     on_ranks(compare, (layout, cases), ranks=layout.ranks, patched="megatron")
 
 
-@pytest.mark.parametrize("case", ON_LATE_DEVICES, ids=["recomputed", "joined products", "live"])
-def test_balanced_models_train_as_megatron_s_own_if_the_device_is_late(case: MegatronCase) -> None:
-    on_ranks(compare, (LAYOUTS["EP 2"], [case]), ranks=2, patched="megatron", ways=LAZY)
+@pytest.mark.longer
+def test_balanced_models_train_as_megatron_s_own_if_the_device_is_late() -> None:
+    on_ranks(compare, (LAYOUTS["EP 2"], ON_LATE_DEVICES), ranks=2, patched="megatron", ways=LAZY)
 
 
 def compare(layout: Layout, cases: list[MegatronCase]) -> None:
