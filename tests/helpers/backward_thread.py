@@ -10,11 +10,15 @@ from __future__ import annotations
 import _thread
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch.autograd import Variable
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 Call = tuple[Callable[[], Any], list[Any], Any]
 """What to run, where its result or error goes, and the lock that is released then."""
@@ -46,9 +50,13 @@ class EngineOnThread:
             return self._engine.run_backward(*args, **options)
         self.count += 1
         with_gradients = torch.is_grad_enabled()
+        # Torch hands the state of the caller's thread on.
+        modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
 
         def run() -> Any:
-            with torch.set_grad_enabled(with_gradients):
+            with ExitStack() as stack:
+                for mode in (torch.set_grad_enabled(with_gradients), *modes):
+                    stack.enter_context(mode)
                 return self._engine.run_backward(*args, **options)
 
         results: list[Any] = []
@@ -74,8 +82,12 @@ def _work() -> None:
         done.release()
 
 
-def use_backward_thread() -> None:
-    """From now on in this process."""
-    variable: Any = Variable
-    if not isinstance(variable._execution_engine, EngineOnThread):
-        variable._execution_engine = EngineOnThread(variable._execution_engine)
+ENGINE: Any = EngineOnThread(Variable._execution_engine)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def backward_on_thread() -> Iterator[None]:
+    """A context in which outermost backwards run on the thread."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Variable, "_execution_engine", ENGINE)
+        yield

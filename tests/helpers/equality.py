@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from helpers.late_device import unwaited
 from helpers.moe_model import ALL_LISTS, Shape, TinyMoE, matches
 from helpers.planned_steps import rows_of
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
@@ -158,12 +159,14 @@ def _compare(case: Case) -> None:
                 batch = torch.zeros(len(rows) + 3, dtype=torch.int64).index_copy(0, positions, tokens[rows])
             for stage in ("recompute", "update"):
                 with torch.set_grad_enabled(stage == "update"), session.micro_step(int(index), positions=positions):
-                    logits = model(batch)
+                    with unwaited():
+                        logits = model(batch)
                     chosen = logits if positions is None else logits[positions]
                     assert relative_error(chosen, expected_logits[rows]) < tolerance, (case, stage, "logits")
                     part = F.cross_entropy(chosen, labels[rows], reduction="sum") / trace.num_tokens
                     if stage == "update":
-                        part.backward()
+                        with unwaited():
+                            part.backward()
                         loss += part.detach()
         session.finish_gradients(model.replicated())
         dist.all_reduce(loss)

@@ -119,11 +119,15 @@ class LateCompute(TorchDispatchMode):
         if not (made_here or tree_any(is_of_device, (args, kwargs))):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
-            self._stream.synchronize()
+            self._run()
             mark_late(args)
             return func(*args, **kwargs)
         if func.is_view or func.overloadpacket in AT_ONCE:
             return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            # A GPU has random numbers of its own: late ones would be drawn after later ones of the host.
+            self._run()
+            return self._compute_now(func, args, kwargs)
         if func._schema.is_mutable:
             return self._change(func, args, kwargs)
         if not all(str(each.type) in ("Tensor", "List[Tensor]") for each in func._schema.returns):
@@ -142,11 +146,13 @@ class LateCompute(TorchDispatchMode):
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Queue an operation with new results, whose sizes are those of the operation on `meta` tensors."""
         if func.overloadpacket in ON_HOST:
+            self._run()
             return self._compute_now(func, args, kwargs)
         try:
             shapes = func(*tree_map(_to_meta, args), **{**tree_map(_to_meta, kwargs), **_on_meta(kwargs)})
         except (NotImplementedError, RuntimeError):
             # The sizes depend on values.
+            self._stream.synchronize()
             return self._compute_now(func, args, kwargs)
         results = tree_map(self._allocate, shapes)
         mark_late(results)
@@ -159,9 +165,12 @@ class LateCompute(TorchDispatchMode):
             self._queue(func, args, kwargs, results, store)
         return results
 
+    def _run(self) -> None:
+        """All work, for which the host of a GPU would not wait."""
+        self._stream.run(self._stream.length)
+
     def _compute_now(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation at once, after all work."""
-        self._stream.synchronize()
+        """Run an operation at once."""
         results = func(*args, **kwargs)
         mark_late(results)
         return results

@@ -15,6 +15,7 @@ that has not waited for compute raise `TransferRaceError`.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from helpers.fake_symmetric import fake
-from helpers.late_compute import LateCompute, PendingReadError, addresses, alias, mark_late
+from helpers.late_compute import LateCompute, PendingReadError, addresses, alias, is_of_device, mark_late
 from trimtab.array_type import Array
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
@@ -45,6 +46,10 @@ MESSAGE, ACKNOWLEDGEMENT = 0, 1
 
 class TransferRaceError(RuntimeError):
     """Unordered work has used the same memory."""
+
+
+class HostWaitError(RuntimeError):
+    """The host has waited for the device where it must not."""
 
 
 class Stream:
@@ -69,7 +74,7 @@ class Stream:
         """Queue work that writes the addresses `targets`."""
         self._queue.append((work, targets))
         if self.device.mode == "early" and self is not self.device.compute:
-            self.synchronize()
+            self.run(self.length)
 
     def run(self, until: int) -> None:
         """Run the first `until` pieces of work, counted from the start of the queue."""
@@ -90,7 +95,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         self.has_waited |= event.stream is self.device.compute
-        self.push(event.synchronize)
+        self.push(event.complete)
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
@@ -101,6 +106,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
+        self.device.wait_on_host()
         self.run(self.length)
 
 
@@ -126,8 +132,12 @@ class Event:
     def query(self) -> bool:
         return self.stream.has_run(self._position)
 
-    def synchronize(self) -> None:
+    def complete(self) -> None:
         self.stream.run(self._position)
+
+    def synchronize(self) -> None:
+        self._device.wait_on_host()
+        self.complete()
 
     def elapsed_time(self, end: Event) -> float:
         return (end._time_s - self._time_s) * 1e3
@@ -153,7 +163,10 @@ class LateDevice:
     Attributes:
         compute: the default stream.
         copies, messages: how many there were.
+        may_wait: whether the host may wait for it.
     """
+
+    may_wait = True
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
@@ -184,10 +197,32 @@ class LateDevice:
             self._entered.pop()
             stream.has_waited = False
 
-    def synchronize(self) -> None:
+    def wait_on_host(self) -> None:
+        """Raises HostWaitError within `unwaited`, unless a framework waits."""
+        frame = None if self.may_wait else sys._getframe()
+        while frame is not None and "/src/trimtab/" not in (path := frame.f_code.co_filename):
+            if "/site-packages/" in path and "/torch/" not in path:
+                return
+            frame = frame.f_back
+        if frame is not None:
+            raise HostWaitError("the host waits for the device")
+
+    def complete(self) -> None:
         """Run everything that is queued."""
         for stream in (self.compute, *self._streams):
-            stream.synchronize()
+            stream.run(stream.length)
+
+    def synchronize(self) -> None:
+        self.wait_on_host()
+        self.complete()
+
+    def to_host(self, plain: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+        """As `Tensor.cpu`, or `Tensor.to` of the name of the host, for which the host waits."""
+        if not is_of_device(tensor) or (args[:1] != ("cpu",) and plain is TO) or named.get("non_blocking"):
+            return plain(tensor, *args, **named)
+        self.synchronize()
+        with _disable_current_modes():
+            return plain(tensor, *args, **named)
 
     def to_list(self, tensor: torch.Tensor) -> Any:
         """As `Tensor.tolist`, for which the host waits."""
@@ -227,7 +262,7 @@ class LateDevice:
         """As `batch_isend_irecv`; messages arrive when they are waited for."""
         _check_size(operations)
         # Messages wait for compute that was queued before.
-        self.compute.synchronize()
+        self.compute.run(self.compute.length)
         group = id(operations[0].group)
         stream = self._streams_of_groups.get(group) or self.make_stream()
         self._streams_of_groups[group] = stream
@@ -271,6 +306,8 @@ class _Copies(TorchDispatchMode):
         self._device, self._stream = device, stream
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+        if func.is_view:
+            return func(*args, **(kwargs or {}))
         assert func is torch.ops.aten.copy_.default, f"{func} on a side stream is not simulated"
         target, source = args[:2]
         self._device.copy(self._stream, target, source)
@@ -337,7 +374,7 @@ def _range(tensor: torch.Tensor) -> range:
     return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
 
-NUMPY, TOLIST = torch.Tensor.numpy, torch.Tensor.tolist
+NUMPY, TOLIST, CPU, TO = torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.to
 
 
 def _numpy(tensor: torch.Tensor) -> Array:
@@ -354,15 +391,16 @@ def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
 
 
 @contextmanager
-def install(mode: str, *, peers: bool = False) -> Iterator[LateDevice]:
+def install(mode: str, *, peers: bool = False, device: LateDevice | None = None) -> Iterator[LateDevice]:
     """A context in which CPU tensors are treated as those of a device with streams. At its end all queued work runs.
 
     Args:
         mode: one of `MODES` or `LATE_COMPUTE`.
         peers: ranks of a node can read each other's memory.
+        device: one that was installed before, with the same mode; a new one by default.
     """
     assert mode in MODES + LATE_COMPUTE
-    device = LateDevice(mode)
+    device = device or LateDevice(mode)
 
     to_symmetric = PeerMemory.across
 
@@ -374,9 +412,10 @@ def install(mode: str, *, peers: bool = False) -> Iterator[LateDevice]:
         with fake(topology):
             return to_symmetric(topology, layers, most_bytes)
 
+    # Annotations of other packages name them.
     cuda = {
-        "Stream": lambda device_=None, priority=0: device.make_stream(),
-        "Event": lambda **_: Event(device),
+        "Stream": type("_Stream", (Stream,), {"__new__": lambda *_, **__: device.make_stream()}),
+        "Event": type("_Event", (Event,), {"__new__": lambda *_, **__: Event(device)}),
         "stream": device.enter,
         "current_stream": lambda device_=None: device.current,
         "synchronize": device.synchronize,
@@ -394,5 +433,27 @@ def install(mode: str, *, peers: bool = False) -> Iterator[LateDevice]:
             if device.late is not None:
                 patch.setattr(torch.Tensor, "numpy", lambda t, **_: NUMPY(device.checked(t)))
                 patch.setattr(torch.Tensor, "tolist", lambda t: device.to_list(t))
-            yield device
-            device.synchronize()
+                patch.setattr(torch.Tensor, "cpu", lambda t: device.to_host(CPU, t))
+                patch.setattr(torch.Tensor, "to", lambda t, *args, **named: device.to_host(TO, t, *args, **named))
+            _installed.append(device)
+            try:
+                yield device
+            finally:
+                _installed.remove(device)
+            device.complete()
+
+
+_installed: list[LateDevice] = []
+
+
+@contextmanager
+def unwaited() -> Iterator[None]:
+    """A context in which Trimtab must not let the host wait for simulated devices, if any is installed."""
+    devices = [device for device in _installed if device.may_wait]
+    for device in devices:
+        device.may_wait = False
+    try:
+        yield
+    finally:
+        for device in devices:
+            device.may_wait = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from helpers.examples import examples
 from helpers.fake_te import use_grouped_experts
+from helpers.late_device import unwaited
 from helpers.live_runs import quotas_of_few
 from helpers.megatron_recipes import RECIPES, build_recipe
 from helpers.megatron_specs import parts_of_spec
@@ -110,12 +111,15 @@ def compare_runs(layout: Layout, cases: Sequence[MegatronCase]) -> list[float]:
     return [_Comparison(layout, case).worst() for case in cases]
 
 
+use_cpu_once = cache(use_cpu)
+
+
 def use_layout(layout: Layout) -> None:
     """Create Megatron's process groups, in place of those of another layout."""
     torch.set_num_threads(1)
     # Megatron compiles some functions of routers for CUDA.
     torch.compiler.set_stance("force_eager")
-    use_cpu()
+    use_cpu_once()
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
@@ -130,7 +134,13 @@ def use_layout(layout: Layout) -> None:
 
 
 class Model:
-    """A model with DDP and optimizer, and its training steps."""
+    """A model with DDP and optimizer, and its training steps.
+
+    Attributes:
+        may_wait: whether the host may wait for a simulated device in forwards.
+    """
+
+    may_wait = True
 
     def __init__(self, layout: Layout, case: MegatronCase) -> None:
         from megatron.core import distributed, parallel_state
@@ -249,7 +259,8 @@ class Model:
                 # Megatron asks for it by micro-batch.
                 self.config.recompute_granularity = "full" if checkpoints else None
             tokens = next(iterator)[None]
-            output = model(tokens, position, mask, labels=tokens.roll(-1, 1))
+            with contextlib.nullcontext() if self.may_wait else unwaited():
+                output = model(tokens, position, mask, labels=tokens.roll(-1, 1))
 
             def loss_of(losses: torch.Tensor) -> Any:
                 nonlocal total
@@ -281,7 +292,7 @@ class Model:
         if not found:
             return [np.empty((LENGTH, 0, self.config.moe_router_topk), np.int64)] * len(tokens_MBS)
         by_layer = [found[layer] for layer in sorted(found)]
-        return [torch.stack(ids, dim=1).numpy() for ids in zip(*by_layer, strict=True)]
+        return [torch.stack(ids, dim=1).cpu().numpy() for ids in zip(*by_layer, strict=True)]
 
     def named_parameters(self) -> dict[str, Any]:
         return {f"{c}.{name}": p for c, model in enumerate(self.models) for name, p in model.named_parameters()}
@@ -330,6 +341,7 @@ class _Comparison:
         self.function = get_forward_backward_func()
         self.plain = Model(layout, case)
         self.balanced = self.plain.copy()
+        self.balanced.may_wait = case.live is not None
         # The planner balances such small steps only if it has to.
         options: dict[str, Any] = {"slots_per_rank": 2} if case.random_plans else {"slots_per_rank": 6, "exact": True}
         if case.live is not None:

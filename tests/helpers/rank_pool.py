@@ -34,10 +34,18 @@ MAX_THREADS = 100
 
 
 class RankPool:
-    """Processes of one process group, each with a dictionary that its calls share. Those that fail are replaced."""
+    """Processes of one process group, each with a dictionary that its calls share. Those that fail are replaced.
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    Args:
+        patched: see `shared_pool`.
+
+    Attributes:
+        ways: how calls run, see `helpers.accelerator`.
+    """
+
+    def __init__(self, ranks: int, patched: str = "") -> None:
+        self._ranks, self._patched = ranks, patched
+        self.ways = os.environ.get("AS_ON_GPUS", "")
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
 
@@ -50,11 +58,12 @@ class RankPool:
         if not self._connections:
             self._start()
         for connection in self._connections:
-            connection.send((function, args))
+            connection.send((function, args, self.ways, self._patched))
         ids = [process.pid or 0 for process in self._processes]
         limit = ProcessorLimit(ids, self._ranks * limit_s)
         deadline, reason = math.inf, ""
         values: list[Any] = [None] * self._ranks
+        works_R: list[Any] = [None] * self._ranks
         problems: list[str] = []
         waiting = dict(enumerate(self._connections))
         while waiting and not reason and time.monotonic() < deadline:
@@ -62,7 +71,7 @@ class RankPool:
             reason = "" if ready else limit.exceeded(ids)
             for rank in [rank for rank, connection in waiting.items() if connection in ready]:
                 try:
-                    values[rank], problem = waiting.pop(rank).recv()
+                    values[rank], works_R[rank], problem = waiting.pop(rank).recv()
                 except EOFError:
                     self._processes[rank].join(1)
                     problem = f"ended with status {self._processes[rank].exitcode}"
@@ -76,6 +85,10 @@ class RankPool:
         if problems:
             self.close()
             raise AssertionError("\n".join(problems))
+        if any(works_R):
+            from helpers.accelerator import check_queues
+
+            check_queues(works_R)
         return values
 
     def forget(self) -> None:
@@ -119,20 +132,23 @@ def shared_pool(ranks: int, patched: str = "") -> RankPool:
         ranks: number of ranks.
         patched: what the functions of these ranks patch for good, for example "megatron".
     """
-    pool = RankPool(ranks)
+    pool = RankPool(ranks, patched)
     # Also at the end of processes that are forked for a file of tests.
     Finalize(None, pool.close, exitpriority=10)
     return pool
 
 
-def on_ranks(function: Callable[..., Any], args: tuple[Any, ...] = (), *, ranks: int, patched: str = "") -> list[Any]:
-    """Results of `function(*args)` on ranks of `shared_pool`; called as `launch`.
+def on_ranks(
+    function: Callable[..., Any], args: tuple[Any, ...] = (), *, ranks: int, patched: str = "", ways: str = ""
+) -> list[Any]:
+    """Results of `function(*args)` on ranks of `shared_pool`; called as `launch`. It runs in `ways`, if there are any.
 
     Raises:
         AssertionError: with the tracebacks of ranks that raised, or did not answer.
     """
     pool = shared_pool(ranks, patched)
-    results = pool.call(_call, function, *args, limit_s=TEST_LIMIT_S)
+    with mock.patch.object(pool, "ways", ways or pool.ways):
+        results = pool.call(_call, function, *args, limit_s=TEST_LIMIT_S)
     pool.forget()
     return results
 
@@ -186,21 +202,28 @@ def _serve(rank: int, ranks: int, port: int, connection: Connection) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    if os.environ.get("BACKWARD_THREAD"):
-        from helpers.backward_thread import use_backward_thread
-
-        use_backward_thread()
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=10))
     state: dict[str, Any] = {}
     while True:
         try:
-            function, args = connection.recv()
+            function, args, ways, patched = connection.recv()
         except EOFError:
             # The tests have ended.
             remove_shared_files(os.getpid())
             os._exit(0)
         try:
-            connection.send((function(state, *args), ""))
+            connection.send((*_run(function, (state, *args), ways, patched), ""))
         except BaseException:
-            connection.send((None, traceback.format_exc()))
+            connection.send((None, None, traceback.format_exc()))
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...], ways: str, patched: str) -> tuple[Any, Any]:
+    """The result of a call, and what it issued to a device, if that is recorded."""
+    if not ways or function is _forget:
+        return function(*args), None
+    from helpers.accelerator import as_on_gpus
+
+    with as_on_gpus(ways, patched) as works:
+        result = function(*args)
+    return result, works

@@ -17,6 +17,7 @@ Test = Callable[..., None]
 def runs_on_ranks(ranks: int = 2, patched: str = "") -> Callable[[Test], Test]:
     """A decorator of tests: the ranks run the body, with the fixtures and parameters of the test.
 
+    A test with a parameter `ways` runs in them, see `helpers.accelerator`.
     A body whose first parameter is `state` runs on the ranks of the fixture `pool`, and gets their dictionary.
 
     Args:
@@ -30,7 +31,8 @@ def runs_on_ranks(ranks: int = 2, patched: str = "") -> Callable[[Test], Test]:
             if "state" in signature.parameters:
                 arguments.pop("pool").call(_run, *place, arguments)
             else:
-                on_ranks(_run_without_state, (*place, arguments), ranks=ranks, patched=patched)
+                ways = arguments.get("ways", "")
+                on_ranks(_run_without_state, (*place, arguments), ranks=ranks, patched=patched, ways=ways)
 
         fixtures = [
             each.replace(name="pool" if each.name == "state" else each.name) for each in signature.parameters.values()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from helpers.accelerator import LAZY
 from helpers.examples import examples
 from helpers.megatron_runs import Layout, MegatronCase, compare_runs
 from helpers.rank_pool import on_ranks
@@ -96,6 +97,14 @@ LIVE: dict[str, list[MegatronCase]] = {
     "interleaved PP 2 x EP 2": [MegatronCase(9, double=True, live="quota", recompute="uniform")],
 }
 
+ON_LATE_DEVICES = [
+    MegatronCase(double=True, grouped=True, recompute="uniform"),
+    *examples(
+        short=[],
+        long=[MegatronCase(double=True, recompute="moe"), MegatronCase(1, double=True, live="quota", recompute="moe")],
+    ),
+]
+
 
 @pytest.mark.longer
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -103,6 +112,11 @@ def test_balanced_models_train_as_megatron_s_own(name: str) -> None:
     """From recorded routing, and in live micro-steps."""
     layout, cases = LAYOUTS[name], [*cases_of(name), *MORE.get(name, []), *LIVE.get(name, [])]
     on_ranks(compare, (layout, cases), ranks=layout.ranks, patched="megatron")
+
+
+@pytest.mark.longer
+def test_balanced_models_train_as_megatron_s_own_if_the_device_is_late() -> None:
+    on_ranks(compare, (LAYOUTS["EP 2"], ON_LATE_DEVICES), ranks=2, patched="megatron", ways=LAZY)
 
 
 def compare(layout: Layout, cases: list[MegatronCase]) -> None:

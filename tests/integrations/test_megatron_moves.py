@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.accelerator import LAZY
 from helpers.examples import examples
 from helpers.megatron_exporters import bridge_pairs, slime_lists, verl_pairs
 from helpers.megatron_moves import (
@@ -59,15 +60,17 @@ CASES_OF = {"EP 2": CASES, "EP 2 x expert-DP 2": CASES[2:], "PP 2 x EP 2": CASES
 STEPS = examples(short=4, long=20)
 
 
-def on_megatron(function: Any, *args: Any, ranks: int) -> None:
-    on_ranks(function, args, ranks=ranks, patched="megatron")
+def on_megatron(function: Any, *args: Any, ranks: int, ways: str = "") -> None:
+    on_ranks(function, args, ranks=ranks, patched="megatron", ways=ways)
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_models_with_moves_train_as_models_without(layout: str) -> None:
-    cases = examples(short=CASES_OF[layout], long=CASES + MORE)
-    on_megatron(train, LAYOUTS[layout], cases, ranks=LAYOUTS[layout].ranks)
+@pytest.mark.parametrize(
+    ("layout", "ways"), [*((layout, "") for layout in LAYOUTS), *examples(short=[], long=[("EP 2", LAZY)])]
+)
+def test_models_with_moves_train_as_models_without(layout: str, ways: str) -> None:
+    cases = examples(short=CASES_OF[layout][: 1 if ways else None], long=CASES + MORE)
+    on_megatron(train, LAYOUTS[layout], cases, ranks=LAYOUTS[layout].ranks, ways=ways)
 
 
 def train(layout: Layout, cases: list[MegatronCase]) -> None:

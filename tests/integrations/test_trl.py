@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
 
+from helpers.accelerator import LAZY
 from helpers.equality import relative_error
 from helpers.moe_families import MODEL_TYPES, random_model, small_config
 from helpers.rank_tests import runs_on_ranks
@@ -66,9 +67,9 @@ def compare(run: Run, folder: Path) -> tuple[Result, Any]:
     return balanced, trainer
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("name", "ways"), [*((name, "") for name in RUNS), ("reentrant checkpointing", LAZY)])
 @on_trl_ranks
-def test_gradients_are_those_of_trl(name: str, tmp_path: Path) -> None:
+def test_gradients_are_those_of_trl(name: str, ways: str, tmp_path: Path) -> None:
     check_with_moves(RUNS[name], tmp_path)
 
 

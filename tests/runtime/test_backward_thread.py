@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from helpers.backward_thread import EngineOnThread, use_backward_thread
+from helpers.backward_thread import EngineOnThread
 from helpers.rank_pool import RankPool, shared_pool
 from helpers.rank_tests import runs_on_ranks
 
@@ -22,13 +23,9 @@ test_checkpoints = vars(import_module("tests.runtime.test_loops"))[
 def pool() -> Iterator[RankPool]:
     """Two ranks with such a thread."""
     pool = shared_pool(2, "backward thread")
-    pool.call(_start)
-    yield pool
-    pool.forget()
-
-
-def _start(_state: dict[str, Any]) -> None:
-    use_backward_thread()
+    with mock.patch.object(pool, "ways", "thread"):
+        yield pool
+        pool.forget()
 
 
 @runs_on_ranks()

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from helpers import any_loop, late_device
+from helpers.accelerator import LAZY
 from helpers.equality import Case, compare_cases
 from helpers.examples import examples
 from helpers.late_compute import PendingReadError
 from helpers.late_device import LATE_COMPUTE
+from helpers.loop_state import RUNS
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
 from helpers.transfer_mutants import mutated
@@ -93,7 +95,7 @@ def compare(cases: list[Case], mode: str, peers: bool, mutant: str = "") -> tupl
 @pytest.mark.parametrize("peers", [True, False])
 def test_random_plans_equal_the_single_process(mode: str, peers: bool) -> None:
     cases = [Case(seed) for seed in range(2, 2 + examples(short=1, long=20))]
-    for queued, reused in on_ranks(compare, (cases, mode, peers), ranks=2):
+    for queued, reused in on_ranks(compare, (cases, mode, peers), ranks=2, ways="thread"):
         assert queued > 1000 * len(cases)
         assert reused > 1000 * len(cases)
 
@@ -136,17 +138,21 @@ def test_loops_in_which_other_ranks_read_the_parameters(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("ways", [LAZY])
 @pytest.mark.longer
 @runs_on_ranks()
-def test_loops_with_moves_and_suspension(seed: int) -> None:
-    with late_device.install("lazy", peers=True):
-        loop = any_loop.start(seed)
-        for number in range(3):
-            any_loop.plan(loop, seed + number)
-            any_loop.forward(loop, number % 3, "plain", number)
-            any_loop.backward(loop, number)
-            any_loop.step(loop)
-            if number == 1:
-                loop.session.suspend()
-        assert np.isfinite(loop.session.take_metrics()["transfer/exposed_s"])
-        loop.session.close()
+def test_loops_with_moves_accumulation_and_suspension(seed: int, ways: str) -> None:
+    """Layers are recomputed in backwards outside of micro-steps."""
+    loop = any_loop.start(seed)
+    for number in range(3):
+        any_loop.plan(loop, seed + number)
+        runs = RUNS[number], RUNS[number + 3]
+        for index, run in enumerate(runs):
+            any_loop.forward(loop, index, run, index)
+        for index in range(len(runs)):
+            any_loop.backward(loop, index)
+        any_loop.step(loop)
+        if number == 1:
+            loop.session.suspend()
+    assert np.isfinite(loop.session.take_metrics()["transfer/exposed_s"])
+    loop.session.close()

@@ -312,9 +312,9 @@ def test_compute_does_not_wait_for_its_own_sends() -> None:
 
 
 def compare_live_on_late_device(cases: list[LiveCase]) -> None:
-    """In both modes, with and without peers."""
+    """In the modes, with and without peers, and with late compute."""
     totals: Array = np.zeros(2, np.int64)
-    for case, (mode, peers) in zip(cases, itertools.cycle(WAYS), strict=False):
+    for case, (mode, peers) in zip(cases, itertools.cycle((*WAYS, ("lazy", True))), strict=False):
         with late_device.install(mode, peers=peers) as device:
             compare_live([case])
         totals += device.copies, device.messages
@@ -325,7 +325,7 @@ def compare_live_on_late_device(cases: list[LiveCase]) -> None:
 @pytest.mark.parametrize("policy", ["quota", "feplb", "predict"])
 def test_live_calls_equal_the_single_process(policy: str) -> None:
     cases = [LiveCase(seed, policy, at_once=seed % 2 == 0, random=policy != "predict") for seed in range(8)]
-    on_ranks(compare_live_on_late_device, (cases,), ranks=2)
+    on_ranks(compare_live_on_late_device, (cases,), ranks=2, ways="thread")
 
 
 def test_live_calls_are_timed_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
