@@ -72,7 +72,7 @@ class TrainConfig:
     model: Path | None = None
     task: Literal["sums", "counting"] = "sums"
     algorithm: str = "grpo"
-    expert_width: int = 896
+    expert_width: int = 768
     mode: Mode = "plan"
     policy: LivePolicy = "auto"
     slots: int = 2
@@ -81,10 +81,10 @@ class TrainConfig:
     expert_ranks: int = 1
     micro_batches: int = 2
     steps: int = 20
-    problems: int = 128
+    problems: int = 192
     samples: int = 8
     mini_batches: int = 2
-    token_budget: int = 4096
+    token_budget: int = 8192
     max_new_tokens: int = 20
     value_model: ValueModelName = "head"
     window: int = 8
