@@ -95,7 +95,9 @@ def test_arrivals_are_added_in_plan_order() -> None:
         targets = [draw(size).to(dtype) for size, _ in sizes]
         arrivals = [[draw(size) for _ in range(count)] for size, count in sizes]
         plain = [target.clone() for target in targets]
+        versions = [target._version for target in targets]
         interpreted_kernels().add_arrivals(targets, arrivals)
+        assert all(target._version > before for target, before in zip(targets, versions, strict=True))
         device_kernels.add_arrivals(plain, arrivals)
         assert all(torch.equal(one, other) for one, other in zip(targets, plain, strict=True))
 

@@ -193,6 +193,11 @@ def test_weights_are_rewritten_between_barriers(path: int, late: str) -> None:
         session.close()
 
 
+def raise_on(condition: bool, error: Exception) -> None:
+    if condition:
+        raise error
+
+
 @pytest.mark.parametrize("way", ["step", "first homes", "suspend"])
 @runs_on_ranks()
 def test_parameters_that_others_read_are_written_when_none_reads(way: str) -> None:
@@ -204,6 +209,9 @@ def test_parameters_that_others_read_are_written_when_none_reads(way: str) -> No
         ring, (weight,) = session.transfers.ring, session.homes[0].parameters
         weight.grad = torch.full_like(weight, -1.0)
         optimizer = torch.optim.SGD([weight], lr=1.0)
+        # An error of one rank is known on all.
+        with pytest.raises((RuntimeError, ValueError), match="no teacher"), session.first_homes():
+            raise_on(rank == 0, ValueError("no teacher"))
         with session.micro_step(0):
             """The copy begins."""
         for write in (optimizer.step, session.weights_changed):
@@ -212,6 +220,10 @@ def test_parameters_that_others_read_are_written_when_none_reads(way: str) -> No
         weight.mul_(1)
         with pytest.raises(RuntimeError, match="may still read them"), session.micro_step(0):
             pass
+        for call in (session.finish_gradients, session.suspend, lambda: session.first_homes().__enter__()):
+            weight.mul_(1)
+            with pytest.raises(RuntimeError, match="may still read them"):
+                call()
         session.finish_gradients()
         with session.micro_step(0):
             ring.prefetch(0, 0)

@@ -248,6 +248,12 @@ class RankExperts:
         """Whether other ranks may be reading the memory of parameters."""
         return self._transfers is not None and self._transfers.ring.may_be_read
 
+    def written(self) -> RuntimeError | None:
+        """The error, once, if versions show that parameters were written while other ranks may be reading them."""
+        problem = self.transfers.watch.written() if self.may_be_read else None
+        self.changed |= problem is not None
+        return problem
+
     def take_cpu_s(self) -> float:
         """Seconds of CPU time of the copying threads since the last call."""
         return 0.0 if self._transfers is None else self._transfers.ring.take_cpu_s()

@@ -73,20 +73,31 @@ class Session(SessionSteps, SessionState, SessionGradients):
     def first_homes(self) -> Iterator[None]:
         """A context for passes with the weights of another model, such as a reference or a teacher, that were copied
         into the same Parameters by position. Every expert is then where it was at the start. Load these weights
-        before or in it, and bring back the others after it, before the next call of a layer. Collective.
+        before or in it, and bring back the others after it, before the next call of a layer. Collective. If other ranks
+        read the parameters (`peer_memory_bytes`), load them in it, before its first live micro-step.
 
         Only live micro-steps and calls outside of micro-steps may run in it, without gradients.
         """
         self._calls.require_between_micro_steps("first_homes")
-        self._lockstep.agree(FIRST_HOMES)
+        self._lockstep.agree(FIRST_HOMES, problem=self._experts.written())
         self._experts.drain()
         self._calls.is_at_first_homes = True
         try:
             with self._experts.at_first_homes():
                 yield
-            self._experts.drain()
+        except Exception as error:
+            self._leave_first_homes(error)
+            raise
+        else:
+            self._leave_first_homes(None)
         finally:
             self._calls.is_at_first_homes = False
+
+    def _leave_first_homes(self, problem: Exception | None) -> None:
+        """Wait until no rank reads parameters. Collective if other ranks read them; raises on all ranks then."""
+        if self.settings.peer_memory_bytes == "parameters":
+            self._lockstep.agree(FIRST_HOMES, problem=problem or self._experts.written())
+            self._experts.drain()
 
     def suspend(self) -> None:
         """Give back everything that the session can create again: process groups, threads, slots of replicas, mirrors,
@@ -101,7 +112,7 @@ class Session(SessionSteps, SessionState, SessionGradients):
         if not self.topology.has_groups:
             return
         self._calls.require_between_micro_steps("suspend")
-        self._lockstep.agree(SUSPEND, all_data_ranks=True)
+        self._lockstep.agree(SUSPEND, problem=self._experts.written(), all_data_ranks=True)
         self._drop_step()
         self._elements = dict
         self._experts.drain()
@@ -197,7 +208,8 @@ class Session(SessionSteps, SessionState, SessionGradients):
         return LogicalState(self.homes, self.topology, self.weights_changed)
 
     def close(self) -> None:
-        """Release threads and shared memory. Not needed before a process ends."""
+        """Release threads and shared memory. Not needed before a process ends. Not a collective: other ranks may still
+        read parameters (`peer_memory_bytes`), so write these after a barrier."""
         if self._step is not None and self._step.slices is not None:
             self._step.slices.end(0.0)
         self._experts.close()

@@ -261,8 +261,8 @@ class SessionMicroSteps(SessionBase):
         self._calls.require_between_micro_steps(A_MICRO_STEP)
         if torch.is_grad_enabled():
             self._calls.accumulation.begin_forward()
-        experts = self._experts
-        changed, trained, broken = experts.transfers.watch.compare(experts.changed, experts.may_be_read)
+        written = self._experts.written()
+        changed, trained, broken = self._experts.transfers.watch.compare(self._experts.changed)
         slices = None if step is None or problem is not None else step.slices
         # Passes for which a framework may have loaded the weights of another model.
         has_plan = step is not None and torch.is_grad_enabled()
@@ -277,7 +277,7 @@ class SessionMicroSteps(SessionBase):
                 **(self.settings.shared if step is None else step.tokens_to_match(index) if problem is None else {}),
                 "homes and rows of experts": [places.digest for places in self._experts.places],
             },
-            problem=problem or broken or self._experts.optimizers.untrained()
+            problem=problem or written or broken or self._experts.optimizers.untrained()
             or (None if has_plan else foreign_weights(self.homes)),
         )  # fmt: skip
         if slices is not None:

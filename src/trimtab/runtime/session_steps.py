@@ -354,7 +354,7 @@ class SessionSteps(SessionMicroSteps):
         same: dict[str, object] = {"the plan": plan.hash, **self._shared}
         if is_executed and not problem and experts.num_moved(plan.placement):
             same |= experts.state_to_move(experts.places_after(plan.placement))
-        self._lockstep.agree(APPLY_PLAN, must_match=same, problem=problem)
+        self._lockstep.agree(APPLY_PLAN, must_match=same, problem=problem or experts.written())
         assert load is not None
         plan.check_mixed(load.of_group.mixed_ML)
 
@@ -377,6 +377,8 @@ class SessionSteps(SessionMicroSteps):
         if is_executed:
             with torch.inference_mode(False):
                 experts.move(experts.places_after(plan.placement))
+        else:
+            experts.drain()
         arriving_RMLH = load.for_homes(experts.placement.home)
         step = RunningStep(
             self.topology, experts.layers, plan, load, arriving_RMLH, trace, schedule, transfers, number,

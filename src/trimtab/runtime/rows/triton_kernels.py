@@ -46,6 +46,8 @@ def add_arrivals(targets: Sequence[torch.Tensor], arrivals: Sequence[Sequence[to
     grid = triton.cdiv(max(target.numel() for target in targets), BLOCK), len(targets)
     with torch.cuda.device_of(table):
         _add_arrivals[grid](table, getattr(tl, str(targets[0].dtype).removeprefix("torch.")), is_aligned, BLOCK)
+    # By address, which torch does not see.
+    torch.autograd.graph.increment_version(targets)
 
 
 def multi_hot(ids: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

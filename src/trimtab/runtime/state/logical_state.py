@@ -187,6 +187,8 @@ class LogicalState:
             raise InputError(f"tensor {missing[0]!r} is missing; this model needs it")
         if unknown := sorted(state.keys() - expected):
             raise InputError(f"there is a tensor {unknown[0]!r}; this model has none of that name")
+        # Before anything is written, since it may raise.
+        self._changed()
         for entry, target in entries:
             name = entry.own_name(self._topology.rank)
             value = entry.own(state[name])

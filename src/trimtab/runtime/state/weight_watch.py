@@ -61,26 +61,23 @@ class WeightWatch:
         self.steps = 0
         self._samples: list[list[torch.Tensor]] = []
 
-    def compare(self, announced: bool, may_be_read: bool = False) -> tuple[bool, list[bool], Exception | None]:
+    def compare(self, announced: bool) -> tuple[bool, list[bool], Exception | None]:
         """Compare the parameters with their state when copies were made.
 
         Args:
             announced: the parameters are known to have changed.
-            may_be_read: other ranks may be reading the parameters' memory, which is then not to be written.
 
         Returns:
             Whether they changed, are announced to have changed, or were never copied; which of them are trained; the
             error if they are unusable.
         """
         changed = announced
-        if announced and not may_be_read:
+        if announced:
             trained = [parameter.requires_grad for layer in self._layers for parameter in layer.parameters]
         else:
             marks = [_marks(layer.parameters) for layer in self._layers]
             trained = [is_trained for of_layer in marks for is_trained in of_layer[3]]
-            changed |= marks != self._marks
-            if may_be_read and _are_written(self._marks, marks):
-                return changed, trained, RuntimeError(WRITTEN)
+            changed = marks != self._marks
         try:
             if changed:
                 for layer in self._layers:
@@ -90,6 +87,14 @@ class WeightWatch:
         except (InputError, RuntimeError) as error:
             return changed, trained, error
         return changed, trained, None
+
+    def written(self) -> RuntimeError | None:
+        """The error, once, if parameters have other versions in the same memory than when copies were made; or None."""
+        marks = [_marks(layer.parameters) for layer in self._layers]
+        if not _are_written(self._marks, marks):
+            return None
+        self._marks = marks
+        return RuntimeError(WRITTEN)
 
     def store(self) -> None:
         """Store the present state of the parameters, of which copies were just made."""

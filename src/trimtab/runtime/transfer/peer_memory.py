@@ -25,7 +25,7 @@ import torch.distributed as dist
 from trimtab.rank_variables import can_share_gpus
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.flat_memory import carve, packed_bytes
-from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.mirror import share_memory
 
@@ -260,7 +260,13 @@ def _check_owned(layers: Sequence[HomeExperts]) -> None:
         layer.drop_staging()
     numbers = Counter(p.untyped_storage()._cdata for layer in layers for p in layer.parameters)
     for layer in layers:
-        for parameter in layer.parameters:
+        moved = zip(layer.tensors, layer.are_staged, strict=True)
+        for parameter in (p for tensor, is_staged in moved if not is_staged for p in parameters_of(tensor)):
+            if not parameter.is_contiguous():
+                raise RuntimeError(
+                    f"parameters of experts of MoE layer {layer.index} are not contiguous; in other memory they would "
+                    "be, and differ in that from their optimizer's state"
+                )
             # The storage's own object counts as one.
             storage = parameter.untyped_storage()
             if torch._C._storage_Use_Count(storage._cdata) - 1 > numbers[storage._cdata]:
