@@ -101,6 +101,8 @@ def test_the_report_shows_the_measured_figures(run: tuple[Path, str]) -> None:
     assert f"{summary['speedup']:.2f} times as fast" in page
     assert "{:.2f} to {:.2f}".format(*summary["speedup_interval"]) in page
     assert f"{summary['trimtab']['replicas']:,} in all steps" in page
+    # One imbalance, that of the answer, also in the table.
+    assert all(f">{1 + summary[policy]['max_vio']:.3f}<" in page for policy in ("static", "trimtab"))
     for text in ("planning, training waited", "planning during the rollout", "waiting for the busiest rank"):
         assert text in page
     assert re.search(r"predicted [\d.]+ m?s, measured [\d.]+ m?s a step", page)

@@ -119,10 +119,10 @@ def report_of(trainer: Trainer, comparison: PairedComparison, steps: Sequence[Ma
                 step_time_s=result.median_s,
                 speedup=comparison.speedup[0] if result is balanced else 1.0,
                 fraction_of_balanced=None,
-                max_over_mean=1 + recorded["moe/max_vio_after"],
+                max_over_mean=1 + result.median("moe/max_vio_after"),
                 parts_s=parts_of(split[name], result.median_s, outside),
                 memory_bytes=memory | (pool if recorded["moe/replicas"] else {}),
-                replicas_per_instance=recorded["moe/replicas"] / (M * L),
+                replicas_per_instance=result.median("moe/replicas") / (M * L),
             )
         )
     low, high = comparison.speedup[1]
