@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from helpers.late_device import Event, LateDevice, Stream
+from helpers.late_device import LateDevice
+from helpers.late_streams import Event, Stream
 from trimtab.runtime.rows import exchange
 
 Key = tuple[Any, ...]

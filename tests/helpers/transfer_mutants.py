@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers import late_device
+from helpers.late_streams import Stream
 from trimtab.runtime.layer import layer_call
 from trimtab.runtime.transfer import message_rounds, returns, ring, streams
 from trimtab.runtime.transfer.message_rounds import Posted
@@ -86,16 +86,16 @@ def _copies_without_wait(patch: pytest.MonkeyPatch) -> None:
 def _copies_at_once(patch: pytest.MonkeyPatch) -> None:
     """Copies on side streams wait for compute up to the first event only, not for what they read."""
     firsts: list[Any] = []
-    wait_stream = late_device.Stream.wait_stream
+    wait_stream = Stream.wait_stream
 
-    def wait(self: late_device.Stream, other: late_device.Stream) -> None:
+    def wait(self: Stream, other: Stream) -> None:
         firsts[:] = firsts or [other.record_event()]
         if self.device.late is None:
             wait_stream(self, other)
         else:
             self.wait_event(firsts[0])
 
-    patch.setattr(late_device.Stream, "wait_stream", wait)
+    patch.setattr(Stream, "wait_stream", wait)
 
 
 MUTANTS: dict[str, Mutant] = {

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from torch._C._distributed_c10d import HashStore
 from helpers import late_device
 from helpers.equality import Case, compare_cases
 from helpers.examples import examples
+from helpers.late_streams import Event
 from helpers.live_runs import LiveCase, compare_live
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
@@ -138,6 +140,12 @@ def session_with_one_replica(path: int, **settings: Any) -> Session:
     """Rank 1 has a replica of rank 0's only expert, whose weights are 1."""
     session = Session(num_experts=2, **settings)
     session.add_layer([torch.nn.Parameter(torch.ones(1, 4, 4))], gated_experts())
+    apply_one_replica(session, path)
+    return session
+
+
+def apply_one_replica(session: Session, path: int) -> None:
+    """Apply a plan in which rank 1 has a replica of rank 0's only expert."""
     trace = synthesize(num_sequences=2, sequence_length=6, num_layers=1, num_experts=2, top_k=1, zipf=0.0)
     schedule = Schedule(np.zeros(2, np.int32), np.arange(2, dtype=np.int32), np.zeros(1, np.int32), 2)
     workload = Workload.from_trace(trace, schedule)
@@ -147,7 +155,6 @@ def session_with_one_replica(path: int, **settings: Any) -> Session:
     )  # fmt: skip
     plan = replace(plan, replica_paths=np.full(1, path, np.uint8))
     session.apply_step_plan(plan, trace.select(schedule.sequences_of(session.rank)))
-    return session
 
 
 @pytest.mark.parametrize("path", [HOST, PEER])
@@ -198,7 +205,7 @@ def raise_on(condition: bool, error: Exception) -> None:
         raise error
 
 
-@pytest.mark.parametrize("way", ["step", "first homes", "suspend"])
+@pytest.mark.parametrize("way", ["step", "first homes", "suspend", "mode off"])
 @runs_on_ranks()
 def test_parameters_that_others_read_are_written_when_none_reads(way: str) -> None:
     """Rank 0 may write them when the device of rank 1, which is late, has ended its copy."""
@@ -214,9 +221,13 @@ def test_parameters_that_others_read_are_written_when_none_reads(way: str) -> No
             raise_on(rank == 0, ValueError("no teacher"))
         with session.micro_step(0):
             """The copy begins."""
-        for write in (optimizer.step, session.weights_changed):
+        model = torch.nn.Module()
+        model.experts = weight
+        load = partial(session.logical.load_weights, model, {"experts": torch.zeros(2, 4, 4)})
+        for write in (optimizer.step, session.weights_changed, load):
             with pytest.raises(RuntimeError, match=r"may still read .*finish_gradients\(\)"):
                 write()
+        assert weight.min().item() == 1
         weight.mul_(1)
         with pytest.raises(RuntimeError, match="may still read them"), session.micro_step(0):
             pass
@@ -236,6 +247,11 @@ def test_parameters_that_others_read_are_written_when_none_reads(way: str) -> No
             optimizer.step()
         elif way == "suspend":
             session.suspend()
+            weight.add_(1)
+        elif way == "mode off":
+            # Its plans are not executed.
+            session.mode = "off"
+            apply_one_replica(session, PEER)
             weight.add_(1)
         else:
             with session.first_homes():
@@ -343,7 +359,7 @@ def test_live_calls_equal_the_single_process(policy: str) -> None:
 def test_live_calls_are_timed_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     with late_device.install("late"):
         seconds = streams.start_timer(torch.device("cpu"))()
-        monkeypatch.setattr(late_device.Event, "query", lambda self: False)
+        monkeypatch.setattr(Event, "query", lambda self: False)
         assert seconds() is None
         monkeypatch.undo()
     assert (streams.start_timer(torch.device("cpu"))()() or 0) > 0

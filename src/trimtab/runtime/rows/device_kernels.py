@@ -22,25 +22,21 @@ def kernels_on(device: torch.device) -> ModuleType | None:
         if kernels is not None:
             check_kernels(kernels, device)
     except Exception as error:
-        logging.getLogger("trimtab").warning("plain torch takes the place of Triton's kernels: %s", error)
+        logging.getLogger("trimtab").warning("plain torch takes the place of Triton's kernels: %r", error)
         return None
     return kernels
 
 
 def load_kernels(device: torch.device) -> ModuleType | None:
-    """`triton_kernels` on GPUs for which tests compile them, with Triton and a C compiler; None elsewhere."""
+    """`triton_kernels` on GPUs for which tests compile them; None elsewhere. Raises without Triton or a C compiler."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in GROUPED_KERNEL_CAPABILITIES:
         return None
-    try:
-        import triton
+    import triton
 
-        from trimtab.runtime.rows import triton_kernels
+    from trimtab.runtime.rows import triton_kernels
 
-        # Compiles C source of Triton, for which there may be no compiler.
-        _ = triton.runtime.driver.active
-    except Exception as error:
-        logging.getLogger("trimtab").info("plain torch takes the place of Triton's kernels: %r", error)
-        return None
+    # Compiles C source of Triton, for which there may be no compiler.
+    _ = triton.runtime.driver.active
     return triton_kernels
 
 

@@ -73,22 +73,20 @@ def check_current_parameters(layer: HomeExperts) -> None:
                 f"MoE layer {layer.index}: expert tensor {t} was added as a list of {shape[0]} tensors and has "
                 f"{len(tensor)} now"
             )
-    # Names are made for errors alone.
-    as_added = all(
-        _is_as_added(parameter, shape if parameter is tensor else shape[1:], dtype)
-        for tensor, (shape, dtype) in zip(tensors, layer.likes, strict=True)
-        for parameter in parameters_of(tensor)
-    )
-    for t, parameter, name in () if as_added else _named(tensors, home):
-        shape, dtype = layer.likes[t]
-        _check_is_parameter(layer.index, parameter, name)
-        like = shape if parameter is tensors[t] else shape[1:]
-        if (parameter.shape, parameter.dtype) != (like, dtype):
-            raise InputError(
-                f"MoE layer {layer.index}: {name} was added as {list(like)} {dtype} and is {list(parameter.shape)} "
-                f"{parameter.dtype} now; convert the model before its experts are added to the session"
-            )
-        if parameter.is_meta or (parameter.numel() and parameter.untyped_storage().nbytes() == 0):
+    for t, (tensor, (shape, dtype)) in enumerate(zip(tensors, layer.likes, strict=True)):
+        like = shape if isinstance(tensor, torch.Tensor) else shape[1:]
+        for row, parameter in enumerate(parameters_of(tensor)):
+            if _is_as_added(parameter, like, dtype):
+                continue
+            # Names are made for errors alone.
+            name = _name_of(t, tensor, home[row])
+            _check_is_parameter(layer.index, parameter, name)
+            if (parameter.shape, parameter.dtype) != (like, dtype):
+                raise InputError(
+                    f"MoE layer {layer.index}: {name} was added as {list(like)} {dtype} and is "
+                    f"{list(parameter.shape)} {parameter.dtype} now; convert the model before its experts are added to "
+                    "the session"
+                )
             raise InputError(
                 f"MoE layer {layer.index}: {name} has no memory now; load or onload the experts before a micro-step"
             )
@@ -124,11 +122,13 @@ def _check_is_parameter(index: int, parameter: object, name: str) -> None:
 def _named(tensors: Sequence[ExpertTensor], home: Array) -> Iterator[tuple[int, torch.nn.Parameter, str]]:
     """All Parameters, each with the number of its tensor and its name in errors."""
     for t, tensor in enumerate(tensors):
-        if isinstance(tensor, torch.Tensor):
-            yield t, tensor, f"expert tensor {t}"
-        else:
-            for expert, parameter in zip(home, tensor, strict=True):
-                yield t, parameter, f"expert tensor {t} of expert {expert}"
+        for expert, parameter in zip(home, parameters_of(tensor), strict=not isinstance(tensor, torch.Tensor)):
+            yield t, parameter, _name_of(t, tensor, expert)
+
+
+def _name_of(t: int, tensor: ExpertTensor, expert: int) -> str:
+    """The name of a tensor of the experts in errors, or of that of an expert."""
+    return f"expert tensor {t}" if isinstance(tensor, torch.Tensor) else f"expert tensor {t} of expert {expert}"
 
 
 def _check_lists(index: int, tensors: Sequence[ExpertTensor], home: Array) -> None:
