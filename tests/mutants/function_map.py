@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from helpers.processor_time import descendants_of, seconds_of
 from mutants.copies import ROOT, copy_repository
 
 MAP = ROOT / "out" / "mutants" / "functions.json"
@@ -85,6 +85,9 @@ class CallRecorder:
         self._folder = folder
         self._main = os.getpid()
         self._fixtures: dict[str, bytes] = {}
+        # Of fixtures that several tests share, processor seconds.
+        self._shared_s: dict[str, float] = {}
+        self._sharing_s = 0.0
         # Not before the tests have chosen a folder for kernels.
         from numba.core import event
 
@@ -112,6 +115,10 @@ class CallRecorder:
         """Compiling is no time of a test: later runs find the kernels."""
         return self._compiling.duration if self._compiling.done else 0.0
 
+    def _used_s(self) -> float:
+        """Processor seconds of this process and its ranks, without compiling."""
+        return seconds_of(descendants_of(os.getpid())) - self._compiled_s
+
     @property
     def _notes(self) -> mmap.mmap:
         module: Any = _notes_module()
@@ -119,26 +126,32 @@ class CallRecorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
-        before = self._notes[:]
+        before, is_shared = self._notes[:], fixturedef.scope != "function"
         self._notes[:] = bytes(len(before))
+        start = self._used_s() if is_shared else 0.0
         try:
             return (yield)
         finally:
             self._fixtures[fixturedef.argname] = self._notes[:]
             self._notes[:] = _either(self._notes[:], before)
+            if is_shared:
+                self._shared_s[fixturedef.argname] = seconds = self._used_s() - start
+                self._sharing_s += seconds
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._notes[:] = bytes(len(self._notes))
-        self._failed = False
-        start = time.perf_counter() - self._compiled_s
+        self._failed, self._sharing_s = False, 0.0
+        start = self._used_s()
         result = yield
-        seconds = time.perf_counter() - self._compiled_s - start
-        seen = self._notes[:]
+        seconds = max(0.0, self._used_s() - start - self._sharing_s)
+        seen, shared = self._notes[:], {}
         for name in getattr(item, "fixturenames", ()):
             seen = _either(seen, self._fixtures.get(name, b""))
+            if name in self._shared_s:
+                shared[name] = self._shared_s[name]
         if not self._failed:
-            line = [item.nodeid, seconds, [n for n, was_called in enumerate(seen) if was_called]]
+            line = [item.nodeid, seconds, shared, [n for n, was_called in enumerate(seen) if was_called]]
             with (self._folder / f"{os.getpid()}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
         return result
@@ -168,7 +181,8 @@ class FunctionMap:
     """Tests by the functions that they call.
 
     Attributes:
-        seconds: of each test.
+        seconds: of each test, processor seconds without those of the fixtures that it shares with others.
+        fixtures: of each test, the shared fixtures that it uses, and their processor seconds.
         functions: called by each test, as `path:qualified name`.
     """
 
@@ -178,10 +192,12 @@ class FunctionMap:
             file: value for file, value in stored.items() if _digest(file) == value["digest"]
         }
         self.seconds: dict[str, float] = {}
+        self.fixtures: dict[str, dict[str, float]] = {}
         self.functions: dict[str, set[str]] = {}
         for value in self._files.values():
-            for test, (seconds, names) in value["tests"].items():
+            for test, (seconds, fixtures, names) in value["tests"].items():
                 self.seconds[test], self.functions[test] = seconds, set(names)
+                self.fixtures[test] = {f"{test.partition('::')[0]}::{name}": s for name, s in fixtures.items()}
 
     def missing(self) -> list[str]:
         """Test files that have changed or were never recorded."""
@@ -222,8 +238,8 @@ class FunctionMap:
             self._files[file] = {"digest": digests[file], "tests": {}}
         for path in folder.glob("*.jsonl"):
             for line in path.read_text().splitlines():
-                test, seconds, numbers = json.loads(line)
-                self._files[test.partition("::")[0]]["tests"][test] = seconds, [names[number] for number in numbers]
+                test, *costs, numbers = json.loads(line)
+                self._files[test.partition("::")[0]]["tests"][test] = *costs, [names[number] for number in numbers]
         partial = MAP.with_suffix(".partial")
         partial.write_text(json.dumps(self._files))
         partial.replace(MAP)

@@ -3,9 +3,11 @@
     python tests/mutants/run.py --count 200 --seed 1
 
 A mistake is tried on the tests that call the function in which it is, specific ones first, up to a number of seconds.
-It is *killed* if one of them fails. Mistakes in kernels are tried as Python first, on few tests, then compiled. A trial
-that exceeds its limit of processor time, or fails before its first test, is repeated once; it is *undecided* if that
-happens again. Survivors and undecided ones count as not noticed.
+It is *killed* if one of them fails. Mistakes in kernels are tried as Python first, on few tests, then compiled. After a
+trial that exceeds its limit of processor time, waits without end, crashes or fails before its first test, the same
+tests run without the mistake. If they pass, using less than a third of that limit, the mistake has *no end*: tests
+notice it, though none fails. Otherwise it is tried again, and is *undecided* if the outcome is another. Survivors and
+undecided ones count as not noticed.
 """
 
 from __future__ import annotations
@@ -30,22 +32,29 @@ from mutants.copies import ROOT, copy_kernels, copy_repository
 from mutants.function_map import MAP, FunctionMap
 from mutants.mutations import Mutation, find_mutations, read_signatures
 from mutants.selection import Selection
+from mutants.trial import NO_PROGRESS, TOO_LONG, Trial
 
 FIGURES = ROOT / "docs" / "benchmarks" / "mutants.json"
 PAGE = ROOT / "docs" / "testing.md"
 WORKERS = 2
 POLL_S = 0.2
+NOTICED = "killed", "no end"
+# A mistake that takes so many times as long as the same tests without it has no end.
+SHARE = 3.0
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mistake: "killed", "survived" or "undecided", with the reason where there is one."""
+    """What became of a mistake: one of `NOTICED`, "survived" or "undecided", with the reason where there is one."""
 
     mutation: Mutation
     outcome: str
-    reason: str
-    tests: int
-    seconds: float
+    reason: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        because = f" ({self.reason})" if self.reason else ""
+        return f"{self.outcome}{because}: {self.mutation}"
 
 
 def draw(count: int, seed: int, only: str = "") -> list[Mutation]:
@@ -72,51 +81,92 @@ def draw_from(files: Mapping[str, bytes], count: int, seed: int, only: str = "")
     return [lots[lot] for lot in sorted(lots)[:count]]
 
 
+class Trials:
+    """The trials of one mistake, one after the other.
+
+    Attributes:
+        result: as soon as there is one.
+    """
+
+    def __init__(self, mutation: Mutation, selection: Selection) -> None:
+        self.result: Result | None = None
+        self._mutation, self._selection = mutation, selection
+        self._as_python = mutation.is_kernel
+        self._failure, self._limit_s, self._seconds = "", 0.0, 0.0
+        self._choose()
+
+    def next(self, copy: Path) -> Trial:
+        """The next trial, on a copy of the repository."""
+        compiled = self._mutation.is_kernel and not self._as_python
+        return Trial(
+            copy, self._mutation, self._tests, self._expected_s, compiled=compiled, mistaken=not self._is_control
+        )
+
+    def take(self, outcome: str, trial: Trial) -> None:
+        """Take the outcome of the last trial."""
+        self._seconds += trial.used_s
+        if not trial.mistaken:
+            self._is_control = False
+            self._expected_s = trial.used_s
+            took_long = self._failure.startswith(TOO_LONG)
+            if outcome != "survived":
+                self._end("undecided", f"without the mistake: {outcome}")
+            elif took_long and trial.used_s <= self._limit_s / SHARE:
+                self._end("no end", f"{self._failure}, {trial.used_s:.0f} s without the mistake")
+        elif outcome == "killed" or (outcome == "survived" and not self._as_python):
+            self._end(outcome)
+        elif self._as_python:
+            # Most mistakes in kernels show without compiling them.
+            self._as_python = False
+            self._choose()
+        elif not self._failure:
+            self._failure, self._limit_s, self._is_control = outcome, trial.limit_s, True
+        elif outcome.startswith((TOO_LONG, NO_PROGRESS)) and self._failure.startswith((TOO_LONG, NO_PROGRESS)):
+            self._end("no end", outcome)
+        else:
+            # The same failure at set-up or before it, or the same crash, twice is no accident.
+            self._end("killed" if outcome == self._failure else "undecided", outcome)
+
+    def _choose(self) -> None:
+        self._is_control = False
+        self._tests, self._expected_s = self._selection.tests_of(self._mutation, as_python=self._as_python)
+        if not self._tests:
+            self._end("survived", "no test calls it")
+
+    def _end(self, outcome: str, reason: str = "") -> None:
+        self.result = Result(self._mutation, outcome, reason, self._seconds)
+
+
 def try_all(mutations: Sequence[Mutation], selection: Selection) -> list[Result]:
     """Try mistakes on `WORKERS` copies of the repository."""
-    from mutants.trial import Trial
-
     results: list[Result] = []
 
-    def end(mutation: Mutation, outcome: str, reason: str = "", tests: int = 0, seconds: float = 0.0) -> None:
-        results.append(Result(mutation, outcome, reason, tests, seconds))
-        because = f" ({reason})" if reason else ""
-        print(f"{len(results):4d}/{len(mutations)} {seconds:5.1f} s  {outcome}{because}: {mutation}", flush=True)
+    def end(result: Result) -> None:
+        results.append(result)
+        print(f"{len(results):4d}/{len(mutations)} {result.seconds:5.1f} s  {result}", flush=True)
 
     free = [MAP.parent / f"copy-{worker}" for worker in range(WORKERS)]
     for copy in free:
         copy_repository(copy)
         copy_kernels(copy, cache_folder())
-    waiting = deque((mutation, "") for mutation in mutations)
-    running: list[tuple[Path, Trial, str]] = []
+    waiting = deque(Trials(mutation, selection) for mutation in mutations)
+    running: list[tuple[Path, Trials, Trial]] = []
     while waiting or running:
         while waiting and free:
-            mutation, earlier = waiting.popleft()
-            # Most mistakes in kernels show without compiling them.
-            tests, seconds = selection.tests_of(mutation, as_python=mutation.is_kernel and not earlier)
-            if tests:
-                copy = free.pop()
-                running.append((copy, Trial(copy, mutation, tests, seconds, compiled=bool(earlier)), earlier))
+            if result := (trials := waiting.popleft()).result:
+                end(result)
             else:
-                end(mutation, "survived", "no test calls it")
+                copy = free.pop()
+                running.append((copy, trials, trials.next(copy)))
         for place in list(running):
-            copy, trial, earlier = place
-            outcome = trial.result()
-            if outcome is None:
+            copy, trials, trial = place
+            if (outcome := trial.result()) is None:
                 continue
             trial.close()
             running.remove(place)
             free.append(copy)
-            count, seconds = len(trial.tests), time.perf_counter() - trial.start
-            if outcome == "killed" or (outcome == "survived" and (earlier or not trial.mutation.is_kernel)):
-                end(trial.mutation, outcome, "", count, seconds)
-            elif not earlier:
-                waiting.append((trial.mutation, outcome))
-            else:
-                # The same failure at set-up or before it, or the same crash, twice is no accident.
-                failures = "failed at set-up", "tests not found", "ended with status"
-                is_kill = outcome == earlier and outcome.startswith(failures)
-                end(trial.mutation, "killed" if is_kill else "undecided", outcome, count, seconds)
+            trials.take(outcome, trial)
+            waiting.appendleft(trials)
         time.sleep(POLL_S)
     return results
 
@@ -160,11 +210,11 @@ def main() -> int:
     table = summarise(results)
     for package, counts in table.items():
         total = sum(counts.values())
-        left = total - counts.get("killed", 0)
+        left = total - sum(counts.get(outcome, 0) for outcome in NOTICED)
         print(f"{package:14} {left:3d} of {total:3d} not noticed ({left / total:.0%})")
     for result in sorted(results, key=lambda result: str(result.mutation)):
         if result.outcome != "killed":
-            print(f"{result.outcome}: {result.mutation}" + (f" ({result.reason})" if result.reason else ""))
+            print(result)
     print(f"{len(results)} mistakes tried in {minutes:.1f} minutes")
     if options.page:
         figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
@@ -195,10 +245,11 @@ def table_of(figures: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             lines.setdefault(name, Counter()).update(counts)
     if figures:
         lines["all"] = sum((Counter(run["packages"]["all"]) for run in figures.values()), Counter())
-    header = ["folder", "mistakes", "killed", "undecided", "survived", "not noticed"]
+    outcomes = (*NOTICED, "undecided", "survived")
+    header = ["folder", "mistakes", *outcomes, "not noticed"]
     return header, [
-        [name, *(str(n) for n in (counts.total(), counts["killed"], counts["undecided"], counts["survived"])),
-         f"{1 - counts['killed'] / counts.total():.0%}"]
+        [name, str(counts.total()), *(str(counts[outcome]) for outcome in outcomes),
+         f"{1 - sum(counts[outcome] for outcome in NOTICED) / counts.total():.0%}"]
         for name, counts in sorted(lines.items(), key=lambda line: (line[0].startswith("all"), line[0]))
     ]  # fmt: skip
 

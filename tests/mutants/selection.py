@@ -11,7 +11,7 @@ from mutants.copies import ROOT
 from mutants.function_map import FunctionMap
 from mutants.mutations import Mutation
 
-# Of the tests of a mistake together, as recorded; and where kernels run as Python, many times slower.
+# Processor seconds of the tests of a mistake together; and where kernels run as Python, many times slower.
 SECONDS, SECONDS_AS_PYTHON = 30.0, 0.5
 MOST_TESTS = 150
 # Of a test, beside its own seconds.
@@ -29,7 +29,7 @@ class Selection:
         self._functions = functions
 
     def tests_of(self, mutation: Mutation, *, as_python: bool = False) -> tuple[list[str], float]:
-        """Tests, and their seconds as recorded.
+        """Tests, and the processor seconds that they took when they were recorded.
 
         Args:
             as_python: kernels are not compiled, so that only the quickest tests are of use.
@@ -48,19 +48,25 @@ class Selection:
 
         def specific(test: str) -> tuple[bool, int, float]:
             file = test.partition("::")[0]
-            return Path(file).name != own, len(self._functions.functions[test]), self._functions.seconds[test]
+            return Path(file).name != own, len(self._functions.functions[test]), alone(test)
 
         def broad(test: str) -> float:
             called = sum(name.startswith(folder) for name in self._functions.functions[test])
-            return -called / (self._functions.seconds[test] + LEAST_S)
+            return -called / (alone(test) + LEAST_S)
+
+        def alone(test: str) -> float:
+            return self._functions.seconds[test] + sum(self._functions.fixtures[test].values())
 
         chosen: list[str] = []
+        made: dict[str, float] = {}
         left = limit = SECONDS_AS_PYTHON if as_python else SECONDS
         turns = zip(sorted(callers, key=specific), sorted(callers, key=broad), strict=True)
         for test in dict.fromkeys(test for turn in turns for test in turn):
-            seconds = self._functions.seconds[test]
+            fixtures = self._functions.fixtures[test]
+            seconds = self._functions.seconds[test] + sum(s for name, s in fixtures.items() if name not in made)
             if len(chosen) < MOST_TESTS and (seconds <= left or not chosen):
                 chosen.append(test)
+                made |= fixtures
                 left -= seconds
         return chosen, limit - left
 

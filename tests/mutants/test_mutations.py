@@ -7,6 +7,8 @@ import json
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from experiments.page_tables import markdown_table, read_page, tables_of_page
 from mutants.copies import ROOT
 from mutants.function_map import note_calls
 from mutants.mutations import Mutation, find_mutations, read_signatures
-from mutants.run import FIGURES, PAGE, draw_from, table_of
+from mutants.run import FIGURES, PAGE, Trials, draw_from, table_of
 from mutants.trial import Trial
 
 SOURCE = '''
@@ -163,9 +165,51 @@ def test_outcomes_of_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tes
         for m in find_mutations("src/halves.py", TESTED.encode(), {})
         if m.kind == "operator" and isinstance(m, Mutation)
     )
-    trial = Trial(copy, mutation, [f"{test}.py::{test}"], 0.0)
-    while (result := trial.result()) is None:
-        time.sleep(0.05)
-    trial.close()
-    assert result == outcome
-    assert (copy / "src" / "halves.py").read_text() == TESTED
+    for mistaken in (True, False):
+        trial = Trial(copy, mutation, [f"{test}.py::{test}"], 0.0, mistaken=mistaken)
+        while (result := trial.result()) is None:
+            time.sleep(0.05)
+        trial.close()
+        assert result == (outcome if mistaken or outcome == "tests not found" else "survived")
+        assert (copy / "src" / "halves.py").read_text() == TESTED
+        assert 0.01 < trial.used_s < 8
+
+
+LONG, WAITS, CRASH = "more than 100 s of processor time", "no progress in 30 s", "ended with status -11"
+
+
+@pytest.mark.parametrize(
+    ("trials", "outcome"),
+    [
+        # The outcome of each trial and its processor seconds; the second one is without the mistake.
+        ([("killed", 1)], "killed"),
+        ([("survived", 1)], "survived"),
+        ([(LONG, 101), ("survived", 30)], "no end"),
+        ([(LONG, 101), ("survived", 40), (LONG, 201)], "no end"),
+        ([(LONG, 101), ("survived", 40), ("survived", 150)], "survived"),
+        ([(LONG, 101), (LONG, 101)], "undecided"),
+        ([(WAITS, 1), ("survived", 1), (WAITS, 1)], "no end"),
+        ([(WAITS, 1), ("survived", 1), ("killed", 1)], "killed"),
+        ([(WAITS, 1), (WAITS, 1)], "undecided"),
+        ([(CRASH, 1), ("survived", 1), (CRASH, 1)], "killed"),
+        ([(CRASH, 1), ("survived", 1), ("failed at set-up", 1)], "undecided"),
+        ([(CRASH, 1), ("killed", 1)], "undecided"),
+    ],
+)
+@pytest.mark.parametrize("is_kernel", [False, True])
+def test_what_trials_of_a_mistake_say(trials: list[tuple[str, float]], outcome: str, is_kernel: bool) -> None:
+    (mutation,) = find_mutations("f.py", b"@kernel\ndef f():\n  return 1\n" if is_kernel else b"x = 1\n", {})
+    selection: Any = SimpleNamespace(tests_of=lambda mutation, as_python: (["test"], 1.0))
+    of_mistake = Trials(mutation, selection)
+    if is_kernel:
+        # As Python first, which only kills.
+        of_mistake.take(LONG, trial_of(600))
+    for n, (each, seconds) in enumerate(trials):
+        assert of_mistake.result is None
+        of_mistake.take(each, trial_of(seconds, mistaken=n != 1))
+    assert of_mistake.result is not None
+    assert of_mistake.result.outcome == outcome
+
+
+def trial_of(seconds: float, *, mistaken: bool = True) -> Any:
+    return SimpleNamespace(used_s=seconds, limit_s=100.0, mistaken=mistaken)

@@ -1,4 +1,4 @@
-"""`Trial`: tests run on a copy of the repository with one mistake, in a process forked from this one."""
+"""`Trial`: tests run on a copy of the repository with one mistake or none, in a process forked from this one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from helpers.forked_files import fork_ranks_from_here
-from helpers.processor_time import ProcessorLimit, session_of
+from helpers.processor_time import ProcessorLimit, seconds_of, session_of
 from mutants.mutations import Mutation
 
 # Exit statuses of the process; others are those of a crash.
 SURVIVED, KILLED, SET_UP, NOT_FOUND = 0, 11, 12, 13
+# How a trial is described that took too long, and one that waited for what did not come.
+TOO_LONG, NO_PROGRESS = "more than", "no progress"
 # Processor seconds to import Trimtab and the test files, and to compile kernels; times that tests may take longer than
 # without a mistake.
 IMPORTS_S, COMPILING_S, TIMES = 20.0, 60.0, 4.0
@@ -29,37 +30,52 @@ class Trial:
 
     Args:
         copy: folder of a copy of the repository, which is changed until `close`.
-        expected_s: seconds that the tests take without the mistake.
+        expected_s: processor seconds that the tests take without the mistake.
         compiled: whether kernels are compiled, into a new cache; otherwise mistakes in kernels run as Python.
+        mistaken: whether the mistake is made; otherwise all else is as with it.
+
+    Attributes:
+        used_s: processor seconds so far.
     """
 
     def __init__(
-        self, copy: Path, mutation: Mutation, tests: Sequence[str], expected_s: float, *, compiled: bool = False
+        self,
+        copy: Path,
+        mutation: Mutation,
+        tests: Sequence[str],
+        expected_s: float,
+        *,
+        compiled: bool = False,
+        mistaken: bool = True,
     ) -> None:
-        self.mutation, self.tests, self.compiled = mutation, tests, compiled
-        self.start = time.perf_counter()
+        self.mutation, self.tests, self.compiled, self.mistaken = mutation, tests, compiled, mistaken
+        self.used_s = 0.0
         self._copy = copy
         self._path = copy / mutation.file
         self._source, self._times = self._path.read_bytes(), self._path.stat()
-        self._path.write_bytes(mutation.apply(self._source))
+        self._path.write_bytes(mutation.apply(self._source) if mistaken else self._source)
         self._process = os.fork()
         if not self._process:
             self._run()
         # Kernels are compiled, or take many times as long.
         kernels_s = (COMPILING_S if compiled else 100 * expected_s) if mutation.is_kernel else 0.0
-        self._limit = ProcessorLimit([], IMPORTS_S + TIMES * expected_s + kernels_s)
+        self.limit_s = IMPORTS_S + TIMES * expected_s + kernels_s
+        self._limit = ProcessorLimit([], self.limit_s)
 
     def result(self) -> str | None:
         """The result if there is one: "killed", "survived", or why it is not known."""
-        ended, status = os.waitpid(self._process, os.WNOHANG)
+        ended, status, usage = os.wait4(self._process, os.WNOHANG)
         if not ended:
-            exceeded = self._limit.exceeded(session_of(self._process))
+            processes = session_of(self._process)
+            self.used_s = max(self.used_s, seconds_of(processes))
+            exceeded = self._limit.exceeded(processes)
             if not exceeded:
                 return None
             self._end()
             os.waitpid(self._process, 0)
             return exceeded
         self._end()
+        self.used_s = max(self.used_s, usage.ru_utime + usage.ru_stime)
         code = os.waitstatus_to_exitcode(status)
         names = {SURVIVED: "survived", KILLED: "killed", SET_UP: "failed at set-up", NOT_FOUND: "tests not found"}
         return names.get(code, f"ended with status {code}")
