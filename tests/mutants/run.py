@@ -130,7 +130,10 @@ class Trials:
     def _choose(self) -> None:
         self._is_control = False
         self._tests, self._expected_s = self._selection.tests_of(self._mutation, as_python=self._as_python)
-        if not self._tests:
+        if not self._tests and self._as_python:
+            self._as_python = False
+            self._choose()
+        elif not self._tests:
             self._end("survived", "no test calls it")
 
     def _end(self, outcome: str, reason: str = "") -> None:

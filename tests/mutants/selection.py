@@ -32,7 +32,7 @@ class Selection:
         """Tests, and the processor seconds that they took when they were recorded.
 
         Args:
-            as_python: kernels are not compiled, so that only the quickest tests are of use.
+            as_python: kernels are not compiled, so that only the quickest tests are of use, if there are any.
         """
         callers = self._callers({f"{mutation.file}:{mutation.function}"})
         if not callers or not mutation.function:
@@ -64,7 +64,7 @@ class Selection:
         for test in dict.fromkeys(test for turn in turns for test in turn):
             fixtures = self._functions.fixtures[test]
             seconds = self._functions.seconds[test] + sum(s for name, s in fixtures.items() if name not in made)
-            if len(chosen) < MOST_TESTS and (seconds <= left or not chosen):
+            if len(chosen) < MOST_TESTS and (seconds <= left or not (chosen or as_python)):
                 chosen.append(test)
                 made |= fixtures
                 left -= seconds

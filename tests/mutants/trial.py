@@ -20,9 +20,9 @@ from mutants.mutations import Mutation
 SURVIVED, KILLED, SET_UP, NOT_FOUND = 0, 11, 12, 13
 # How a trial is described that took too long, and one that waited for what did not come.
 TOO_LONG, NO_PROGRESS = "more than", "no progress"
-# Processor seconds to import Trimtab and the test files, and to compile kernels; times that tests may take longer than
-# without a mistake.
-IMPORTS_S, COMPILING_S, TIMES = 20.0, 60.0, 4.0
+# Processor seconds to import Trimtab and the test files, to compile kernels, or to run them as Python; times that tests
+# may take longer than without a mistake.
+IMPORTS_S, COMPILING_S, AS_PYTHON_S, TIMES = 20.0, 150.0, 50.0, 4.0
 
 
 class Trial:
@@ -57,8 +57,7 @@ class Trial:
         self._process = os.fork()
         if not self._process:
             self._run()
-        # Kernels are compiled, or take many times as long.
-        kernels_s = (COMPILING_S if compiled else 100 * expected_s) if mutation.is_kernel else 0.0
+        kernels_s = (COMPILING_S if compiled else AS_PYTHON_S) if mutation.is_kernel else 0.0
         self.limit_s = IMPORTS_S + TIMES * expected_s + kernels_s
         self._limit = ProcessorLimit([], self.limit_s)
 
