@@ -109,16 +109,16 @@ class Trials:
             self._is_control = False
             self._expected_s = trial.used_s
             took_long = self._failure.startswith(TOO_LONG)
-            if outcome != "survived":
+            if outcome != "survived" and self._as_python:
+                self._compile()
+            elif outcome != "survived":
                 self._end("undecided", f"without the mistake: {outcome}")
             elif took_long and trial.used_s <= self._limit_s / SHARE:
                 self._end("no end", f"{self._failure}, {trial.used_s:.0f} s without the mistake")
-        elif outcome == "killed" or (outcome == "survived" and not self._as_python):
+        elif outcome == "survived" and self._as_python:
+            self._compile()
+        elif outcome in ("killed", "survived"):
             self._end(outcome)
-        elif self._as_python:
-            # Most mistakes in kernels show without compiling them.
-            self._as_python = False
-            self._choose()
         elif not self._failure:
             self._failure, self._limit_s, self._is_control = outcome, trial.limit_s, True
         elif outcome.startswith((TOO_LONG, NO_PROGRESS)) and self._failure.startswith((TOO_LONG, NO_PROGRESS)):
@@ -127,12 +127,16 @@ class Trials:
             # The same failure at set-up or before it, or the same crash, twice is no accident.
             self._end("killed" if outcome == self._failure else "undecided", outcome)
 
+    def _compile(self) -> None:
+        """Go on with compiled kernels: most mistakes in kernels show without compiling them."""
+        self._as_python, self._failure = False, ""
+        self._choose()
+
     def _choose(self) -> None:
         self._is_control = False
         self._tests, self._expected_s = self._selection.tests_of(self._mutation, as_python=self._as_python)
         if not self._tests and self._as_python:
-            self._as_python = False
-            self._choose()
+            self._compile()
         elif not self._tests:
             self._end("survived", "no test calls it")
 

@@ -196,14 +196,16 @@ LONG, WAITS, CRASH = "more than 100 s of processor time", "no progress in 30 s",
         ([(CRASH, 1), ("killed", 1)], "undecided"),
     ],
 )
-@pytest.mark.parametrize("is_kernel", [False, True])
-def test_what_trials_of_a_mistake_say(trials: list[tuple[str, float]], outcome: str, is_kernel: bool) -> None:
-    (mutation,) = find_mutations("f.py", b"@kernel\ndef f():\n  return 1\n" if is_kernel else b"x = 1\n", {})
+@pytest.mark.parametrize("as_python", [None, ["survived"], [LONG, LONG]])
+def test_what_trials_of_a_mistake_say(
+    trials: list[tuple[str, float]], outcome: str, as_python: list[str] | None
+) -> None:
+    (mutation,) = find_mutations("f.py", b"@kernel\ndef f():\n  return 1\n" if as_python else b"x = 1\n", {})
     selection: Any = SimpleNamespace(tests_of=lambda mutation, as_python: (["test"], 1.0))
     of_mistake = Trials(mutation, selection)
-    if is_kernel:
-        # As Python first, which only kills.
-        of_mistake.take(LONG, trial_of(600))
+    # Kernels that survive as Python, or take long there with and without the mistake, are compiled.
+    for n, each in enumerate(as_python or ()):
+        of_mistake.take(each, trial_of(101, mistaken=n != 1))
     for n, (each, seconds) in enumerate(trials):
         assert of_mistake.result is None
         of_mistake.take(each, trial_of(seconds, mistaken=n != 1))
