@@ -97,10 +97,9 @@ class Trials:
 
     def next(self, copy: Path) -> Trial:
         """The next trial, on a copy of the repository."""
-        compiled = self._mutation.is_kernel and not self._as_python
-        return Trial(
-            copy, self._mutation, self._tests, self._expected_s, compiled=compiled, mistaken=not self._is_control
-        )
+        is_compiled = self._mutation.is_kernel and not self._as_python
+        stale = self._selection.users_of(self._mutation.file) if is_compiled else ()
+        return Trial(copy, self._mutation, self._tests, self._expected_s, stale=stale, mistaken=not self._is_control)
 
     def take(self, outcome: str, trial: Trial) -> None:
         """Take the outcome of the last trial."""
@@ -112,7 +111,7 @@ class Trials:
             if outcome != "survived" and self._as_python:
                 self._compile()
             elif outcome != "survived":
-                self._end("undecided", f"without the mistake: {outcome}")
+                self._end("undecided", f"without the mistake: {outcome} {trial.failed_test()}")
             elif took_long and trial.used_s <= self._limit_s / SHARE:
                 self._end("no end", f"{self._failure}, {trial.used_s:.0f} s without the mistake")
         elif outcome == "survived" and self._as_python:

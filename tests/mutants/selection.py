@@ -70,6 +70,14 @@ class Selection:
                 left -= seconds
         return chosen, limit - left
 
+    def users_of(self, file: str) -> set[str]:
+        """The file and those that import it, directly or by others: kernels of it may be parts of theirs."""
+        files, found = set[str](), {file}
+        while found - files:
+            files |= found
+            found = {user for user, imported in self._imports.items() if imported & files}
+        return files
+
     def _callers(self, functions: set[str]) -> set[str]:
         return {test for test, called in self._functions.functions.items() if called & functions}
 

@@ -214,4 +214,4 @@ def test_what_trials_of_a_mistake_say(
 
 
 def trial_of(seconds: float, *, mistaken: bool = True) -> Any:
-    return SimpleNamespace(used_s=seconds, limit_s=100.0, mistaken=mistaken)
+    return SimpleNamespace(used_s=seconds, limit_s=100.0, mistaken=mistaken, failed_test=lambda: "")

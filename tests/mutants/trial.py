@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 
 from helpers.forked_files import fork_ranks_from_here
 from helpers.processor_time import ProcessorLimit, seconds_of, session_of
+from mutants.copies import copy_kernels
 from mutants.mutations import Mutation
 
 # Exit statuses of the process; others are those of a crash.
@@ -31,7 +32,7 @@ class Trial:
     Args:
         copy: folder of a copy of the repository, which is changed until `close`.
         expected_s: processor seconds that the tests take without the mistake.
-        compiled: whether kernels are compiled, into a new cache; otherwise mistakes in kernels run as Python.
+        stale: files whose kernels are compiled anew; if there are none, mistakes in kernels run as Python.
         mistaken: whether the mistake is made; otherwise all else is as with it.
 
     Attributes:
@@ -45,10 +46,11 @@ class Trial:
         tests: Sequence[str],
         expected_s: float,
         *,
-        compiled: bool = False,
+        stale: Collection[str] = (),
         mistaken: bool = True,
     ) -> None:
-        self.mutation, self.tests, self.compiled, self.mistaken = mutation, tests, compiled, mistaken
+        self.mutation, self.tests, self.mistaken = mutation, tests, mistaken
+        self._stale = stale
         self.used_s = 0.0
         self._copy = copy
         self._path = copy / mutation.file
@@ -57,7 +59,7 @@ class Trial:
         self._process = os.fork()
         if not self._process:
             self._run()
-        kernels_s = (COMPILING_S if compiled else AS_PYTHON_S) if mutation.is_kernel else 0.0
+        kernels_s = (COMPILING_S if stale else AS_PYTHON_S) if mutation.is_kernel else 0.0
         self.limit_s = IMPORTS_S + TIMES * expected_s + kernels_s
         self._limit = ProcessorLimit([], self.limit_s)
 
@@ -78,6 +80,11 @@ class Trial:
         code = os.waitstatus_to_exitcode(status)
         names = {SURVIVED: "survived", KILLED: "killed", SET_UP: "failed at set-up", NOT_FOUND: "tests not found"}
         return names.get(code, f"ended with status {code}")
+
+    def failed_test(self) -> str:
+        """The test that failed, and why, as pytest says in one line; "" if none did."""
+        lines = self._copy.with_suffix(".log").read_text(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line.startswith(("FAILED", "ERROR"))), "")
 
     def close(self) -> None:
         """Take the mistake back."""
@@ -119,9 +126,12 @@ class Trial:
 
         if not self.mutation.is_kernel:
             return
-        if self.compiled:
+        if self._stale:
             # Numba does not see changes of functions in other files.
-            os.environ["NUMBA_CACHE_DIR"] = str(self._copy.with_name(f"{self._copy.name}-kernels"))
+            kernels = self._copy.with_name(f"{self._copy.name}-kernels")
+            shutil.rmtree(kernels, ignore_errors=True)
+            copy_kernels(self._copy, Path(os.environ["NUMBA_CACHE_DIR"]), self._copy, kernels, self._stale)
+            os.environ["NUMBA_CACHE_DIR"] = str(kernels)
         else:
             os.environ["NUMBA_DISABLE_JIT"] = "1"
         numba.config.reload_config()

@@ -84,6 +84,22 @@ def test_what_a_framework_shards_may_differ() -> None:
         norm.data += dist.get_rank()
 
 
+@runs_on_ranks()
+def test_a_parameter_that_is_registered_after_a_step_may_not_drift() -> None:
+    loop = start()
+    optimizers = [loop.optimizers[1]]
+    for _ in range(2):
+        parameter = torch.nn.Parameter(torch.arange(3.0))
+        optimizers.append(torch.optim.SGD([parameter], lr=0.1))
+        loop.session.register_optimizers(*optimizers)
+        update(loop)
+        any_loop.step(loop)
+    parameter.data += dist.get_rank()
+    update(loop)
+    with pytest.raises(RanksDisagreeError, match=r"replicated parameter \d+ \[3\] is 1.0 on rank 0 and 2.0 on rank 1"):
+        any_loop.step(loop)
+
+
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("ignored", [False, True])
 @runs_on_ranks()
