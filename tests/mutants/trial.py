@@ -115,6 +115,9 @@ class Trial:
             self._choose_kernels()
             verdict = _Verdict()
             options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci", *self.tests]
+            if self._stale:
+                # While kernels are compiled, ranks and commands are too late for some tests.
+                options += ["-m", "not slow"]
             ended = pytest.main(options, plugins=[verdict])
             status = verdict.status if ended else SURVIVED
             sys.stdout.flush()
