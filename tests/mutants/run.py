@@ -192,6 +192,12 @@ def summarise(results: Sequence[Result]) -> dict[str, dict[str, int]]:
     return table | {"all": dict(Counter(result.outcome for result in results))}
 
 
+def figures_of(results: Sequence[Result], minutes: float) -> dict[str, Any]:
+    """What is stored of a run: the numbers, and the mistakes that were not noticed."""
+    left = sorted(str(result) for result in results if result.outcome not in NOTICED)
+    return {"minutes": round(minutes, 1), "packages": summarise(results), "not_noticed": left}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="number of mistakes (default 200)")
@@ -224,7 +230,7 @@ def main() -> int:
     print(f"{len(results)} mistakes tried in {minutes:.1f} minutes")
     if options.page:
         figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-        figures[str(options.seed)] = {"minutes": round(minutes, 1), "packages": table}
+        figures[str(options.seed)] = figures_of(results, minutes)
         _write_page(dict(sorted(figures.items())))
     os.close(lock)
     return 0
