@@ -232,6 +232,10 @@ def test_moves_are_made_if_they_pay_over_the_steps_of_their_life() -> None:
         planned = step.plan(costs=dear, settings=replace(step.settings, move_life=life))
         assert (planned.chosen_strategy.homes != STAY) == moves, life
         assert np.array_equal(planned.placement.home, step.placement.home) != moves
+    # A hundredth of the move counts.
+    assert np.array_equal(planned.placement.home, free.placement.home)
+    counted_s = planned.strategies_s[planned.chosen_strategy.name]
+    assert counted_s == pytest.approx(free.predicted_s + (planned.predicted_s - free.predicted_s) / 100)
 
 
 def test_past_loads_are_used_if_the_same_experts_stay_hot() -> None:
