@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,8 @@ class Selection:
             as_python: kernels are not compiled, so that only the quickest tests are of use, if there are any.
         """
         callers = self._callers({f"{mutation.file}:{mutation.function}"})
+        if mutation.is_kernel:
+            callers |= self._in_files_that_name(mutation.function)
         if not callers or not mutation.function:
             callers = callers or self._callers(self._functions_in({mutation.file}))
         files = {mutation.file}
@@ -80,6 +83,13 @@ class Selection:
 
     def _callers(self, functions: set[str]) -> set[str]:
         return {test for test, called in self._functions.functions.items() if called & functions}
+
+    def _in_files_that_name(self, kernel: str) -> set[str]:
+        """Tests in files with the name of a kernel, which they call directly: kernels note no calls."""
+        word = re.compile(rf"\b{re.escape(kernel)}\b")
+        files = {test.partition("::")[0] for test in self._functions.functions}
+        named = {file for file in files if word.search((ROOT / file).read_text())}
+        return {test for test in self._functions.functions if test.partition("::")[0] in named}
 
     def _functions_in(self, files: Iterable[str]) -> set[str]:
         wanted = set(files)
