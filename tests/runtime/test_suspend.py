@@ -81,11 +81,13 @@ def test_backwards_after_suspension_are_refused() -> None:
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("suspends", [False, True])
 @runs_on_ranks()
-def test_planned_backwards_are_refused_also_when_the_session_goes_on(recomputes: bool) -> None:
+def test_planned_backwards_are_refused_when_the_session_goes_on(recomputes: bool, suspends: bool) -> None:
     loop = start()
     any_loop.forward(loop, 0, "checkpoint" if recomputes else "plain", 1)
-    loop.session.suspend()
+    if suspends:
+        loop.session.suspend()
     any_loop.plan(loop, 1, moves=False)
     with pytest.raises(RuntimeError, match="another plan was applied"):
         loop.pending.pop(1).loss.backward()

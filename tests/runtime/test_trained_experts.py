@@ -204,6 +204,33 @@ def test_an_optimizer_without_state_need_not_be_registered() -> None:
               torch.optim.SGD(reference.parameters(), lr=0.1))  # fmt: skip
         move(session, seed)
     assert error_of(model, reference) < 1e-5
+    # Its state is made after the moves.
+    late, expected = adamw(model), adamw(reference)
+    for seed in range(2):
+        train(session, model, reference, seed, late, expected)
+    assert momentum_error(model, [late], reference, expected) < 1e-5
+
+
+@runs_on_ranks()
+def test_state_of_unknown_rows_is_refused_after_a_move() -> None:
+    """It was saved by an optimizer that was not registered yet."""
+    session, model, reference = make()
+    optimizer, expected = adamw(model), adamw(reference)
+    train(session, model, reference, 1, optimizer, expected)
+    saved_state = copy.deepcopy(optimizer.state_dict())
+    session.register_optimizers(optimizer)
+    first = session.placement
+    move(session, 7)
+    others = adamw(model), adamw(model)
+    for other in others:
+        other.load_state_dict(saved_state)
+    with pytest.raises(RuntimeError, match="from before they moved"):
+        session.register_optimizers(optimizer, others[0])
+    # At their first places experts have the rows that it knows.
+    session.move(first)
+    session.register_optimizers(optimizer, others[1])
+    train(session, model, reference, 2, other, expected)
+    assert momentum_error(model, [other], reference, expected) < 1e-5
 
 
 def shared_with_functions() -> tuple[Session, TinyMoE, TinyMoE]:
