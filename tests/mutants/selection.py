@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,8 @@ class Selection:
     """Chooses tests that call the function of a mistake.
 
     In turns the most specific of them, which calls the fewest other functions, and the one that calls most functions of
-    the mistake's folder for its seconds, such as a comparison of many whole results.
+    the mistake's folder for its seconds, such as a comparison of many whole results. One case of each test is tried
+    before a second one of any.
     """
 
     def __init__(self, functions: FunctionMap) -> None:
@@ -63,7 +65,7 @@ class Selection:
         chosen: list[str] = []
         made: dict[str, float] = {}
         left = limit = SECONDS_AS_PYTHON if as_python else SECONDS
-        turns = zip(sorted(callers, key=specific), sorted(callers, key=broad), strict=True)
+        turns = zip(*(_one_case_first(sorted(callers, key=order)) for order in (specific, broad)), strict=True)
         for test in dict.fromkeys(test for turn in turns for test in turn):
             fixtures = self._functions.fixtures[test]
             seconds = self._functions.seconds[test] + sum(s for name, s in fixtures.items() if name not in made)
@@ -113,3 +115,14 @@ class Selection:
                     names |= {alias.name for alias in node.names}
             imports[file] = {modules[name] for name in names if name in modules}
         return imports
+
+
+def _one_case_first(tests: Iterable[str]) -> list[str]:
+    """Tests in their order, but the first case of each before the second of any, and so on."""
+    cases: Counter[str] = Counter()
+    place = {}
+    for test in tests:
+        name = test.partition("[")[0]
+        place[test] = cases[name]
+        cases[name] += 1
+    return sorted(place, key=place.__getitem__)
