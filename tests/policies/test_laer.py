@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from helpers.policies import Step, check_policy, golden, instances, poisoned, random_step, random_steps
 from trimtab.array_type import Array
+from trimtab.policies.rivals.expert_copies import count_copies, spread_copies
 from trimtab.policies.rivals.laer import Laer, layout
 
 
@@ -34,6 +35,39 @@ def test_layouts_have_the_rank_loads_of_the_source(case: dict[str, Any]) -> None
     assert np.array_equal(copies_RE.sum(axis=1), golden_RE.sum(axis=1))
     assert copies_RE.max() == golden_RE.max()
     np.testing.assert_allclose(equal_split(load_E, copies_RE), equal_split(load_E, golden_RE), rtol=1e-12)
+
+
+def busiest(counts_RE: Array, copies_RE: Array, per_node: int) -> float:
+    """Every source's tokens go equally to the copies of its node, or to all where it has none."""
+    load_R = np.zeros(len(counts_RE))
+    for source, tokens_E in enumerate(counts_RE):
+        node = np.arange(len(counts_RE)) // per_node == source // per_node
+        for e, tokens in enumerate(tokens_E):
+            near_R = copies_RE[:, e] * node
+            to_R = near_R if near_R.any() else copies_RE[:, e]
+            load_R += tokens * to_R / to_R.sum()
+    return load_R.max()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_layout_with_the_less_busy_rank_is_chosen(seed: int) -> None:
+    """Of two: copies by load, and as many of each expert."""
+    rng = np.random.default_rng(seed)
+    ranks, per_node, experts = 8, 4, 8
+    capacity = int(rng.choice([2, 3, 4]))
+    counts_RE = rng.gamma(0.5, 100, (ranks, experts)) * rng.gamma(0.7, 1, experts)
+    total, load_E, none_E = ranks * capacity, counts_RE.sum(axis=0), np.full(experts, -1)
+    numbers = count_copies(load_E, total, ranks // per_node, total), np.full(experts, total // experts)
+    found = [
+        busiest(
+            counts_RE,
+            spread_copies(load_E, copies_E, none_E, np.full(ranks, capacity), per_node, distinct=False),
+            per_node,
+        )
+        for copies_E in numbers
+    ]
+    chosen = busiest(counts_RE, layout(counts_RE, capacity, per_node), per_node)
+    assert chosen == pytest.approx(min(found)), found
 
 
 @settings(max_examples=60)
