@@ -14,7 +14,7 @@ GROUPS = RowGroups.on_host(np.array([3, 0, 5, 1]))
 
 
 @pytest.mark.parametrize("frozen", ["nothing", "rows", "weights"])
-@pytest.mark.parametrize(("as_list", "transposed"), product([False, True], repeat=2))
+@pytest.mark.parametrize(("as_list", "transposed"), [*product([False, True], repeat=2)])
 def test_gradients_are_those_of_a_plain_loop(as_list: bool, transposed: bool, frozen: str) -> None:
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(9, 4, generator=random, dtype=torch.float64, requires_grad=frozen != "rows")
