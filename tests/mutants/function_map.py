@@ -1,4 +1,4 @@
-"""Which tests run which functions of src: recorded by running the tests on a copy whose functions note each call.
+"""Which tests run which functions of src, and blocks in them: recorded by running the tests on a copy that notes them.
 
 The map is kept for each test file, and recorded again when the file or one of the helpers that it imports changes.
 Compiled kernels note nothing: their tests are those of the functions around them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import math
 import mmap
 import os
 import shutil
@@ -16,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,40 +44,57 @@ notes = open_notes()
 '''
 
 
+Blocks = Iterator[tuple[str, list[ast.stmt]]]
+
+
+def blocks_of(tree: ast.AST, outside: str = "", function: str = "", numbers: Iterator[int] | None = None) -> Blocks:
+    """The functions of a module, by qualified name, and the blocks within each, as `name#number`, in their order.
+
+    Blocks are the statements of a condition, loop, handler and so on. Compiled kernels have none.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            if not any("kernel" in ast.unparse(decorator) for decorator in node.decorator_list):
+                yield outside + node.name, node.body
+                yield from blocks_of(node, f"{outside}{node.name}.", outside + node.name, count(1))
+        elif isinstance(node, ast.ClassDef):
+            yield from blocks_of(node, f"{outside}{node.name}.")
+        else:
+            for part in ("body", "orelse", "finalbody"):
+                statements = getattr(node, part, None)
+                if numbers is not None and isinstance(statements, list) and statements:
+                    yield f"{function}#{next(numbers)}", statements
+            yield from blocks_of(node, outside, function, numbers)
+
+
+def block_at(source: str | bytes, function: str, line: int) -> str:
+    """The innermost block of a function that has a line; the function itself for a line outside of its blocks."""
+    found, least = function, math.inf
+    for name, body in blocks_of(ast.parse(source)):
+        first, last = body[0].lineno, body[-1].end_lineno or 0
+        if name.partition("#")[0] == function and first <= line <= last and last - first < least:
+            found, least = name, last - first
+    return found
+
+
 def note_calls(source: str, file: str, names: list[str]) -> str:
-    """The source of a module whose functions note that they were called; their names are appended to `names`."""
-
-    class Inserter(ast.NodeTransformer):
-        outside: tuple[str, ...] = ()
-
-        def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
-            self.outside = *self.outside, node.name
-            self.generic_visit(node)
-            self.outside = self.outside[:-1]
-            return node
-
-        def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-            if any("kernel" in ast.unparse(decorator) for decorator in node.decorator_list):
-                return node
-            self.outside = *self.outside, node.name
-            self.generic_visit(node)
-            note = ast.parse(f"_function_notes.notes[{len(names)}] = 1").body
-            names.append(f"{file}:{'.'.join(self.outside)}")
-            start = 1 if ast.get_docstring(node, clean=False) is not None else 0
-            node.body[start:start] = note
-            self.outside = self.outside[:-1]
-            return node
-
-    tree = Inserter().visit(ast.parse(source))
-    start = 1 if ast.get_docstring(tree, clean=False) is not None else 0
-    while (
-        start < len(tree.body)
-        and isinstance(tree.body[start], ast.ImportFrom)
-        and tree.body[start].module == "__future__"
-    ):
+    """The source of a module whose functions, and blocks in them, note that they ran; their names are appended."""
+    tree = ast.parse(source)
+    for name, body in list(blocks_of(tree)):
+        note = ast.parse(f"_function_notes.notes[{len(names)}] = 1").body
+        names.append(f"{file}:{name}")
+        place = _behind_docstring(body)
+        body[place:place] = note
+    start = _behind_docstring(tree.body)
+    while isinstance(statement := tree.body[start], ast.ImportFrom) and statement.module == "__future__":
         start += 1
     tree.body[start:start] = ast.parse("import function_notes as _function_notes").body
     return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _behind_docstring(body: Sequence[ast.stmt]) -> int:
+    first = body[0].value if body and isinstance(body[0], ast.Expr) else None
+    return int(isinstance(first, ast.Constant) and isinstance(first.value, str))
 
 
 class CallRecorder:
@@ -183,7 +202,7 @@ class FunctionMap:
     Attributes:
         seconds: of each test, processor seconds without those of the fixtures that it shares with others.
         fixtures: of each test, the shared fixtures that it uses, and their processor seconds.
-        functions: called by each test, as `path:qualified name`.
+        functions: called by each test, as `path:qualified name`, and their blocks that ran, with `#number`.
     """
 
     def __init__(self) -> None:
@@ -196,7 +215,7 @@ class FunctionMap:
         self.functions: dict[str, set[str]] = {}
         for value in self._files.values():
             for test, (seconds, fixtures, names) in value["tests"].items():
-                self.seconds[test], self.functions[test] = seconds, set(names)
+                self.seconds[test], self.functions[test] = seconds, set(map(sys.intern, names))
                 self.fixtures[test] = {f"{test.partition('::')[0]}::{name}": s for name, s in fixtures.items()}
 
     def missing(self) -> list[str]:

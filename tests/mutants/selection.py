@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mutants.copies import ROOT
-from mutants.function_map import FunctionMap
+from mutants.function_map import FunctionMap, block_at
 from mutants.mutations import Mutation
 
 # Processor seconds of the tests of a mistake together; and where kernels run as Python, many times slower.
@@ -21,7 +21,7 @@ LEAST_S = 0.1
 
 
 class Selection:
-    """Chooses tests that call the function of a mistake.
+    """Chooses tests that run the block in which a mistake is, or that call its function if none runs the block.
 
     In turns the most specific of them, which calls the fewest other functions, and the one that calls most functions of
     the mistake's folder for its seconds, such as a comparison of many whole results. One case of each test is tried
@@ -37,7 +37,8 @@ class Selection:
         Args:
             as_python: kernels are not compiled, so that only the quickest tests are of use, if there are any.
         """
-        callers = self._callers({f"{mutation.file}:{mutation.function}"})
+        block = block_at((ROOT / mutation.file).read_bytes(), mutation.function, mutation.line)
+        callers = self._callers({f"{mutation.file}:{block}"}) or self._callers({f"{mutation.file}:{mutation.function}"})
         if mutation.is_kernel:
             callers |= self._in_files_that_name(mutation.function)
         if not callers or not mutation.function:

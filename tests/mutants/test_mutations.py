@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import random
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 
 from experiments.page_tables import markdown_table, read_page, tables_of_page
 from mutants.copies import ROOT
-from mutants.function_map import note_calls
+from mutants.function_map import block_at, note_calls
 from mutants.mutations import Mutation, find_mutations, read_signatures
 from mutants.run import FIGURES, PAGE, Trials, draw_from, table_of
 from mutants.trial import Trial
@@ -103,6 +104,39 @@ def test_functions_note_their_calls() -> None:
     assert "_function_notes.notes[0] = 1" in noted
     assert "notes[1]" not in noted
     assert ast.get_docstring(ast.parse(noted)) == "A module."
+
+
+BLOCKS = """
+def f(x):
+    for n in range(x):
+        if n > 5:
+            return n
+        elif n:
+            x += 1
+    else:
+        x = 7
+
+    def inner():
+        return 1
+
+    return x
+"""
+
+
+def test_blocks_note_that_they_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    noted, notes = note_calls(BLOCKS, "a.py", names), bytearray(10)
+    monkeypatch.setitem(sys.modules, "function_notes", SimpleNamespace(notes=notes))
+    scope: dict[str, Any] = {}
+    exec(noted, scope)
+    assert scope["f"](1) == 7
+    ran = {name.removeprefix("a.py:") for name, has_run in zip(names, notes, strict=False) if has_run}
+    at = {line: block_at(BLOCKS, "f", line) for line in (3, 4, 5, 6, 7, 9, 14)}
+    assert len(set(at.values())) == 6
+    assert at[3] == at[14] == "f"
+    assert ran == {at[line] for line in (3, 4, 6, 9)}
+    assert block_at(BLOCKS, "f.inner", 12) == "f.inner"
+    assert len(names) == 7
 
 
 def test_other_code_does_not_change_a_draw() -> None:
