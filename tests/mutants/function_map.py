@@ -27,7 +27,7 @@ import pytest
 from helpers.processor_time import descendants_of, seconds_of
 from mutants.copies import ROOT, copy_repository
 
-MAP = ROOT / "out" / "mutants" / "functions.json"
+MAP = ROOT / "out" / "mutants" / "blocks.json"
 # Set in the run that records: the folder of its records.
 FOLDER = "TRIMTAB_FUNCTION_RECORDS"
 # Of each process of that run: the file in which functions note their calls, a byte each.
@@ -86,8 +86,7 @@ def note_calls(source: str, file: str, names: list[str]) -> str:
         place = _behind_docstring(body)
         body[place:place] = note
     start = _behind_docstring(tree.body)
-    while isinstance(statement := tree.body[start], ast.ImportFrom) and statement.module == "__future__":
-        start += 1
+    start += sum(isinstance(first, ast.ImportFrom) and first.module == "__future__" for first in tree.body)
     tree.body[start:start] = ast.parse("import function_notes as _function_notes").body
     return ast.unparse(ast.fix_missing_locations(tree))
 
@@ -206,16 +205,17 @@ class FunctionMap:
     """
 
     def __init__(self) -> None:
-        stored = json.loads(MAP.read_text()) if MAP.exists() else {}
+        stored = json.loads(MAP.read_text()) if MAP.exists() else {"names": [], "files": {}}
+        self._names: list[str] = stored["names"]
         self._files: dict[str, Any] = {
-            file: value for file, value in stored.items() if _digest(file) == value["digest"]
+            file: value for file, value in stored["files"].items() if _digest(file) == value["digest"]
         }
         self.seconds: dict[str, float] = {}
         self.fixtures: dict[str, dict[str, float]] = {}
         self.functions: dict[str, set[str]] = {}
         for value in self._files.values():
-            for test, (seconds, fixtures, names) in value["tests"].items():
-                self.seconds[test], self.functions[test] = seconds, set(map(sys.intern, names))
+            for test, (seconds, fixtures, numbers) in value["tests"].items():
+                self.seconds[test], self.functions[test] = seconds, {self._names[number] for number in numbers}
                 self.fixtures[test] = {f"{test.partition('::')[0]}::{name}": s for name, s in fixtures.items()}
 
     def missing(self) -> list[str]:
@@ -255,12 +255,14 @@ class FunctionMap:
             raise SystemExit(f"the tests did not run: pytest ended with status {ended.returncode}, see {log}")
         for file in files:
             self._files[file] = {"digest": digests[file], "tests": {}}
+        place = {name: number for number, name in enumerate(self._names)}
+        new = [place.setdefault(name, len(place)) for name in names]
         for path in folder.glob("*.jsonl"):
             for line in path.read_text().splitlines():
                 test, *costs, numbers = json.loads(line)
-                self._files[test.partition("::")[0]]["tests"][test] = *costs, [names[number] for number in numbers]
+                self._files[test.partition("::")[0]]["tests"][test] = *costs, [new[number] for number in numbers]
         partial = MAP.with_suffix(".partial")
-        partial.write_text(json.dumps(self._files))
+        partial.write_text(json.dumps({"names": list(place), "files": self._files}))
         partial.replace(MAP)
         shutil.rmtree(folder)
 

@@ -104,6 +104,7 @@ def test_functions_note_their_calls() -> None:
     assert "_function_notes.notes[0] = 1" in noted
     assert "notes[1]" not in noted
     assert ast.get_docstring(ast.parse(noted)) == "A module."
+    assert note_calls('"""Nothing."""', "src/b.py", names).startswith('"""Nothing."""')
 
 
 BLOCKS = """
