@@ -56,6 +56,19 @@ def refresh_once() -> None:
     assert finding.text.startswith("2000 of 4000 entries are wrong")
 
 
+def leave_an_element_of_one_expert() -> None:
+    refresh = NodeMirror.refresh
+
+    def refresh_all_but_one(mirror: NodeMirror, layers: Any) -> int:
+        sent = refresh(mirror, layers)
+        mirror.row(0, 0)[-1].view(-1)[-1] = -1
+        return sent
+
+    with mock.patch.object(NodeMirror, "refresh", refresh_all_but_one):
+        (finding,) = transfer_stages.check_mirror()
+    assert finding.status == "problem"
+
+
 def soak_with_rows_that_stay() -> None:
     with (
         mock.patch.object(transfer_stages, "CPU_SECONDS", 0.1),
@@ -94,8 +107,8 @@ def wait_in_every_layer() -> None:
 
 
 BROKEN = [
-    rewrite_without_writing, refresh_once, soak_with_rows_that_stay, soak_that_sends_old_values,
-    lose_gradients_in_bfloat16, wait_in_every_layer,
+    rewrite_without_writing, refresh_once, leave_an_element_of_one_expert, soak_with_rows_that_stay,
+    soak_that_sends_old_values, lose_gradients_in_bfloat16, wait_in_every_layer,
 ]  # fmt: skip
 
 
