@@ -111,7 +111,7 @@ test-backward-thread: .venv/.ready  ## run tests of ranks, Megatron, TRL and liv
 
 SEED ?= 1
 
-mutants: .venv/.ready  ## make 200 random mistakes in the source, and count those that no test notices (an hour or more; the first time 25 minutes longer)
+mutants: .venv/.ready  ## make 200 random mistakes in the source, and count those that no test notices (about 40 minutes; the first time 25 minutes longer)
 	$(BIN)/python tests/mutants/run.py --seed $(SEED)
 
 # A file after the other: some fill disks, or stop whole runs.
