@@ -40,7 +40,7 @@ class Selection:
         block = block_at((ROOT / mutation.file).read_bytes(), mutation.function, mutation.line)
         callers = self._callers({f"{mutation.file}:{block}"}) or self._callers({f"{mutation.file}:{mutation.function}"})
         if mutation.is_kernel:
-            callers |= self._in_files_that_name(mutation.function)
+            callers |= self._callers(self._functions_in({mutation.file})) | self._in_files_that_name(mutation)
         if not callers or not mutation.function:
             callers = callers or self._callers(self._functions_in({mutation.file}))
         files = {mutation.file}
@@ -87,11 +87,14 @@ class Selection:
     def _callers(self, functions: set[str]) -> set[str]:
         return {test for test, called in self._functions.functions.items() if called & functions}
 
-    def _in_files_that_name(self, kernel: str) -> set[str]:
-        """Tests in files with the name of a kernel, which they call directly: kernels note no calls."""
-        word = re.compile(rf"\b{re.escape(kernel)}\b")
-        files = {test.partition("::")[0] for test in self._functions.functions}
-        named = {file for file in files if word.search((ROOT / file).read_text())}
+    def _in_files_that_name(self, mutation: Mutation) -> set[str]:
+        """Tests in files that import the module of a kernel and have its name: they may call it, which is not noted."""
+        module = ".".join(Path(mutation.file).with_suffix("").parts[1:])
+        words = [re.compile(rf"\b{re.escape(name)}\b") for name in (module, mutation.function)]
+        texts = {
+            file: (ROOT / file).read_text() for file in {test.partition("::")[0] for test in self._functions.functions}
+        }
+        named = {file for file, text in texts.items() if all(word.search(text) for word in words)}
         return {test for test in self._functions.functions if test.partition("::")[0] in named}
 
     def _functions_in(self, files: Iterable[str]) -> set[str]:

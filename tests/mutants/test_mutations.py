@@ -18,6 +18,7 @@ from mutants.copies import ROOT
 from mutants.function_map import block_at, note_calls
 from mutants.mutations import Mutation, find_mutations, read_signatures
 from mutants.run import FIGURES, PAGE, Trials, draw_from, table_of
+from mutants.selection import Selection
 from mutants.trial import Trial
 
 SOURCE = '''
@@ -138,6 +139,24 @@ def test_blocks_note_that_they_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran == {at[line] for line in (3, 4, 6, 9)}
     assert block_at(BLOCKS, "f.inner", 12) == "f.inner"
     assert len(names) == 7
+
+
+def test_mistakes_in_kernels_are_tried_on_tests_around_them_and_on_those_that_call_them() -> None:
+    file = "src/trimtab/simulator/pipeline.py"
+    around, calling, other = (
+        f"tests/{name}.py::test_one"
+        for name in ("simulator/test_causes", "simulator/test_layouts", "test_architecture")
+    )
+    known = {around: {f"{file}:Pipeline.of"}, calling: {"src/trimtab/figures.py:plural"}, other: set[str]()}
+    functions: Any = SimpleNamespace(
+        functions=known, seconds=dict.fromkeys(known, 1.0), fixtures={test: {} for test in known}
+    )
+    mistakes_of_file = find_mutations(file, (ROOT / file).read_bytes(), {})
+    kernel = next(m for m in mistakes_of_file if m.function == "one_forward_one_backward")
+    assert kernel.is_kernel
+    tests, seconds = Selection(functions).tests_of(kernel)
+    assert set(tests) == {around, calling}
+    assert seconds == 2
 
 
 def test_other_code_does_not_change_a_draw() -> None:
