@@ -12,6 +12,8 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Processes wait for something that does not come if for this long their main threads never run, and others hardly do.
 IDLE_S = 30.0
 IDLE_SHARE = 0.15
+# How the two reasons to end processes begin.
+TOO_LONG, NO_PROGRESS = "more than", "no progress"
 
 
 def seconds_of(processes: Iterable[int]) -> float:
@@ -66,10 +68,10 @@ class ProcessorLimit:
         """Why the processes should be ended; "" as long as they may go on. To be called several times a second."""
         used_s, now = seconds_of(processes), time.monotonic()
         if used_s - self._start_s > self._limit_s:
-            return f"more than {self._limit_s:.0f} s of processor time"
+            return f"{TOO_LONG} {self._limit_s:.0f} s of processor time"
         # What else runs leaves less for these processes.
         crowd = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         allowed_s = IDLE_SHARE / crowd * len(processes) * (now - self._last_time)
         if any(fields[0] in "RD" for fields in _fields(processes)) or used_s - self._last_s > 1.0 + allowed_s:
             self._last_s, self._last_time = used_s, now
-        return f"no progress in {self._idle_s:.0f} s" if now - self._last_time > crowd * self._idle_s else ""
+        return f"{NO_PROGRESS} in {self._idle_s:.0f} s" if now - self._last_time > crowd * self._idle_s else ""

@@ -2,12 +2,7 @@
 
     python tests/mutants/run.py --count 200 --seed 1
 
-A mistake is tried on the tests that call the function in which it is, specific ones first, up to a number of seconds.
-It is *killed* if one of them fails. Mistakes in kernels are tried as Python first, on few tests, then compiled. After a
-trial that exceeds its limit of processor time, waits without end, crashes or fails before its first test, the same
-tests run without the mistake. If they pass, using less than a third of that limit, the mistake has *no end*: tests
-notice it, though none fails. Otherwise it is tried again, and is *undecided* if the outcome is another. Survivors and
-undecided ones count as not noticed.
+How a mistake is tried, and what its outcomes mean, is in docs/testing.md.
 """
 
 from __future__ import annotations
@@ -28,18 +23,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers.numba_cache import cache_folder
+from helpers.processor_time import NO_PROGRESS, TOO_LONG
 from mutants.copies import ROOT, copy_kernels, copy_repository
 from mutants.function_map import MAP, FunctionMap
 from mutants.mutations import Mutation, find_mutations, read_signatures
 from mutants.selection import Selection
-from mutants.trial import NO_PROGRESS, TOO_LONG, Trial
+from mutants.trial import Trial
 
 FIGURES = ROOT / "docs" / "benchmarks" / "mutants.json"
 PAGE = ROOT / "docs" / "testing.md"
 WORKERS = 2
 POLL_S = 0.2
 NOTICED = "killed", "no end"
-# A mistake that takes so many times as long as the same tests without it has no end.
+# Tests without the mistake use less than one part in so many of the limit if a mistake that exceeds it has no end.
 SHARE = 3.0
 
 

@@ -40,15 +40,12 @@ class Selection:
         block = block_at((ROOT / mutation.file).read_bytes(), mutation.function, mutation.line)
         callers = self._callers({f"{mutation.file}:{block}"}) or self._callers({f"{mutation.file}:{mutation.function}"})
         if mutation.is_kernel:
-            callers |= self._callers(self._functions_in({mutation.file})) | self._in_files_that_name(mutation)
-        if not callers or not mutation.function:
-            callers = callers or self._callers(self._functions_in({mutation.file}))
+            callers = self._callers(self._functions_in({mutation.file})) | self._in_files_that_name(mutation)
         files = {mutation.file}
-        while not callers:
-            importers = {file for file, imported in self._imports.items() if imported & files} - files
+        while not (callers := callers or self._callers(self._functions_in(files))):
+            importers = self._importers_of(files) - files
             if not importers:
                 return [], 0.0
-            callers = self._callers(self._functions_in(importers))
             files |= importers
         own, folder = f"test_{Path(mutation.file).stem}.py", "/".join(mutation.file.split("/")[:3])
 
@@ -66,7 +63,9 @@ class Selection:
         chosen: list[str] = []
         made: dict[str, float] = {}
         left = limit = SECONDS_AS_PYTHON if as_python else SECONDS
-        turns = zip(*(_one_case_first(sorted(callers, key=order)) for order in (specific, broad)), strict=True)
+        # Equal ones in the order of their names, so that every run chooses the same.
+        named = sorted(callers)
+        turns = zip(*(_one_case_first(sorted(named, key=order)) for order in (specific, broad)), strict=True)
         for test in dict.fromkeys(test for turn in turns for test in turn):
             fixtures = self._functions.fixtures[test]
             seconds = self._functions.seconds[test] + sum(s for name, s in fixtures.items() if name not in made)
@@ -78,11 +77,13 @@ class Selection:
 
     def users_of(self, file: str) -> set[str]:
         """The file and those that import it, directly or by others: kernels of it may be parts of theirs."""
-        files, found = set[str](), {file}
-        while found - files:
-            files |= found
-            found = {user for user, imported in self._imports.items() if imported & files}
+        files = {file}
+        while new := self._importers_of(files) - files:
+            files |= new
         return files
+
+    def _importers_of(self, files: set[str]) -> set[str]:
+        return {file for file, imported in self._imports.items() if imported & files}
 
     def _callers(self, functions: set[str]) -> set[str]:
         return {test for test, called in self._functions.functions.items() if called & functions}
@@ -91,11 +92,14 @@ class Selection:
         """Tests in files that import the module of a kernel and have its name: they may call it, which is not noted."""
         module = ".".join(Path(mutation.file).with_suffix("").parts[1:])
         words = [re.compile(rf"\b{re.escape(name)}\b") for name in (module, mutation.function)]
-        texts = {
-            file: (ROOT / file).read_text() for file in {test.partition("::")[0] for test in self._functions.functions}
-        }
-        named = {file for file, text in texts.items() if all(word.search(text) for word in words)}
+        named = {file for file, text in self._texts.items() if all(word.search(text) for word in words)}
         return {test for test in self._functions.functions if test.partition("::")[0] in named}
+
+    @cached_property
+    def _texts(self) -> dict[str, str]:
+        """Of all test files."""
+        files = {test.partition("::")[0] for test in self._functions.functions}
+        return {file: (ROOT / file).read_text() for file in files}
 
     def _functions_in(self, files: Iterable[str]) -> set[str]:
         wanted = set(files)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import random
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +14,8 @@ import pytest
 
 from experiments.page_tables import markdown_table, read_page, tables_of_page
 from mutants.copies import ROOT
-from mutants.function_map import block_at, note_calls
 from mutants.mutations import Mutation, find_mutations, read_signatures
 from mutants.run import FIGURES, PAGE, Trials, draw_from, table_of
-from mutants.selection import Selection
 from mutants.trial import Trial
 
 SOURCE = '''
@@ -95,68 +92,6 @@ def test_mistakes_of_the_source_parse_and_change_one_place() -> None:
 def test_kernels_and_functions_are_named() -> None:
     source = b"class Ring:\n    @kernel\n    def fill(self):\n        return 1\nLIMIT = 2\n"
     assert [(m.function, m.is_kernel) for m in find_mutations("f.py", source, {})] == [("Ring.fill", True), ("", False)]
-
-
-def test_functions_note_their_calls() -> None:
-    names: list[str] = []
-    source = '"""A module."""\nfrom __future__ import annotations\nclass A:\n    def f(self):\n        return 2\n'
-    noted = note_calls(source + "@kernel\ndef g():\n    pass\n", "src/a.py", names)
-    assert names == ["src/a.py:A.f"]
-    assert "_function_notes.notes[0] = 1" in noted
-    assert "notes[1]" not in noted
-    assert ast.get_docstring(ast.parse(noted)) == "A module."
-    assert note_calls('"""Nothing."""', "src/b.py", names).startswith('"""Nothing."""')
-
-
-BLOCKS = """
-def f(x):
-    for n in range(x):
-        if n > 5:
-            return n
-        elif n:
-            x += 1
-    else:
-        x = 7
-
-    def inner():
-        return 1
-
-    return x
-"""
-
-
-def test_blocks_note_that_they_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
-    noted, notes = note_calls(BLOCKS, "a.py", names), bytearray(10)
-    monkeypatch.setitem(sys.modules, "function_notes", SimpleNamespace(notes=notes))
-    scope: dict[str, Any] = {}
-    exec(noted, scope)
-    assert scope["f"](1) == 7
-    ran = {name.removeprefix("a.py:") for name, has_run in zip(names, notes, strict=False) if has_run}
-    at = {line: block_at(BLOCKS, "f", line) for line in (3, 4, 5, 6, 7, 9, 14)}
-    assert len(set(at.values())) == 6
-    assert at[3] == at[14] == "f"
-    assert ran == {at[line] for line in (3, 4, 6, 9)}
-    assert block_at(BLOCKS, "f.inner", 12) == "f.inner"
-    assert len(names) == 7
-
-
-def test_mistakes_in_kernels_are_tried_on_tests_around_them_and_on_those_that_call_them() -> None:
-    file = "src/trimtab/simulator/pipeline.py"
-    around, calling, other = (
-        f"tests/{name}.py::test_one"
-        for name in ("simulator/test_causes", "simulator/test_layouts", "test_architecture")
-    )
-    known = {around: {f"{file}:Pipeline.of"}, calling: {"src/trimtab/figures.py:plural"}, other: set[str]()}
-    functions: Any = SimpleNamespace(
-        functions=known, seconds=dict.fromkeys(known, 1.0), fixtures={test: {} for test in known}
-    )
-    mistakes_of_file = find_mutations(file, (ROOT / file).read_bytes(), {})
-    kernel = next(m for m in mistakes_of_file if m.function == "one_forward_one_backward")
-    assert kernel.is_kernel
-    tests, seconds = Selection(functions).tests_of(kernel)
-    assert set(tests) == {around, calling}
-    assert seconds == 2
 
 
 def test_other_code_does_not_change_a_draw() -> None:

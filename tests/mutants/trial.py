@@ -19,8 +19,6 @@ from mutants.mutations import Mutation
 
 # Exit statuses of the process; others are those of a crash.
 SURVIVED, KILLED, SET_UP, NOT_FOUND = 0, 11, 12, 13
-# How a trial is described that took too long, and one that waited for what did not come.
-TOO_LONG, NO_PROGRESS = "more than", "no progress"
 # Processor seconds to import Trimtab and the test files, to compile kernels, or to run them as Python; times that tests
 # may take longer than without a mistake.
 IMPORTS_S, COMPILING_S, AS_PYTHON_S, TIMES = 20.0, 150.0, 50.0, 4.0
@@ -36,6 +34,7 @@ class Trial:
         mistaken: whether the mistake is made; otherwise all else is as with it.
 
     Attributes:
+        limit_s: processor seconds that it may use.
         used_s: processor seconds so far.
     """
 
@@ -49,8 +48,8 @@ class Trial:
         stale: Collection[str] = (),
         mistaken: bool = True,
     ) -> None:
-        self.mutation, self.tests, self.mistaken = mutation, tests, mistaken
-        self._stale = stale
+        self.mistaken = mistaken
+        self._mutation, self._tests, self._stale = mutation, tests, stale
         self.used_s = 0.0
         self._copy = copy
         self._path = copy / mutation.file
@@ -114,7 +113,7 @@ class Trial:
             sys.dont_write_bytecode = True
             self._choose_kernels()
             verdict = _Verdict()
-            options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci", *self.tests]
+            options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci", *self._tests]
             if self._stale:
                 # While kernels are compiled, ranks and commands are too late for some tests.
                 options += ["-m", "not slow"]
@@ -127,7 +126,7 @@ class Trial:
     def _choose_kernels(self) -> None:
         import numba
 
-        if not self.mutation.is_kernel:
+        if not self._mutation.is_kernel:
             return
         if self._stale:
             # Numba does not see changes of functions in other files.
