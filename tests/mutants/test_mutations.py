@@ -162,6 +162,9 @@ def test_outcomes_of_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tes
         assert result == (outcome if mistaken or outcome == "tests not found" else "survived")
         assert (copy / "src" / "halves.py").read_text() == TESTED
         assert 0.01 < trial.used_s < 8
+        failed = {"killed": f"FAILED {test}.py::{test} - ", "failed at set-up": f"ERROR {test}.py::{test} - "}
+        assert trial.failed_test().startswith(failed.get(result, ""))
+        assert result != "survived" or not trial.failed_test()
 
 
 LONG, WAITS, CRASH = "more than 100 s of processor time", "no progress in 30 s", "ended with status -11"

@@ -104,6 +104,8 @@ class Trial:
             log = os.open(self._copy.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for descriptor in (1, 2):
                 os.dup2(log, descriptor)
+            # Not where a test of this one captures them.
+            sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))
             os.chdir(self._copy)
             sys.path[:0] = [str(self._copy / "src"), str(self._copy / "tests"), str(self._copy)]
             # Those of the copy are imported instead.
