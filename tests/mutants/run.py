@@ -106,16 +106,22 @@ class Trials:
             took_long = self._failure.startswith(TOO_LONG)
             if outcome != "survived" and self._as_python:
                 self._compile()
+            elif self._failure == "killed":
+                self._end("killed")
             elif outcome != "survived":
                 self._end("undecided", f"without the mistake: {outcome} {trial.failed_test()}")
             elif took_long and trial.used_s <= self._limit_s / SHARE:
                 self._end("no end", f"{self._failure}, {trial.used_s:.0f} s without the mistake")
         elif outcome == "survived" and self._as_python:
             self._compile()
-        elif outcome in ("killed", "survived"):
+        elif outcome == "survived" or (outcome == "killed" and not self._as_python):
             self._end(outcome)
         elif not self._failure:
             self._failure, self._limit_s, self._is_control = outcome, trial.limit_s, True
+            if outcome == "killed":
+                # Some tests fail as Python, where integers may overflow or booleans can't be subtracted.
+                failed = trial.failed_test()
+                self._tests = [test for test in self._tests if failed.startswith(f"FAILED {test}")][-1:] or self._tests
         elif outcome.startswith((TOO_LONG, NO_PROGRESS)) and self._failure.startswith((TOO_LONG, NO_PROGRESS)):
             self._end("no end", outcome)
         else:

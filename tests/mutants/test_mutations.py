@@ -188,7 +188,9 @@ LONG, WAITS, CRASH = "more than 100 s of processor time", "no progress in 30 s",
         ([(CRASH, 1), ("killed", 1)], "undecided"),
     ],
 )
-@pytest.mark.parametrize("as_python", [None, ["survived"], [LONG, LONG]])
+@pytest.mark.parametrize(
+    "as_python", [None, ["survived"], [LONG, LONG], ["killed", "killed"], [CRASH, "survived", "survived"]]
+)
 def test_what_trials_of_a_mistake_say(
     trials: list[tuple[str, float]], outcome: str, as_python: list[str] | None
 ) -> None:
@@ -205,5 +207,17 @@ def test_what_trials_of_a_mistake_say(
     assert of_mistake.result.outcome == outcome
 
 
-def trial_of(seconds: float, *, mistaken: bool = True) -> Any:
-    return SimpleNamespace(used_s=seconds, limit_s=100.0, mistaken=mistaken, failed_test=lambda: "")
+def test_a_kill_as_python_is_one_if_the_test_passes_without_the_mistake() -> None:
+    (mutation,) = find_mutations("f.py", b"@kernel\ndef f():\n  return 1\n", {})
+    tests = ["test_f.py::test[a]", "test_f.py::test[a b]", "test_f.py::test_other"]
+    of_mistake = Trials(mutation, SimpleNamespace(tests_of=lambda mutation, as_python: (tests, 1.0)))  # type: ignore[arg-type]
+    of_mistake.take("killed", trial_of(1, failed="FAILED test_f.py::test[a b] - AssertionError"))
+    assert of_mistake.result is None
+    assert of_mistake._tests == ["test_f.py::test[a b]"]
+    of_mistake.take("survived", trial_of(1, mistaken=False))
+    assert of_mistake.result is not None
+    assert of_mistake.result.outcome == "killed"
+
+
+def trial_of(seconds: float, *, mistaken: bool = True, failed: str = "") -> Any:
+    return SimpleNamespace(used_s=seconds, limit_s=100.0, mistaken=mistaken, failed_test=lambda: failed)

@@ -7,6 +7,7 @@ again.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ import pytest
 from helpers.policies import Step
 from helpers.stored_results import counted, digest
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan
+from trimtab.array_type import Array
 from trimtab.policies import POLICIES, Policy
 from trimtab.policies.planning_time import Exchange, HiddenPlanning, PlanningTime, TimeAtSize
 
 FILE = Path(__file__).parents[1] / "fixtures" / "balancers.json"
-STORED: dict[str, dict[str, list[Any]]] = json.loads(FILE.read_text()) if FILE.exists() else {}
+STORED: dict[str, dict[str, Any]] = json.loads(FILE.read_text()) if FILE.exists() else {}
 
 # Routing: skew, layers, experts, top_k, sequences, seed, scale, tenths unknown. Then ranks, ranks per node, slots,
 # micro-steps, earlier steps, and whether homes are contiguous.
@@ -33,6 +35,17 @@ STEPS: dict[str, tuple[tuple[str, int, int, int, int, int, int, int], tuple[int,
     "spikes": (("spike", 2, 32, 2, 16, 5, 100, 0), (4, 2, 4, 4, 0), True),
     "no slots": (("qwen3-30b-math", 1, 12, 3, 9, 6, 5, 5), (4, 4, 0, 1, 2), False),
     "many experts": (("qwen3-30b-mixed", 1, 64, 8, 32, 7, 30, 2), (16, 8, 2, 2, 4), True),
+}
+SKEWS = ["qwen3-30b-mixed", "spike", "uniform", "gpt-oss-20b-reasoning"]
+SIZES = [(2, 1), (6, 3), (4, 4), (8, 2), (6, 2), (12, 4), (3, 3), (8, 4)]
+# Ranks and ranks per node in turns, with everything else by the number; stored as one hash.
+SMALL = {
+    f"small {n}": (
+        (SKEWS[n % 4], 1 + n % 2, ranks * (1 + n % 5), 1 + n % 2, 5 + 7 * n % 20, 20 + n, 3 ** (n % 6), 0),
+        (ranks, per_node, 1 + n % 3, 1 + n // 3 % 2, n % 3),
+        n % 4 != 3,
+    )
+    for n, (ranks, per_node) in enumerate(SIZES * 4)
 }
 # Settings with which small steps get replicas, and annealing takes milliseconds: of all steps, and of every second.
 QUICK: dict[str, dict[str, Any]] = {
@@ -62,7 +75,7 @@ PLANNING = PlanningTime(
 
 
 def step_of(name: str) -> Step:
-    routing, (ranks, per_node, slots, micro_steps, past), is_contiguous = STEPS[name]
+    routing, (ranks, per_node, slots, micro_steps, past), is_contiguous = (STEPS | SMALL)[name]
     sequences = counted(*routing)
     layers, experts, number = sequences.num_layers, sequences.num_experts, np.arange(sequences.num_sequences)
     earlier = [counted(*routing[:5], 1000 + n, *routing[6:]).counts_SLE.sum(axis=0) for n in range(past)]
@@ -79,15 +92,19 @@ def step_of(name: str) -> Step:
 
 
 def balancer(name: str, step: str) -> Policy:
-    settings = EAGER if list(STEPS).index(step) % 2 else QUICK
+    settings = EAGER if list(STEPS | SMALL).index(step) % 2 else QUICK
     return replace(POLICIES[name], **settings.get(name, {}))  # type: ignore[type-var]
 
 
-def digest_of(plan: StepPlan) -> str:
+def digest_of(*plans: StepPlan) -> str:
+    return digest(*(array for plan in plans for array in _arrays(plan)))
+
+
+def _arrays(plan: StepPlan) -> Iterable[Array]:
     schedule, homes = plan.schedule, plan.home
     replicas = plan.replica_starts, plan.replica_experts, plan.replica_ranks, plan.replica_paths
     quotas = plan.quota_starts, plan.quota_sources, plan.quota_tokens
-    return digest(schedule.micro_step, schedule.rank, homes, *replicas, *quotas, np.array([plan.slots_per_rank]))
+    return schedule.micro_step, schedule.rank, homes, *replicas, *quotas, np.array([plan.slots_per_rank])
 
 
 def facts(name: str, of_step: str) -> list[Any]:
@@ -98,8 +115,16 @@ def facts(name: str, of_step: str) -> list[Any]:
     return [digest_of(own), digest_of(equal), *(float(f"{seconds:.9g}") for seconds in astuple(hidden))]
 
 
+def digest_of_small_steps(name: str) -> str:
+    """Of plans on both terms, in turns."""
+    return digest_of(
+        *(step_of(step).plan(balancer(name, step), equal_terms=n // 2 % 2 == 1) for n, step in enumerate(SMALL))
+    )
+
+
 @pytest.mark.parametrize("name", BALANCERS)
 def test_stored_plans_are_made_again(name: str) -> None:
+    assert digest_of_small_steps(name) == STORED[name]["small"]
     found = {step: facts(name, step) for step in STEPS}
     wrong = [step for step in STEPS if found[step][:2] != STORED[name][step][:2]]
     assert not wrong, f"other plans for these steps: {', '.join(wrong)}"
@@ -108,5 +133,8 @@ def test_stored_plans_are_made_again(name: str) -> None:
 
 
 if __name__ == "__main__":
-    lines = [f"{json.dumps(name)}: {json.dumps({step: facts(name, step) for step in STEPS})}" for name in BALANCERS]
+    stored = {
+        name: {step: facts(name, step) for step in STEPS} | {"small": digest_of_small_steps(name)} for name in BALANCERS
+    }
+    lines = [f"{json.dumps(name)}: {json.dumps(facts)}" for name, facts in stored.items()]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
