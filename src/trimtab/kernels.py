@@ -28,8 +28,8 @@ def kernel(function: Any) -> Any:
         # No folder can be written to.
         _first_compile.is_cached = False
         return numba.njit(nogil=True)(function)
-    if not isinstance(compiled, Dispatcher):
-        # With NUMBA_DISABLE_JIT.
+    if not hasattr(compiled, "_cache"):
+        # The function itself, with NUMBA_DISABLE_JIT.
         return compiled
     # Compiled code has that of the kernels that it calls, and values of globals, inside. Numba looks at the time of the
     # function's own file only, so that a cached caller would go on with what they were.

@@ -89,6 +89,7 @@ class Trials:
         self._mutation, self._selection = mutation, selection
         self._as_python = mutation.is_kernel
         self._failure, self._limit_s, self._seconds = "", 0.0, 0.0
+        self._tests: list[str] = []
         self._choose()
 
     def next(self, copy: Path) -> Trial:

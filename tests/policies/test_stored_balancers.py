@@ -27,7 +27,8 @@ STORED: dict[str, dict[str, Any]] = json.loads(FILE.read_text()) if FILE.exists(
 
 # Routing: skew, layers, experts, top_k, sequences, seed, scale, tenths unknown. Then ranks, ranks per node, slots,
 # micro-steps, earlier steps, and whether homes are contiguous.
-STEPS: dict[str, tuple[tuple[str, int, int, int, int, int, int, int], tuple[int, int, int, int, int], bool]] = {
+Sizes = tuple[tuple[str, int, int, int, int, int, int, int], tuple[int, int, int, int, int], bool]
+STEPS: dict[str, Sizes] = {
     "a node": (("qwen3-30b-mixed", 2, 16, 2, 12, 1, 20, 0), (4, 4, 2, 2, 2), True),
     "two nodes": (("mixtral-8x7b-text", 2, 24, 2, 24, 2, 50, 0), (8, 4, 2, 2, 5), True),
     "moved homes": (("gpt-oss-20b-reasoning", 3, 32, 4, 16, 3, 10, 4), (8, 2, 1, 3, 3), False),
@@ -39,7 +40,7 @@ STEPS: dict[str, tuple[tuple[str, int, int, int, int, int, int, int], tuple[int,
 SKEWS = ["qwen3-30b-mixed", "spike", "uniform", "gpt-oss-20b-reasoning"]
 SIZES = [(2, 1), (6, 3), (4, 4), (8, 2), (6, 2), (12, 4), (3, 3), (8, 4)]
 # Ranks and ranks per node in turns, with everything else by the number; stored as one hash.
-SMALL = {
+SMALL: dict[str, Sizes] = {
     f"small {n}": (
         (SKEWS[n % 4], 1 + n % 2, ranks * (1 + n % 5), 1 + n % 2, 5 + 7 * n % 20, 20 + n, 3 ** (n % 6), 0),
         (ranks, per_node, 1 + n % 3, 1 + n // 3 % 2, n % 3),
