@@ -17,17 +17,17 @@ WIDE := tests/runtime tests/rl tests/integrations tests/launch tests/calibration
 # Files run in processes forked from one that has imported everything: tests/helpers/forked_files.py.
 PYTEST := $(BIN)/python -m pytest --forks 3 --ignore=tests/reliability
 
-test: .venv/.ready  ## run the tests (about 25 minutes on 2 cores)
-	$(PYTEST) -m 'not long'
+test: .venv/.ready  ## run the tests (about 15 minutes on 2 cores)
+	$(PYTEST) -m 'not long and not nightly'
 
 test-fast: .venv/.ready  ## run the tests that start no ranks, commands or browser (about 90 seconds)
-	$(PYTEST) -m 'not long and not slow' $(addprefix --ignore=,$(WIDE))
+	$(PYTEST) -m 'not long and not nightly and not slow' $(addprefix --ignore=,$(WIDE))
 
 test-long: .venv/.ready  ## run tests with many more random examples and combinations (may take an hour)
 	TRIMTAB_TESTS=long $(PYTEST) -m 'long or longer'
 
-nightly: .venv/.ready  ## what takes too long for every change: long tests, verl, installations, mistakes, faults and fuzzing
-	$(PYTEST) -m long
+nightly: .venv/.ready  ## what takes too long for every change: more cases, long tests, verl, installations, mistakes, faults and fuzzing
+	$(PYTEST) -m 'long or nightly'
 	$(MAKE) test-verl test-te test-backward-thread test-install mutants reliability
 
 test-install: .venv/.ready  ## install the wheel with newest and oldest dependencies on every Python here, run README's commands (about 30 minutes)

@@ -14,6 +14,7 @@ import pytest
 from helpers.forked_files import ForkedFiles
 from helpers.numba_cache import cache_folder
 from mutants.function_map import FOLDER, CallRecorder
+from nightly import mark_nightly
 
 if TYPE_CHECKING:
     from helpers.rank_pool import RankPool
@@ -46,7 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start ranks or a browser are `slow`."""
+    """Tests that start ranks or a browser are `slow`; some are `nightly`."""
+    mark_nightly(items)
     for item in items:
         if {"pool", "browser"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
