@@ -28,6 +28,8 @@ from helpers.processor_time import descendants_of, seconds_of
 from mutants.copies import ROOT, copy_repository
 
 MAP = ROOT / "out" / "mutants" / "blocks.json"
+# The tests of `make test`.
+CHOSEN = "not long and not nightly"
 # Set in the run that records: the folder of its records.
 FOLDER = "TRIMTAB_FUNCTION_RECORDS"
 # Of each process of that run: the file in which functions note their calls, a byte each.
@@ -244,7 +246,7 @@ class FunctionMap:
             "PYTHONPATH": str(copy / "src"),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        command = [sys.executable, "-m", "pytest", f"--forks={workers}", "-m", "not long", "--hypothesis-profile=ci"]
+        command = [sys.executable, "-m", "pytest", f"--forks={workers}", "-m", CHOSEN, "--hypothesis-profile=ci"]
         log = MAP.parent / "record.log"
         with log.open("w") as output:
             ended = subprocess.run(
@@ -269,8 +271,8 @@ class FunctionMap:
 
 @cache
 def _digest(file: str) -> str:
-    """Of a test file and the helpers that it imports."""
-    digest = hashlib.sha256()
+    """Of a test file, the helpers that it imports, and this one, which says what is recorded."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in sorted(_with_helpers(ROOT / file, set())):
         digest.update(path.read_bytes())
     return digest.hexdigest()
