@@ -8,6 +8,7 @@ import random
 import re
 import resource
 import time
+from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -251,3 +252,12 @@ def test_a_line_of_metrics_is_on_disk_when_its_step_ends(tmp_path: Path, events:
     assert events == [str(tmp_path / "metrics.jsonl")]
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
     log.close()
+
+
+def test_the_line_of_a_step_shows_its_planning_time_in_milliseconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = RunLog(tmp_path, first_step=0, is_writer=True)
+    log.step(defaultdict(float, {"step": 3.0, "plan_s": 0.0123}))  # type: ignore[arg-type]
+    log.close()
+    assert re.search(r"\b12(\.3)? ?ms\b", capsys.readouterr().out)

@@ -103,3 +103,17 @@ def test_autograd_detects_a_reused_slot() -> None:
     harness.visit(0, 2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.sum().backward()
+
+
+@pytest.mark.parametrize(("layers", "most"), [(1, 1), (1, 4), (1, 6), (3, 5), (3, 18)])
+def test_as_many_instances_are_predicted_as_may_be_prefetched(layers: int, most: int) -> None:
+    """Also if every second event is the start of a micro-step. Steps of six micro-steps."""
+    visits = ring.Visits()
+    for micro_step in range(13):
+        if micro_step % 6 == 0:
+            visits.refresh()
+        visits.enter(micro_step)
+        for layer in range(layers if micro_step < 12 else 0):
+            visits.visit(micro_step, layer)
+    coming = [*visits.coming(most, layers)][:most]
+    assert coming == [(12 + n // layers, n % layers) for n in range(most)]
