@@ -182,6 +182,7 @@ def test_rows_that_cant_be_identified_are_refused_in_one_line(monkeypatch: pytes
         (torch.tensor([[1, 1, 1], [1, 1, 0]]), "row 1 of the mask does not fit .* left-padded prompts"),
         (torch.tensor([[1, 0, 1], [1, 1, 1]]), "row 0 of the mask"),
         (torch.tensor([[0, 0, 0], [1, 1, 1]]), "row 0 of the mask"),
+        (torch.tensor([[1] * 9, [1, 1, 1, 0, 0, 1, 1, 1, 1]]), "row 1 of the mask"),
         (torch.ones(1, 3), r"tokens have shape \(2, 9\) and the mask \(1, 3\)"),
     ):
         with pytest.raises(InputError, match=message):
