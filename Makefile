@@ -17,7 +17,7 @@ WIDE := tests/runtime tests/rl tests/integrations tests/launch tests/calibration
 # Files run in processes forked from one that has imported everything: tests/helpers/forked_files.py.
 PYTEST := $(BIN)/python -m pytest --forks 3 --ignore=tests/reliability
 
-test: .venv/.ready  ## run the tests (about 15 minutes on 2 cores)
+test: .venv/.ready  ## run the tests (about 18 minutes on 2 cores)
 	$(PYTEST) -m 'not long and not nightly'
 
 test-fast: .venv/.ready  ## run the tests that start no ranks, commands or browser (about 90 seconds)
