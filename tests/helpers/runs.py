@@ -105,12 +105,14 @@ def stopped_after(straight: Path, step: int, out: Path) -> Path:
 
 
 def assert_same_run(out: Path, straight: Path, steps: int) -> None:
-    assert metrics_of(out) == metrics_of(straight)
+    for step, (found, expected) in enumerate(zip(metrics_of(out), metrics_of(straight), strict=True)):
+        other = {name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)}
+        assert not other, f"step {step}: " + str({name: (found.get(name), expected.get(name)) for name in other})
     last = f"checkpoints/step-{steps:05d}"
     for file in ("model.safetensors", "trainer/optimizer-00000.safetensors"):
         assert (out / last / file).read_bytes() == (straight / last / file).read_bytes(), file
-    state, expected = (json.loads((run / last / "trainer/state.json").read_text()) for run in (out, straight))
-    assert state == expected
+    state, same = (json.loads((run / last / "trainer/state.json").read_text()) for run in (out, straight))
+    assert state == same
     for folder in ("checkpoints", "routing"):
         assert sorted(p.name for p in (out / folder).iterdir()) == sorted(p.name for p in (straight / folder).iterdir())
     assert not list(out.rglob(".*.partial"))
