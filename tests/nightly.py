@@ -1,8 +1,8 @@
 """Which tests `make test` leaves to `make nightly`: dear ones, mostly cases of a test of which it runs others.
 
-A test of ranks is here if it takes more than 10 s of processor time in all and the functions, branches and loops that
-it runs are run by other tests too, as the map of `make mutants` says. Of equal loops `make test` has the least and the
-largest layout, or one mode each of planned and live routing.
+Tests are here that take more than 10 s of processor time, all cases together, if the functions that they call are
+called by other tests too, as the map of `make mutants` says. Of equal loops `make test` keeps a small and a large
+layout, or a mode with planned and one with live routing.
 """
 
 from __future__ import annotations
