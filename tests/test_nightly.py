@@ -20,7 +20,8 @@ def test_tests_of_the_list_exist() -> None:
 
 def test_cases_of_the_list_exist(request: pytest.FixtureRequest) -> None:
     """Those of other files, if they are collected in this run."""
-    if request.config.option.keyword or any("::" in argument for argument in request.config.args):
+    chosen = request.config.option
+    if chosen.keyword or "slow" in chosen.markexpr or any("::" in argument for argument in request.config.args):
         pytest.skip("not all tests of the files are collected")
     collected = {item.nodeid.removeprefix("tests/") for item in request.session.items}
     files = {name.partition("::")[0] for name in collected}
