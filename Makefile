@@ -17,11 +17,14 @@ WIDE := tests/runtime tests/rl tests/integrations tests/launch tests/calibration
 # Files run in processes forked from one that has imported everything: tests/helpers/forked_files.py.
 PYTEST := $(BIN)/python -m pytest --forks 3 --ignore=tests/reliability
 
+# Those on which mistakes are tried, too: tests/mutants/function_map.py.
+OF_CHANGES := not long and not nightly
+
 test: .venv/.ready  ## run the tests (about 18 minutes on 2 cores)
-	$(PYTEST) -m 'not long and not nightly'
+	$(PYTEST) -m '$(OF_CHANGES)'
 
 test-fast: .venv/.ready  ## run the tests that start no ranks, commands or browser (about 90 seconds)
-	$(PYTEST) -m 'not long and not nightly and not slow' $(addprefix --ignore=,$(WIDE))
+	$(PYTEST) -m '$(OF_CHANGES) and not slow' $(addprefix --ignore=,$(WIDE))
 
 test-long: .venv/.ready  ## run tests with many more random examples and combinations (may take an hour)
 	TRIMTAB_TESTS=long $(PYTEST) -m 'long or longer'

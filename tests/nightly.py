@@ -61,7 +61,6 @@ RUN_BY_MAKE_TEST: Mapping[str, tuple[str, ...]] = {
     "runtime/test_late_device.py::test_random_plans_equal_the_single_process": ("2-4",),
     "runtime/test_live.py::test_live_micro_steps_equal_the_single_process": ("2-auto", "2-off", "4-feplb"),
     "runtime/test_micro_steps.py::test_rows_of_any_micro_steps_in_any_order": ("3-1-2", "4-2-2"),
-    "runtime/test_moves.py::test_only_rows_that_move_are_sent_and_written": ("both",),
     "runtime/test_rank_memory.py::test_rounds_of_sleep_plan_and_training_keep_nothing": ("compute_dtype3-parameters",),
     "runtime/test_slices.py::test_gradients_are_those_of_one_process": ("3-1-4-late", "4-2-4-in time"),
     "runtime/test_suspend.py::test_steps_after_suspension_are_right_and_keep_nothing": ("4-6", "5-6"),

@@ -14,6 +14,11 @@ from inner import FACTOR, shifted
 
 @kernel
 def scaled(x):
+    return doubled_or_so(x)
+
+# Behind the kernel that calls it, and no kernel of another file is in that one itself.
+@kernel
+def doubled_or_so(x):
     return FACTOR * shifted(x)
 
 print(scaled(1), sum(scaled.stats.cache_hits.values()))
@@ -35,7 +40,7 @@ from trimtab.kernels import kernel
 
 @kernel
 def shift(x):
-    return {}
+    return {} if x < 100 else shift(x - 100)
 """
 
 
@@ -52,6 +57,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "innermost.py").write_text(INNERMOST.format("10"))
     (tmp_path / "inner.py").write_text(INNER.format("from innermost import shift", 2, "shift(x)"))
     return tmp_path
+
+
+def test_kernels_run_as_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    (folder / "caller.py").write_text(CALLER.replace("sum(scaled.stats.cache_hits.values())", "3"))
+    assert _run(folder) == [22, 3]
+    assert not (folder / "kernels").exists()
 
 
 @pytest.mark.parametrize(("factor", "innermost", "expected"), [(3, "10", 33), (2, "1000", 2002), (2, "10 * x + 5", 32)])

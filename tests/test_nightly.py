@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from mutants.function_map import OF_CHANGES
 from nightly import RUN_BY_MAKE_TEST
 
 TESTS = Path(__file__).parent
+
+
+def test_mistakes_are_tried_on_the_tests_of_make_test() -> None:
+    assert f"OF_CHANGES := {OF_CHANGES}\n" in (TESTS.parent / "Makefile").read_text()
 
 
 def test_tests_of_the_list_exist() -> None:

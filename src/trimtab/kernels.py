@@ -17,7 +17,7 @@ from typing import Any
 import numba
 import numpy as np
 from numba.core import event
-from numba.core.dispatcher import Dispatcher
+from numba.core.caching import IndexDataCacheFile
 
 
 def kernel(function: Any) -> Any:
@@ -31,11 +31,35 @@ def kernel(function: Any) -> Any:
     if not hasattr(compiled, "_cache"):
         # The function itself, with NUMBA_DISABLE_JIT.
         return compiled
-    # Compiled code has that of the kernels that it calls, and values of globals, inside. Numba looks at the time of the
-    # function's own file only, so that a cached caller would go on with what they were.
-    file = compiled._cache._cache_file
-    file._source_stamp = (file._source_stamp, *map(_stamp_of, _globals_in(function.__code__, function.__globals__)))
+    compiled._cache._cache_file = _StampedFile(compiled._cache._cache_file, function)
     return compiled
+
+
+class _StampedFile(IndexDataCacheFile):
+    """Where a kernel is cached, with a stamp of all that compiled code has inside.
+
+    That is the code of the kernels that it calls, and values of globals. Numba looks at the time of the function's own
+    file only, so that a cached caller would go on with what they were.
+    """
+
+    def __init__(self, file: IndexDataCacheFile, function: Any) -> None:
+        self.__dict__.update(vars(file))
+        self._of_own_file, self._function = file._source_stamp, function
+
+    @property
+    def _source_stamp(self) -> tuple[Any, ...]:
+        """Found when it is used, since a kernel may be defined behind those that call it."""
+        stamp, files = [], [self]
+        for file in files:
+            stamp.append(file._of_own_file)
+            for value in _globals_in(file._function.__code__, file._function.__globals__):
+                # Without a file there is no cache that could be old.
+                called = getattr(getattr(value, "_cache", None), "_cache_file", None)
+                if isinstance(called, _StampedFile) and called not in files:
+                    files.append(called)
+                # Modules and types count as fixed.
+                stamp.append(repr(value) if isinstance(value, (bool, int, float, str, tuple, np.number)) else None)
+        return tuple(stamp)
 
 
 def _globals_in(code: CodeType, values: dict[str, Any]) -> Iterator[Any]:
@@ -45,14 +69,6 @@ def _globals_in(code: CodeType, values: dict[str, Any]) -> Iterator[Any]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _globals_in(inner, values)
-
-
-def _stamp_of(value: Any) -> Any:
-    """What changes if a global does: the stamp of a kernel, or a plain value. Modules and types count as fixed."""
-    if isinstance(value, Dispatcher):
-        # Without a file there is no cache that could be old.
-        return getattr(getattr(getattr(value, "_cache", None), "_cache_file", None), "_source_stamp", None)
-    return repr(value) if isinstance(value, (bool, int, float, str, tuple, np.number)) else None
 
 
 class _FirstCompile(event.Listener):

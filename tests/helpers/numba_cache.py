@@ -1,4 +1,4 @@
-"""A folder of compiled kernels for each state of the source: numba does not see changes of functions in other files."""
+"""A folder of compiled kernels for each state of the source: they do not see changes of classes in other files."""
 
 from __future__ import annotations
 

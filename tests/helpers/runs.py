@@ -106,8 +106,8 @@ def stopped_after(straight: Path, step: int, out: Path) -> Path:
 
 def assert_same_run(out: Path, straight: Path, steps: int) -> None:
     for step, (found, expected) in enumerate(zip(metrics_of(out), metrics_of(straight), strict=True)):
-        other = {name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)}
-        assert not other, f"step {step}: " + str({name: (found.get(name), expected.get(name)) for name in other})
+        other = found.items() ^ expected.items()
+        assert not other, f"step {step}: {sorted(other)}"
     last = f"checkpoints/step-{steps:05d}"
     for file in ("model.safetensors", "trainer/optimizer-00000.safetensors"):
         assert (out / last / file).read_bytes() == (straight / last / file).read_bytes(), file

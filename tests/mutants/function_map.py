@@ -29,7 +29,7 @@ from mutants.copies import ROOT, copy_repository
 
 MAP = ROOT / "out" / "mutants" / "blocks.json"
 # The tests of `make test`.
-CHOSEN = "not long and not nightly"
+OF_CHANGES = "not long and not nightly"
 # Set in the run that records: the folder of its records.
 FOLDER = "TRIMTAB_FUNCTION_RECORDS"
 # Of each process of that run: the file in which functions note their calls, a byte each.
@@ -246,7 +246,7 @@ class FunctionMap:
             "PYTHONPATH": str(copy / "src"),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        command = [sys.executable, "-m", "pytest", f"--forks={workers}", "-m", CHOSEN, "--hypothesis-profile=ci"]
+        command = [sys.executable, "-m", "pytest", f"--forks={workers}", "-m", OF_CHANGES, "--hypothesis-profile=ci"]
         log = MAP.parent / "record.log"
         with log.open("w") as output:
             ended = subprocess.run(

@@ -121,8 +121,8 @@ class Trials:
             self._failure, self._limit_s, self._is_control = outcome, trial.limit_s, True
             if outcome == "killed":
                 # Some tests fail as Python, where integers may overflow or booleans can't be subtracted.
-                failed = trial.failed_test()
-                self._tests = [test for test in self._tests if failed.startswith(f"FAILED {test}")][-1:] or self._tests
+                failed = f"{trial.failed_test()} - "
+                self._tests = [test for test in self._tests if failed.startswith(f"FAILED {test} - ")] or self._tests
         elif outcome.startswith((TOO_LONG, NO_PROGRESS)) and self._failure.startswith((TOO_LONG, NO_PROGRESS)):
             self._end("no end", outcome)
         else:

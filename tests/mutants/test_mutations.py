@@ -209,7 +209,7 @@ def test_what_trials_of_a_mistake_say(
 
 def test_a_kill_as_python_is_one_if_the_test_passes_without_the_mistake() -> None:
     (mutation,) = find_mutations("f.py", b"@kernel\ndef f():\n  return 1\n", {})
-    tests = ["test_f.py::test[a]", "test_f.py::test[a b]", "test_f.py::test_other"]
+    tests = ["test_f.py::test[a]", "test_f.py::test[a b]", "test_f.py::test"]
     of_mistake = Trials(mutation, SimpleNamespace(tests_of=lambda mutation, as_python: (tests, 1.0)))  # type: ignore[arg-type]
     of_mistake.take("killed", trial_of(1, failed="FAILED test_f.py::test[a b] - AssertionError"))
     assert of_mistake.result is None

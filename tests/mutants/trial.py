@@ -131,7 +131,7 @@ class Trial:
         if not self._mutation.is_kernel:
             return
         if self._stale:
-            # Numba does not see changes of functions in other files.
+            # They do not see changes of classes in other files.
             kernels = self._copy.with_name(f"{self._copy.name}-kernels")
             shutil.rmtree(kernels, ignore_errors=True)
             copy_kernels(self._copy, Path(os.environ["NUMBA_CACHE_DIR"]), self._copy, kernels, self._stale)

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.runs import assert_same_run
 from helpers.trainers import assert_equal_states
 from trimtab.errors import InputError
 from trimtab.rl import checkpoint as checkpoint_module
@@ -261,3 +262,17 @@ def test_the_line_of_a_step_shows_its_planning_time_in_milliseconds(
     log.step(defaultdict(float, {"step": 3.0, "plan_s": 0.0123}))  # type: ignore[arg-type]
     log.close()
     assert re.search(r"\b12(\.3)? ?ms\b", capsys.readouterr().out)
+
+
+def test_runs_that_differ_name_step_and_metric(tmp_path: Path) -> None:
+    """Also where one has no such metric; times may differ."""
+    for other in ({"step": 1, "loss": 0.5, "plan_s": 2.0, "moe/replicas": 3}, {"step": 1, "loss": 0.5}):
+        for name, line in (("one", {"step": 1, "loss": 0.5, "plan_s": 1.0, "moe/replicas": 4}), ("other", other)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "metrics.jsonl").write_text(f"{json.dumps({'step': 0})}\n{json.dumps(line)}\n")
+        one, other_run = tmp_path / "one", tmp_path / "other"
+        for out, straight in ((one, other_run), (other_run, one)):
+            with pytest.raises(AssertionError, match=r"^step 1: .*moe/replicas") as raised:
+                assert_same_run(out, straight, 2)
+            assert "loss" not in str(raised.value)
+            assert "plan_s" not in str(raised.value)
