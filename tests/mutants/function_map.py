@@ -12,6 +12,7 @@ import json
 import math
 import mmap
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,11 +53,11 @@ Blocks = Iterator[tuple[str, list[ast.stmt]]]
 def blocks_of(tree: ast.AST, outside: str = "", function: str = "", numbers: Iterator[int] | None = None) -> Blocks:
     """The functions of a module, by qualified name, and the blocks within each, as `name#number`, in their order.
 
-    Blocks are the statements of a condition, loop, handler and so on. Compiled kernels have none.
+    Blocks are the statements of a condition, loop, handler and so on. Compiled kernels, of numba or triton, have none.
     """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):
-            if not any("kernel" in ast.unparse(decorator) for decorator in node.decorator_list):
+            if not any(re.search("kernel|jit", ast.unparse(decorator)) for decorator in node.decorator_list):
                 yield outside + node.name, node.body
                 yield from blocks_of(node, f"{outside}{node.name}.", outside + node.name, count(1))
         elif isinstance(node, ast.ClassDef):

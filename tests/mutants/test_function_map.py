@@ -20,7 +20,7 @@ from mutants.function_map import FOLDER, NOTES_MODULE, block_at, note_calls
 def test_functions_note_their_calls() -> None:
     names: list[str] = []
     source = '"""A module."""\nfrom __future__ import annotations\nclass A:\n    def f(self):\n        return 2\n'
-    noted = note_calls(source + "@kernel\ndef g():\n    pass\n", "src/a.py", names)
+    noted = note_calls(source + "@kernel\ndef g():\n    pass\n@triton.jit\ndef h():\n    pass\n", "src/a.py", names)
     assert names == ["src/a.py:A.f"]
     assert "_function_notes.notes[0] = 1" in noted
     assert "notes[1]" not in noted

@@ -28,6 +28,9 @@ from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.ranks.topology import Topology
 
+# The second is its name before torch 2.13, which warns of it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 # Seconds of waiting after which a rank compares logs, and between further comparisons.
 COMPARE_AFTER_S = 5.0
 # Seconds of waiting after which it warns. The first use of kernels compiles for up to 40 s, while other ranks wait.
@@ -185,7 +188,7 @@ class Lockstep:
         """The rows of all ranks of a group, `[ranks, ...]`."""
         mine = torch.from_numpy(row)
         rows = mine.new_empty(dist.get_world_size(group) * len(mine))
-        self.wait(dist.all_gather_into_tensor(rows, mine, group=group, async_op=True).wait)
+        self.wait(_all_gather(rows, mine, group=group, async_op=True).wait)
         gathered: Array = rows.numpy().reshape(-1, len(row))
         return gathered
 
