@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,8 +43,8 @@ def test_rows_of_any_micro_steps_in_any_order(ranks: int, groups: int, count: in
     on_ranks(compare_micro_steps, (cases,), ranks=ranks)
 
 
-def make_session() -> tuple[Session, TinyMoE]:
-    session, model, _ = make(torch.float64, shape=Shape(layers=3, experts=4, top_k=2, hidden=8, width=8))
+def make_session(**settings: Any) -> tuple[Session, TinyMoE]:
+    session, model, _ = make(torch.float64, shape=Shape(layers=3, experts=4, top_k=2, hidden=8, width=8), **settings)
     return session, model
 
 
@@ -54,10 +55,11 @@ def random_rows(rng: np.random.Generator, tokens: int) -> np.ndarray:
 @runs_on_ranks()
 def test_memory_does_not_grow_with_micro_steps() -> None:
     """Memory of layers is freed, also if the loop keeps losses and micro-steps."""
-    session, model = make_session()
-    rng = np.random.default_rng(torch.distributed.get_rank())
+    session, model = make_session(least_gain=-1.0)
     count, tokens = 60, torch.zeros(64, dtype=torch.int64)
-    session.plan_micro_steps([random_rows(rng, 64) for _ in range(count)])
+    # All rows are of one rank's experts.
+    session.plan_micro_steps([np.tile(np.arange(2), (64, 3, 1))] * count)
+    assert session.step_plan.num_replicas >= count
     steps, losses, after = [session.micro_step(m) for m in range(count)], [], []
     for m, step in enumerate(steps):
         with torch.no_grad(), step:
@@ -120,6 +122,35 @@ def test_forwards_of_one_micro_step_may_be_planned_or_not() -> None:
     for others in gradients[1:]:
         for grad, expected in zip(others, gradients[0], strict=True):
             assert relative_error(grad, expected) < 1e-12
+
+
+@runs_on_ranks()
+def test_a_plan_is_completed_with_routes_of_passes_without_gradients() -> None:
+    """This rank's tokens are among rows of padding, whose ids stay as they are."""
+    session, _ = make_session()
+    rng = np.random.default_rng(torch.distributed.get_rank())
+    rows = [random_rows(rng, tokens) for tokens in (7, 0, 5)]
+    for ids_NLK in rows:
+        ids_NLK[rng.random(ids_NLK.shape[:2]) < 0.4] = -1
+    assert session.plan_micro_steps(rows).mixed_instances > 0
+    complete: list[torch.Tensor] = []
+    for index, ids_NLK in enumerate(rows):
+        recorded, length = torch.from_numpy(ids_NLK), len(ids_NLK) + 3
+        positions = torch.from_numpy(rng.permutation(length)[: len(recorded)])
+        for has_gradients in (False, True):
+            ids = torch.from_numpy(random_rows(rng, length))
+            wanted = ids.index_copy(0, positions, torch.where(recorded < 0, ids[positions], recorded))
+            with torch.set_grad_enabled(has_gradients), session.micro_step(index, positions=positions):
+                for at, layer in enumerate(session.layers):
+                    routed = layer.route(ids[:, at])
+                    assert torch.equal(routed, wanted[:, at])
+                    layer(torch.zeros(length, 8, dtype=torch.float64), routed, torch.zeros(length, 2))
+            complete += [] if has_gradients else [wanted[positions]]
+    assert session.complete_plan().mixed_instances == 0
+    for index, wanted in enumerate(complete):
+        with session.micro_step(index):
+            ids = torch.stack([layer.route(torch.zeros_like(wanted[:, 0])) for layer in session.layers], 1)
+        assert torch.equal(ids, wanted)
 
 
 @runs_on_ranks()
