@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +17,7 @@ from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.runtime import Session, gated_experts
+from trimtab.runtime.transfer import streams
 
 POLICIES = ("quota", "feplb", "predict", "auto", "off")
 
@@ -46,6 +51,29 @@ def test_any_choice_equals_the_single_process(policy: str) -> None:
         for seed in range(examples(short=4, long=80))
     ]
     on_ranks(compare_policy, (cases,), ranks=3)
+
+
+@runs_on_ranks()
+def test_auto_uses_the_policy_whose_forwards_are_the_fastest() -> None:
+    """In proportion to their rows, each of which takes a second of a clock that nothing else advances."""
+    clock, replicas = [0.0], list[float]()
+
+    def apply(_weights: Any, rows: torch.Tensor, _groups: Any) -> torch.Tensor:
+        clock[0] += len(rows)
+        return rows
+
+    session = Session(num_experts=4, mode="live", policy="auto")
+    layer = session.add_layer([torch.nn.Parameter(torch.ones(2, 1, 4))], apply)
+    with mock.patch.object(streams, "time", SimpleNamespace(perf_counter=lambda: clock[0], thread_time=lambda: 0.0)):
+        for number in range(10):
+            # The forwards of the first policy, which has no replicas, are short. All rows are of one rank's expert.
+            tokens = 256 if number < 3 else 1024
+            with torch.no_grad(), session.live_micro_step():
+                ids = layer.route(torch.zeros(tokens, 1, dtype=torch.int64))
+                layer(torch.ones(tokens, 4), ids, torch.ones(tokens, 1))
+            replicas.append(session.take_metrics()["live/replicas"])
+    assert replicas[:3] == [0, 0, 0]
+    assert replicas[-1] > 0
 
 
 @runs_on_ranks()
