@@ -215,6 +215,13 @@ def test_such_a_pass_at_other_homes_is_refused(seed: int, in_micro_step: bool) -
             parameter.data.mul_(0.5)
     loop.session.weights_changed()
     any_loop.live(loop, seed, "plain", None)
+    # While some of them are offloaded.
+    for layer in loop.session.layers:
+        parameter, values = layer.parameters[0], layer.parameters[0].detach().clone()
+        parameter.data.untyped_storage().resize_(0)
+        loop.session.weights_changed()
+        parameter.data = values
+    any_loop.live(loop, seed, "plain", None)
 
 
 @runs_on_ranks()

@@ -190,9 +190,12 @@ def test_experts_do_not_move_with_an_optimizer_of_copies() -> None:
     session.register_optimizers(torch.optim.SGD(masters, lr=0.1))
     with pytest.raises(InputError, match=r"no registered optimizer holds all trained expert tensors of MoE layer 0"):
         move(session, 1)
-    for layer in session.homes:
-        for parameter in layer.parameters:
-            parameter.requires_grad_(False)
+    # Of one tensor alone, too, unless it is not trained.
+    one = model.moe_blocks()[1].down
+    session.register_optimizers(torch.optim.SGD([p for p in model.parameters() if p is not one], lr=0.1))
+    with pytest.raises(InputError, match=r"no registered optimizer holds all trained expert tensors of MoE layer 1"):
+        move(session, 1)
+    one.requires_grad_(False)
     move(session, 1)
 
 
@@ -361,6 +364,17 @@ class Lamb(torch.optim.Optimizer):
                     p -= group["lr"] * p.norm() / p.grad.norm() * p.grad
 
 
+class Counting(torch.optim.Optimizer):
+    """Makes tensors of its own in its first step, as 8-bit optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.steps: dict[str, torch.Tensor] = {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps.setdefault("all", torch.zeros(())).add_(1)
+
+
 ELEMENTWISE: tuple[Any, ...] = (
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     lambda p: torch.optim.SGD(p, lr=0.0),
@@ -396,6 +410,11 @@ def test_optimizers_that_mix_the_experts_of_a_stack_are_refused() -> None:
         assert not any(
             key != "sum" for values in optimizer.state.values() for key in values if key not in ("step", "sum")
         )
+    # What the check of an optimizer makes can be written later.
+    counting = Counting(model.parameters())
+    with torch.inference_mode():
+        session.register_optimizers(counting)
+    counting.step()
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in saved(model).items())
 
