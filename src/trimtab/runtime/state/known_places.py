@@ -92,10 +92,10 @@ class KnownPlaces:
     @property
     def are_first(self) -> bool:
         """Whether all experts are at their first places."""
-        return self.now is self.first or not self.now.moved(self.first).size
+        return self.now is self.first
 
     def set(self, places: ExpertPlaces) -> None:
-        """Store the places after a move."""
+        """Store the places after a move: `first` itself if all experts are there again."""
         global _last_move
         _last_move += 1
         self.now, self.moved_at = places, _last_move
