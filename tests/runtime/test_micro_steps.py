@@ -56,10 +56,12 @@ def random_rows(rng: np.random.Generator, tokens: int) -> np.ndarray:
 def test_memory_does_not_grow_with_micro_steps() -> None:
     """Memory of layers is freed, also if the loop keeps losses and micro-steps."""
     session, model = make_session(least_gain=-1.0)
+    rng = np.random.default_rng(torch.distributed.get_rank())
     count, tokens = 60, torch.zeros(64, dtype=torch.int64)
-    # All rows are of one rank's experts.
-    session.plan_micro_steps([np.tile(np.arange(2), (64, 3, 1))] * count)
-    assert session.step_plan.num_replicas >= count
+    # At first all rows are of one rank's experts, which get replicas.
+    uneven = [np.tile(np.arange(2), (64, 3, 1))] * 8
+    session.plan_micro_steps([*uneven, *(random_rows(rng, 64) for _ in range(count - len(uneven)))])
+    assert session.step_plan.num_replicas >= len(uneven)
     steps, losses, after = [session.micro_step(m) for m in range(count)], [], []
     for m, step in enumerate(steps):
         with torch.no_grad(), step:
