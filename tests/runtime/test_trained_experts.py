@@ -154,7 +154,8 @@ def test_state_that_was_loaded_before_registration_has_the_present_rows(shape: S
     with pytest.raises(RuntimeError, match="from before they moved"):
         session.register_optimizers(bad)
     del bad
-    session.register_optimizers(optimizer, good)
+    for optimizers in ([good], [], [optimizer, good]):
+        session.register_optimizers(*optimizers)
     move(session, 8)
     assert momentum_error(model, [optimizer, good], reference, expected) < 1e-5
     other_session, other, _ = make(shape=shape)

@@ -139,6 +139,10 @@ def test_a_module_that_gets_experts_later_saves_their_rows() -> None:
     again.gate_up = model.moe_blocks()[0].gate_up
     rows_RH = again.state_dict()["gate_up.experts_of_rows"]
     assert rows_RH.tolist() == session.homes[0].places.experts_RH.tolist()
+    # It may get other parameters then, and experts of a session need no module.
+    again.gate_up = nn.Parameter(torch.zeros(1))
+    del model.moe_blocks()[1].gate_up
+    session.live_micro_step().__enter__()
 
 
 @SHAPES
