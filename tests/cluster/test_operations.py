@@ -53,6 +53,15 @@ def test_costs_are_operations_and_bytes_divided_by_rates() -> None:
     assert costs.hop_row_s == pytest.approx(200 / 4e8)
 
 
+def test_selective_recomputation_reads_and_writes_again_in_backward() -> None:
+    """Two norms of a token, as wide as it; gate times up of shared experts and of each row, as wide as an expert."""
+    costs = OperationCosts.of(CLUSTER, MODEL, checkpointing="selective")
+    assert costs.token_s * (costs.dense_backward - 1.9) == pytest.approx((2 * 2 * 100 + 3 * 30) * 2 / 1e9)
+    row_s = 2 * 6000 / 1e9 + costs.row_s
+    assert row_s * (costs.expert_backward - 2.1) == pytest.approx(3 * 20 * 2 / 1e9)
+    assert costs._replace(dense_backward=1.9, expert_backward=2.1) == OperationCosts.of(CLUSTER, MODEL)
+
+
 def test_the_optimizer_has_its_share_of_parameters() -> None:
     dense = MODEL.dense_parameters
     for groups in (1, 3):

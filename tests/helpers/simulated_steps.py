@@ -21,6 +21,8 @@ from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
 RATIOS = ("dense_backward", "expert_backward", "near_spare", "far_spare", "near_share", "far_share", "head_part")
 OTHERS = ("tile_rows", "forwards", "reach", "chunked", "top_k", "expert_groups", "groups_per_token", "pieces")
 SECONDS = tuple(name for name in OperationCosts._fields if name not in (*RATIOS, *OTHERS))
+# One group of experts, whole sequences, one pipeline stage.
+UNDIVIDED: dict[str, Any] = {"expert_groups": 1, "groups_per_token": 1, "pieces": 1, "head_part": 0.0}
 # What takes no time with links that are infinitely fast.
 WEIGHTS = ("near_weights_s", "far_weights_s", "host_weights_s")
 GRADIENTS = ("near_gradient_s", "far_gradient_s")
@@ -73,8 +75,8 @@ def free_costs(**costs: Any) -> OperationCosts:
     """All costs are 0 except the given ones; all-to-alls do not slow links down."""
     given: dict[str, Any] = dict.fromkeys(SECONDS, 0.0)
     given |= {"tile_rows": 1, "forwards": False, "dense_backward": 2.0, "expert_backward": 2.0}
-    given |= {"near_spare": 1.0, "far_spare": 1.0}
-    return OperationCosts(**given | costs)
+    given |= {"near_spare": 1.0, "far_spare": 1.0, "near_share": 1.0, "far_share": 1.0, "reach": 0, "chunked": False}
+    return OperationCosts(**given | {"top_k": 1} | UNDIVIDED | costs)
 
 
 def random_costs(rng: np.random.Generator) -> OperationCosts:
@@ -89,7 +91,7 @@ def random_costs(rng: np.random.Generator) -> OperationCosts:
         costs |= {name: costs[name] * 10 for name in (*WEIGHTS, *GRADIENTS)}
     forwards = bool(rng.integers(2))
     return OperationCosts(
-        **costs, tile_rows=int(rng.choice([1, 2, 5, 128])), forwards=forwards,
+        **costs, **UNDIVIDED, tile_rows=int(rng.choice([1, 2, 5, 128])), forwards=forwards,
         top_k=int(rng.choice([1, 2, 3, 8])) if forwards else 1,
         near_share=float(rng.choice([0.3, 1.0])), far_share=float(rng.choice([0.2, 1.0])),
         reach=int(rng.choice([0, 1, 7, 40])), chunked=bool(rng.integers(2)),

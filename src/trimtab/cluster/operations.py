@@ -112,22 +112,22 @@ class OperationCosts(NamedTuple):
     hop_row_s: float
     optimizer_s: float
     reduce_s: float
-    reach_s: float = 0.0
-    outer_reach_s: float = 0.0
-    reach: int = 0
-    chunked: bool = False
-    top_k: int = 1
-    near_share: float = 1.0
-    far_share: float = 1.0
-    expert_groups: int = 1
-    groups_per_token: int = 1
-    shared_token_s: float = 0.0
-    pieces: int = 1
-    exchange_token_s: float = 0.0
-    outer_exchange_token_s: float = 0.0
-    ring_token_s: float = 0.0
-    head_part: float = 0.0
-    send_token_s: float = 0.0
+    reach_s: float
+    outer_reach_s: float
+    reach: int
+    chunked: bool
+    top_k: int
+    near_share: float
+    far_share: float
+    expert_groups: int
+    groups_per_token: int
+    shared_token_s: float
+    pieces: int
+    exchange_token_s: float
+    outer_exchange_token_s: float
+    ring_token_s: float
+    head_part: float
+    send_token_s: float
 
     @property
     def even_near_row_s(self) -> float:
