@@ -200,8 +200,6 @@ class SmallMegatron:
             for number, layer in enumerate(self.moe_layers()):
                 stack.callback(layer.router.register_forward_hook(partial(keep, number)).remove)
             self.run(self.function, tokens_MBS, forward_only=True)
-        if not found:
-            return [torch.empty(LENGTH, 0, TOP_K, dtype=torch.int64).numpy()] * len(tokens_MBS)
         return [torch.stack(ids, dim=1).numpy() for ids in zip(*found, strict=True)]
 
 

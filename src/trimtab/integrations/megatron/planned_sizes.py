@@ -33,7 +33,7 @@ class _Dispatch:
         unread: recorded after the last dispatch that did not wait; None if the host has waited for it.
     """
 
-    most = 0
+    most: int
     unread: torch.cuda.Event | None = None
 
     def __init__(self, buffer: Any) -> None:
