@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
 from trimtab.calibration.alternating_rounds import alternate
-from trimtab.calibration.measurement import this_device
+from trimtab.calibration.measurement import Clock, this_device
 from trimtab.cluster import ModelSpec, load_model
 from trimtab.doctor.finding import Finding
 from trimtab.doctor.gpu.megatron_layers import LayerCase, MegatronLayers, start_megatron
@@ -35,6 +35,7 @@ def time_products(case: LayerCase, replicas: int, rounds: int) -> Finding:
     """Time forward and backward of the experts of a rank with even rows: homes and replicas in one module, and as a
     planned layer does it, the module of the homes and then replicas whose gradients are turned to float32."""
     ranks, device = dist.get_world_size(), this_device()
+    clock = Clock(device)
     homes = case.model.num_experts // ranks
     one, two = _Experts(case, homes + replicas), _Experts(case, homes)
     dtype = next(two.module.parameters()).dtype
@@ -66,7 +67,7 @@ def time_products(case: LayerCase, replicas: int, rounds: int) -> Finding:
     def timed(run: Callable[[], None]) -> tuple[float, float]:
         for tensor in (rows, probs, *weights):
             tensor.grad = None
-        return _time_product(run)
+        return _time_product(clock, run)
 
     times = alternate({"one": lambda: timed(together), "two": lambda: timed(apart)}, rounds)
     figures: dict[str, Any] = {
@@ -103,21 +104,14 @@ def _split(total: int, parts: int) -> list[int]:
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
-def _time_product(run: Callable[[], None]) -> tuple[float, float]:
+def _time_product(clock: Clock, run: Callable[[], None]) -> tuple[float, float]:
     """Seconds on the device, and until the call has returned."""
-    start = time.perf_counter()
-    if not torch.cuda.is_available():
-        run()
-        return time.perf_counter() - start, time.perf_counter() - start
-    torch.cuda.synchronize()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start = time.perf_counter()
-    begin.record()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    begin, start = clock.now(), time.perf_counter()
     run()
-    end.record()
     host_s = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3, host_s
+    return clock.seconds(begin, clock.now()), host_s
 
 
 # Experts of a rank, tokens and imbalance are those of a node of 8 GPUs.
