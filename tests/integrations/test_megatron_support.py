@@ -122,14 +122,34 @@ def test_every_refused_option_has_a_value_here() -> None:
     assert {option.name for option in REFUSED} == set(VALUES)
 
 
-@pytest.mark.parametrize(("name", "options"), [*((name, {name: value}) for name, value in VALUES.items()), *JOINT])
+REFUSALS = [*((name, {name: value}) for name, value in VALUES.items()), *JOINT]
+
+
+@pytest.mark.parametrize(("name", "options"), REFUSALS)
 @runs_on_ranks()
 def test_refused_options_are_named(state: State, name: str, options: dict[str, Any]) -> None:
     (problem,) = problems(state, options)
     assert problem.startswith(f"{name}=")
-    assert " is not supported: " in problem
-    # What to do.
-    assert problem.count("; ") == 1
+
+
+def test_refusals_have_a_reason_and_end_with_what_to_do() -> None:
+    for name, options in REFUSALS:
+        (problem,) = refusals(options).values()
+        what_to_do = "(set|switch|use|train|leave|keep|gather) [^;]+"
+        assert re.fullmatch(rf"{name}=.+ is not supported: [^;]+; {what_to_do}", problem), problem
+    for options in SUPPORTED:
+        assert refusals(options) == {}
+
+
+def test_negative_numbers_switch_the_capacity_alone_off() -> None:
+    negative = {name for name in VALUES if not refusals({name: -1.0})}
+    assert negative == {"moe_expert_capacity_factor"}
+
+
+def test_graphs_are_refused_with_the_modules_that_they_have() -> None:
+    for modules, scope in (([], "the whole layer"), (["attn", "moe_router"], "[attn, moe_router]")):
+        (problem,) = refusals({"cuda_graph_impl": "local", "cuda_graph_modules": modules}).values()
+        assert f": its scope, {scope}, includes MoE layers" in problem
 
 
 @pytest.mark.parametrize("options", SUPPORTED)

@@ -259,8 +259,8 @@ def _cuda_graphs(values: Mapping[str, Any]) -> dict[str, str]:
     modules = _as_list(values.get("cuda_graph_modules")) or _as_list(values.get("cuda_graph_scope"))
     if impl != "full_iteration" and modules and _GRAPH_MODULES_OUTSIDE.issuperset(modules):
         return {}
-    scope = f"scope {_text(modules)}" if modules else "the whole layer"
-    reason = f"its {scope} includes MoE layers, whose calls differ between micro-batches"
+    scope = _text(modules) if modules else "the whole layer"
+    reason = f"its scope, {scope}, includes MoE layers, whose calls differ between micro-batches"
     return {"cuda_graph_impl": _line(name, impl, reason, "set cuda_graph_scope to attn, or cuda_graph_impl to none")}
 
 
