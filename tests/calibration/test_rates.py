@@ -108,9 +108,10 @@ def test_rates_of_experts_are_operations_of_three_matrices(monkeypatch: pytest.M
         return {"forward_s": forward, "backward_s": (9.0 if rows.max() < 10 else 2.5) * forward}
 
     def medians(variants: dict[str, Any]) -> dict[str, dict[str, float]]:
+        assert not session.close.called
         return {name: times(trace) for name, trace in variants.items()}
 
-    session = SimpleNamespace(close=lambda: None)
+    session = mock.Mock()
     monkeypatch.setattr(compute_rates, "Session", lambda **_: session)
     monkeypatch.setattr(compute_rates, "add_random_layer", lambda *_: None)
     monkeypatch.setattr(compute_rates, "_expert_variant", lambda context, session, layer, trace: trace)
@@ -122,6 +123,7 @@ def test_rates_of_experts_are_operations_of_three_matrices(monkeypatch: pytest.M
     assert found.backward == pytest.approx(2.5)
     assert found.tile_rows is None
     assert found.backward_error == pytest.approx(0)
+    session.close.assert_called_once()
 
 
 def test_exchanges_are_subtracted_from_the_time_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +159,9 @@ def test_rates_of_dense_parts_are_operations_of_projections_and_pairs(
         return {"forward_s": seconds, "backward_s": 1.75 * seconds}
 
     def medians(variants: dict[str, tuple[int, int, int]]) -> dict[str, dict[str, float]]:
+        # Sequences of the usual length or a multiple of it, of which as many as make up a fraction of the tokens.
+        assert {length / 32 for _, _, length in variants.values()} == {1, 4, 8}
+        assert {count * length for _, count, length in variants.values()} == {1024, 512, 256}
         return {name: times(*point) for name, point in variants.items()}
 
     monkeypatch.setattr(compute_rates, "_without_experts", lambda *_: None)
