@@ -12,6 +12,7 @@ from helpers.examples import examples
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
 from trimtab.cli.main import main
+from trimtab.doctor import megatron_run
 from trimtab.doctor.finding import Finding
 from trimtab.doctor.megatron_run import compare, run_megatron
 
@@ -77,10 +78,21 @@ def test_mistakes_are_found(finding: str) -> None:
     assert finding.strip() in problems, found
 
 
+@runs_on_ranks(2, "megatron")
+def test_a_run_without_replicas_shows_nothing() -> None:
+    """As of a user whose variable switches balancing off."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIMTAB_BALANCE", "mode=off")
+        patch.setattr(megatron_run, "STEPS", 1)
+        steps = compare(*RUNS["experts stay"])[1]
+    assert steps.status == "problem"
+    assert steps.text.startswith("1 steps with 0 replicas and 0 moved experts")
+
+
 def test_the_command_reports_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from trimtab.doctor import megatron_run, self_check
+    from trimtab.doctor import self_check
 
     monkeypatch.setattr(self_check, "check_paths", lambda ranks: [self_check.PathCheck("peer", 4, 1e-16)])
     monkeypatch.setattr(megatron_run, "run_megatron", lambda path: [Finding("megatron run", "problem", path.name)])
