@@ -125,6 +125,24 @@ def test_an_option_that_is_on_in_any_part_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("$N", 3), ("${EP}", 24), ("1$N", 13), ("$TWICE", 48), ("${N:-8}", 3), ("${EP:-${N:-8}}", 24), ("${X:-$N}", 3),
+        ("${X:-${Y}}", None), ("${X:-${N:-8}}", 3), ("${X:-${Y:-8}}", 8), ("$LATER", None), ("$SELF", None),
+        ("${SELF:-8}", None), ("$X", None),
+    ],
+)  # fmt: skip
+def test_variables_have_the_values_that_the_script_gives_them(word: str, value: int | None, tmp_path: Path) -> None:
+    """None if the file does not say."""
+    assignments = "N=2\nEP=${N}4\nN=3\nTWICE=4${NOTHING:-8}\nLATER=$LAST\nLAST=1\nSELF=$SELF$SELF"
+    name = "expert_model_parallel_size"
+    found = read_options(
+        written(tmp_path / "run.sh", f"{assignments}\ntrain --expert-model-parallel-size {word} --fp16")
+    )
+    assert found == (({"fp16": True}, [name]) if value is None else ({name: value, "fp16": True}, []))
+
+
+@pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("a.json", "{", "not JSON"),

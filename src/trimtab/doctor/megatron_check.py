@@ -33,7 +33,7 @@ LISTS = ("cuda_graph_scope", "cuda_graph_modules", "moe_router_load_balancing_ty
 LOG_LINE = re.compile(r"^\s*(?:\S+:\s*)?([a-z]\w*) \.{3,} ?(.*?)\s*$", re.MULTILINE)
 FLAG = re.compile(r"--([a-zA-Z][\w-]*)(?:=(.*))?$")
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s(]+)\s*$", re.MULTILINE)
-VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
+VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-((?:[^{}]|\{[^{}]*\})*))?\}|(\w+))")
 
 
 def read_options(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -148,12 +148,12 @@ def _flag(name: str, words: list[str]) -> tuple[str, Any]:
 
 def _expand(word: str, variables: dict[str, str]) -> str:
     """A word with the values of the shell's variables that the text assigns."""
-    for _ in range(8):  # Values of variables may be variables.
-        expanded = VARIABLE.sub(lambda match: variables.get(match[1] or match[3], match[2] or match[0]), word)
-        if expanded == word:
-            break
-        word = expanded
-    return word
+
+    def value(match: re.Match[str]) -> str:
+        default = _expand(match[2], variables) if match[2] else match[0]
+        return variables.get(match[1] or match[3], default)
+
+    return VARIABLE.sub(value, word)
 
 
 TESTED = ("0.16.1", "0.18.2", "0.19.2")
