@@ -194,6 +194,7 @@ def check_dispatch(kind: str, ranks: int) -> None:
     for flex in ("deepep", None):
         layer = next(Model(layout, MegatronCase(flex=flex)).moe_layers())
         physical = physical_dispatcher(layer, slots, get_default_pg_collection())
+        assert physical.local_expert_indices == [*range(local * rank, local * (rank + 1))]
         torch.manual_seed(rank)
         hidden = torch.randn(len(ids), 1, 16, dtype=torch.float64, requires_grad=True)
         weights = torch.rand(len(ids), top_k, requires_grad=True)
