@@ -79,9 +79,15 @@ def soak_with_rows_that_stay() -> None:
 
 
 def soak_that_sends_old_values() -> None:
-    def earlier(messages: Any, *args: Any, **kwargs: Any) -> Any:
-        sent = [each._replace(tensor=each.tensor - 1) if each.sender == args[0] else each for each in messages]
-        return message_rounds.post(sent, *args, **kwargs)
+    sent: dict[Any, torch.Tensor] = {}
+
+    def earlier(messages: Any, rank: int, group: Any, *, tag: int) -> Any:
+        """Sends what the same message of the round before has."""
+        (mine,) = (each for each in messages if each.sender == rank)
+        place = group, tag % transfer_stages.MESSAGES
+        late = mine._replace(tensor=sent.get(place, mine.tensor))
+        sent[place] = mine.tensor
+        return message_rounds.post([late if each is mine else each for each in messages], rank, group, tag=tag)
 
     with mock.patch.object(transfer_stages, "CPU_SECONDS", 0.1), mock.patch.object(transfer_stages, "post", earlier):
         (finding,) = transfer_stages.check_soak()
