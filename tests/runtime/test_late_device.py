@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -315,6 +316,26 @@ def test_mirrors_grow_by_half() -> None:
                 assert all(torch.equal(mirror.row(0, e)[0], homes.parameters[0][e]) for e in range(count))
         mirror.close()
     assert sizes == [10, 15, 15, 40, 60, 10, 15, 15, 40, 45]
+
+
+@runs_on_ranks()
+def test_mirrors_are_registered_until_they_grow_or_are_closed() -> None:
+    topology = Topology.build(None, 1, None)
+    homes, sizes = random_homes(topology, 30, (4, 8)), dict[int, int]()
+
+    def register(address: int, nbytes: int, _: int) -> int:
+        sizes[address] = nbytes
+        return 2 if nbytes > 20 * homes.expert_bytes else 0
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=sizes.pop)
+    with late_device.install("late"), mock.patch.object(torch.cuda, "cudart", return_value=cudart):
+        mirror = NodeMirror(topology, homes.expert_like, homes.device)
+        for count in (0, 10, 11, 5, 21):
+            with pytest.raises(RuntimeError, match="status 2") if count == 21 else nullcontext():
+                mirror.hold([np.stack([np.zeros(count, np.int64), np.arange(count)], axis=1)])
+            assert [*sizes.values()] == [mirror.nbytes] * (count > 0)
+        mirror.close()
+    assert not sizes
 
 
 @runs_on_ranks()

@@ -45,16 +45,14 @@ class NodeMirror:
         # For copies to the device.
         self._pinned = streams.has_streams(device)
         self._most = math.inf if most_bytes is None else most_bytes // self._expert_bytes
-        self._memory: torch.Tensor | None = None
-        # Experts that there is memory for.
-        self._room = 0
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._entries_N: list[Array] = []
         self._rows: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory in use on this node."""
-        return 0 if self._memory is None else self._memory.nbytes
+        return self._memory.nbytes
 
     @property
     def is_used(self) -> bool:
@@ -72,21 +70,22 @@ class NodeMirror:
         """
         self._entries_N = list(entries_N)
         mine = self._entries_N[self._topology.node]
-        if len(mine) > self._room:
+        held = self.nbytes // self._expert_bytes
+        if len(mine) > held:
             # Half more than before, since every growth registers all memory again.
-            room = min(self._room * 3 // 2, self._most, free_shared_memory() // self._expert_bytes)
+            room = min(held * 3 // 2, self._most, free_shared_memory() // self._expert_bytes)
             room = on_first_rank(lambda: max(len(mine), int(room)), self._topology.node_control)
             self.close()
             nbytes = room * self._expert_bytes
-            self._memory, self._room = share_memory(nbytes, self._topology), room
+            self._memory = share_memory(nbytes, self._topology)
             if self._pinned:
                 status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), nbytes, 0)
                 if int(status):
                     raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with status {int(status)}")
-        self._rows = {}
-        for place, (layer, expert) in enumerate(mine.tolist()):
-            assert self._memory is not None
-            self._rows[layer, expert] = carve(self._memory[place * self._expert_bytes :], self._like)
+        self._rows = {
+            (layer, expert): carve(self._memory[place * self._expert_bytes :], self._like)
+            for place, (layer, expert) in enumerate(mine.tolist())
+        }
 
     def row(self, layer: int, expert: int) -> list[torch.Tensor]:
         """The tensors of an expert that the plan has in this mirror."""
@@ -154,11 +153,11 @@ class NodeMirror:
 
     def close(self) -> None:
         """Release the memory."""
-        if self._memory is not None and self._pinned:
+        if self.nbytes and self._pinned:
             # Copies from the mirror may still run.
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-        self._rows, self._memory, self._room = {}, None, 0
+        self._rows, self._memory = {}, torch.empty(0, dtype=torch.uint8)
 
 
 def _tensor(message: Message) -> torch.Tensor:
