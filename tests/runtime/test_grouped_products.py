@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from trimtab.runtime.rows.grouped_products import ExpertWeight, RowGroups, grouped_bias, grouped_linear
 
@@ -35,8 +36,12 @@ def test_gradients_are_those_of_a_plain_loop(as_list: bool, transposed: bool, fr
     torch.testing.assert_close(result, expected)
 
     gradient = torch.randn(9, 6, generator=random, dtype=torch.float64)
+    flops = []
     for value in (result, expected):
-        value.backward(gradient)
+        with FlopCounterMode(display=False) as counter:
+            value.backward(gradient)
+        flops.append(counter.get_total_flops())
+    assert flops[0] == flops[1]
     for mine, theirs in zip([rows, *leaves], [plain_rows, *plain], strict=True):
         assert (mine.grad is None) == (theirs.grad is None)
         if mine.grad is not None and theirs.grad is not None:
