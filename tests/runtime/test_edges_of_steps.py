@@ -210,19 +210,20 @@ def test_positions_with_a_row_twice_are_refused_on_all_ranks() -> None:
 
 @runs_on_ranks()
 def test_a_long_wait_is_told_once_with_its_call_and_ranks() -> None:
-    session, model, _ = make()
-    step = Step(1, moves=False)
-    step.apply(session)
+    session, _, _ = make()
+    Step(1, moves=False).apply(session)
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lockstep, "COMPARE_AFTER_S", 0.2)
-        patch.setattr(lockstep, "TELL_AFTER_S", 0.1)
         logging.getLogger("trimtab").addHandler(handler)
-        if session.rank:
-            time.sleep(1)
-        step.run(session, model)
+        for tell_after_s in (0.1, 60):
+            patch.setattr(lockstep, "TELL_AFTER_S", tell_after_s)
+            if session.rank:
+                time.sleep(1)
+            with session.micro_step(0):
+                pass
         logging.getLogger("trimtab").removeHandler(handler)
     expected = "rank 0 waits in micro_step(0) for rank 1; all were last seen in apply_plan()"
     assert [text for text in messages if "waits" in text] == [expected] * (session.rank == 0)
