@@ -39,6 +39,9 @@ def _is_tensor(value: object) -> bool:
 @pytest.mark.parametrize(("seed", "rounds"), [(3, 20), (4, 6), (5, 6)])
 @runs_on_ranks()
 def test_steps_after_suspension_are_right_and_keep_nothing(seed: int, rounds: int) -> None:
+    # On a GPU backwards have a thread, which stays.
+    torch.ones((), requires_grad=True).backward()
+    _, threads_before, _ = kept()
     loop, sizes = start(seed), []
     for number in range(rounds):
         if number:
@@ -58,6 +61,7 @@ def test_steps_after_suspension_are_right_and_keep_nothing(seed: int, rounds: in
     # The default group alone.
     assert set(groups) == {1}
     assert len(set(threads)) == 1
+    assert threads[0] <= threads_before
     # Traces have different numbers of tokens.
     assert max(nbytes) < 1.05 * min(nbytes), nbytes
 
@@ -204,8 +208,12 @@ def test_such_a_pass_at_other_homes_is_refused(seed: int, in_micro_step: bool) -
     loop, other, mine = at_other_homes(seed)
     live_pass(loop, in_micro_step)
     load_by_position(loop.model, other, loop.session.home_experts.tolist())
-    with pytest.raises(RuntimeError, match=r"were replaced while .* enter session.first_homes\(\)"):
+    replaced = r"were replaced while .* enter session.first_homes\(\)"
+    with pytest.raises(RuntimeError, match=replaced):
         live_pass(loop, in_micro_step)
+    for trains, micro_step in ((True, loop.session.live_micro_step()), (False, loop.session.micro_step(0))):
+        with pytest.raises(RuntimeError, match=replaced), torch.set_grad_enabled(trains), micro_step:
+            pass
     restore(loop, mine)
     live_pass(loop, in_micro_step)
     update_and_step(loop, seed + 1)
