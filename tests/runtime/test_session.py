@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from helpers.equality import relative_error
@@ -17,12 +19,12 @@ from helpers.moe_model import Shape, TinyMoE
 from helpers.planned_steps import make, rows_of
 from helpers.random_plans import random_schedule, random_trace
 from helpers.rank_tests import runs_on_ranks
-from trimtab.cluster import ModelSpec, StepCosts
+from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts
 from trimtab.errors import InputError
 from trimtab.planner import Schedule, Workload, plan_schedule
 from trimtab.runtime import Session
-from trimtab.runtime.ranks.process_groups import destroy_groups
-from trimtab.runtime.step_planner import LOCAL_CPU
+from trimtab.runtime.ranks.process_groups import BACKGROUND_CTAS, destroy_groups, group_of
+from trimtab.runtime.step_planner import LOCAL_CPU, default_rates
 from trimtab.trace import RoutingTrace
 
 SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=8, width=6)
@@ -51,7 +53,7 @@ def run_step(session: Session, model: TinyMoE, trace: RoutingTrace, schedule: Sc
             loss.backward()
         total += loss.detach()
     session.finish_gradients(model.replicated())
-    torch.distributed.all_reduce(total)
+    dist.all_reduce(total)
     return total, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
@@ -177,12 +179,39 @@ def test_seconds_of_metrics_and_reports_are_within_those_that_passed() -> None:
 
 @runs_on_ranks()
 def test_groups_are_not_split_from_a_communicator_that_others_would_have_to_join() -> None:
-    world = torch.distributed.group.WORLD
+    world = dist.group.WORLD
     assert world is not None
     destroy_groups([])
     with pytest.MonkeyPatch.context() as patch:
         # As `init_process_group(device_id=)` leaves it; torch then asks for a communicator to split.
         patch.setattr(world, "bound_device_id", torch.device("cuda:0"))
-        patch.setattr(torch.distributed.distributed_c10d, "_get_split_source", lambda _group: pytest.fail("split"))
+        patch.setattr(dist.distributed_c10d, "_get_split_source", lambda _group: pytest.fail("split"))
         Session(num_experts=8).close()
         assert world.bound_device_id == torch.device("cuda:0")
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs torch with NCCL")
+@runs_on_ranks()
+def test_messages_during_compute_take_few_multiprocessors_at_once() -> None:
+    options: dict[str, Any] = {}
+
+    def stop(*_: object, backend_options: Any, group_desc: str, **__: object) -> None:
+        options[group_desc] = backend_options
+        raise NotImplementedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        # NCCL creates groups on GPUs only.
+        patch.setattr(dist.distributed_c10d, "_new_process_group_helper", stop)
+        for use in ("experts", "weights", "gradients"):
+            with pytest.raises(NotImplementedError):
+                group_of([dist.get_rank()], use, backend="nccl", timeout=timedelta(seconds=7))
+    assert options.pop("trimtab experts") is None
+    for each in options.values():
+        assert each.is_high_priority_stream
+        assert each.config.max_ctas == BACKGROUND_CTAS
+        assert each._timeout == timedelta(seconds=7)
+
+
+def test_rates_that_are_assumed_on_a_gpu_are_those_of_an_h100_cluster() -> None:
+    rates = default_rates(torch.device("cuda"))
+    assert replace(rates, ranks=16, ranks_per_node=8) == ClusterSpec(16, 8)
