@@ -303,8 +303,8 @@ class Visits:
         self._note(_REFRESH, self._micro_step)
 
     def coming(self, most: int, num_layers: int) -> Iterator[Instance]:
-        """The predicted next instances, at most `most`, none across a refresh: those after the best match of the log's
-        end, or the next layers in order if there is no match."""
+        """The predicted next instances, none across a refresh: those after the best match of the log's end, among
+        `2 * most` events; or the next layers in order if there is no match, at most `most`."""
         if self._next == len(self._log):
             yield from islice(self._next_layers(num_layers), most)
             return
