@@ -116,12 +116,14 @@ def test_with_whole_groups_at_places_the_price_is_a_count_of_choices(places: int
         assert transfers_to(np.full(EXPERTS, tokens * TOP_K / EXPERTS), 8, TOP_K).sum() > 5.2 * tokens
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(8, 4), (16, 4), (64, 8)])
-def test_the_planner_prices_as_the_analysis_does(ranks: int, per_node: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "groups", "chosen"), [(8, 4, 8, 4), (16, 4, 8, 4), (64, 8, 8, 4), (4, 2, 2, 1), (16, 4, 2, 1)]
+)
+def test_the_planner_prices_as_the_analysis_does(ranks: int, per_node: int, groups: int, chosen: int) -> None:
     trace, schedule = grouped_trace(ranks), one_sequence_each(ranks)
     workload = Workload.from_trace(trace, schedule)
     home_LE = Placement.contiguous(2, EXPERTS, ranks).home
-    costs = costs_on(ranks, per_node)
+    costs = costs_on(ranks, per_node)._replace(expert_groups=groups, groups_per_token=chosen)
     none = ReplicaTable.from_instances([np.zeros((0, 2), np.int64)] * 2, [np.zeros((0, ranks), np.int64)] * 2, ranks)
     work = rank_work(none, home_LE, workload.estimated_MLRE, per_node, costs)
     nodes = ranks // per_node

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import planner_reference as reference
 from helpers.planner_steps import per_nodes, random_homes
-from trimtab import Placement
+from trimtab import InputError, Placement
 from trimtab.array_type import Array
 from trimtab.planner.placement.home_swaps import place_experts
 
@@ -112,6 +113,12 @@ def test_large_counts_are_exact() -> None:
     cost = case.cost(home_E)
     assert cost < case.cost(case.home_E)
     assert all(case.cost(reference.swapped(home_E, e, f)) >= cost for e, f in np.ndindex(8, 8))
+
+
+def test_a_placement_has_up_to_32767_experts() -> None:
+    Placement(np.zeros((1, 32767), np.int16)).check(1, 32767, 1)
+    with pytest.raises(InputError, match="32768 experts"):
+        Placement(np.zeros((1, 32768), np.int16)).check(1, 32768, 1)
 
 
 def test_moves_are_counted_inside_and_between_nodes() -> None:

@@ -175,6 +175,28 @@ def test_weights_wait_for_a_buffer_whose_layer_has_run() -> None:
     assert (found.parts_s["transfers"], found.seconds) == (2.0, 10 + 2 + 2 + 2 + 2 * (10 + 2 + 2))
 
 
+def test_gradients_wait_for_a_buffer_whose_gradients_have_returned() -> None:
+    """Rank 1 has a replica in layers 1, 3 and 4, whose gradients take 10 s each; there are 2 buffers.
+
+    In backward, layers 4, 3, 2 and 1 end after 2, 4, 6 and 8 s. The gradients of layer 4 have returned after 12 s, when
+    layer 1 can use their buffer. The others have returned after 32 s, 2 s before the end of layer 0.
+    """
+    replicated, alone = [[2, 0], [0, 0]], [[1, 0], [0, 1]]
+    counts_MLRE = np.array([[[[11, 0], [0, 11]], replicated, alone, replicated, replicated]], np.int32)
+    workload, has_replica = Workload.known(counts_MLRE), [0, 1, 0, 1, 1]
+    plan = StepPlan.from_instances(
+        random_schedule(np.random.default_rng(0), 0, num_ranks=2, num_micro_steps=1),
+        Placement.contiguous(5, 2, 2),
+        [np.array([[0, 1]] * number, np.int64).reshape(-1, 2) for number in has_replica],
+        [np.array([[1, 0]] * number, np.int64).reshape(-1, 2) for number in has_replica],
+        mixed_ML=workload.mixed_ML,
+        cluster=ClusterSpec(2, 2, 1),
+    )
+    costs = StepCosts(free_costs(row_s=1.0, near_gradient_s=10.0), forwards=1, ring_layers=2)
+    found = predict([plan], [workload], costs)
+    assert (found.parts_s["transfers"], found.seconds) == (4.0, 15 + 2 * 15 + 4)
+
+
 def test_a_step_takes_as_long_as_its_slowest_group() -> None:
     costs = StepCosts(free_costs(row_s=1.0))
     (quick, few), (slow, many) = (plan_of_rows(rows, [0, 1, 2, 3]) for rows in (2, 5))

@@ -170,6 +170,14 @@ def test_an_expert_is_not_cut_below_the_smallest_share() -> None:
     assert one_hot(2, 2, [140, 60], threshold_load=110, smallest_share=40).replicas() == [(0, 1, 40)]
 
 
+@pytest.mark.parametrize(
+    ("last", "replicas"), [(90, [(0, 2, 40), (1, 3, 10), (1, 4, 10)]), (91, [(0, 2, 40), (1, 5, 20)])]
+)
+def test_rows_leave_a_node_only_if_it_is_too_full(last: int, replicas: Replicas) -> None:
+    """Ranks 0 to 4 should have 100 rows each; where they have 501 together, no rank of the node has room for 20."""
+    assert first_attempt(one_hot(10, 5, [140, 120, 60, 90, last, *[50] * 5], threshold_load=100)) == replicas
+
+
 def test_other_orders_make_replicas_cheaper() -> None:
     """Than the first greedy attempt, where it reaches the threshold; never more expensive, and 2% less in all."""
     found_costs, first_costs = [], []

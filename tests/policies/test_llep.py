@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.policies import Step, check_policy, golden, instances, random_step, random_steps
+from trimtab.array_type import Array
 from trimtab.policies.rivals.llep import Llep, assign
 
 
@@ -31,13 +32,49 @@ def test_golden(case: dict[str, Any]) -> None:
     assert transfers == case["weight_transfers"]
 
 
+def plain_shares(load_E: Array, home_E: Array, ranks: int, smallest: int, slots: int) -> list[list[int]]:
+    """Shares if no rank should exceed the mean: helpers are sorted anew for each of their turns."""
+    shares: list[list[int]] = []
+    limit = max(int(load_E.sum()) // ranks or int(load_E.sum()), 1)
+    loads, free = np.bincount(home_E, load_E, ranks).astype(int).tolist(), [slots] * ranks
+    for e in np.argsort(-load_E, kind="stable").tolist():
+        home, left, helping = int(home_E[e]), int(load_E[e]), set[int]()
+        loads[home] -= left
+        kept = min(max(limit - loads[home], 0), left)
+        turn = [(home, kept)] if kept else []
+        while left:
+            for rank, tokens in turn:
+                if rank != home and rank not in helping:
+                    free[rank] -= 1
+                    helping.add(rank)
+                first = int(load_E[e]) - left
+                if shares and shares[-1][:2] == [e, rank] == [e, home]:
+                    shares[-1][3] += tokens
+                else:
+                    shares.append([e, rank, first, first + tokens])
+                loads[rank] += tokens
+                left -= tokens
+            may_help = [r for r in range(ranks) if r != home and (free[r] or r in helping)]
+            may_help.sort(key=lambda r: loads[r])
+            turn, rest = [], left
+            for rank in may_help:
+                share = min(rest, limit - loads[rank])
+                if share > 0 and (share >= smallest or share == rest) and not (kept and turn):
+                    turn.append((rank, share))
+                    rest -= share
+            if rest and not (kept and turn):
+                turn.append((may_help[0] if may_help else home, rest))
+    return shares
+
+
 @settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(1, 8), st.integers(1, 24), st.integers(0, 3) | st.none())
-def test_every_token_is_assigned_once(seed: int, ranks: int, experts: int, slots: int | None) -> None:
+def test_shares_are_those_of_a_plain_search(seed: int, ranks: int, experts: int, slots: int | None) -> None:
     rng = np.random.default_rng(seed)
     load_E = rng.integers(0, rng.choice([2, 100, 5000]), experts) * (rng.random(experts) < 0.8)
-    home_E = rng.integers(0, ranks, experts)
-    shares_S4 = assign(load_E, ranks, 1.0, int(rng.choice([1, 64])), home_E=home_E, slots=slots)
+    home_E, smallest = rng.integers(0, ranks, experts), int(rng.choice([1, 64]))
+    shares_S4 = assign(load_E, ranks, 1.0, smallest, home_E=home_E, slots=slots)
+    assert shares_S4.tolist() == plain_shares(load_E, home_E, ranks, smallest, experts if slots is None else slots)
     for expert in range(experts):
         shares = shares_S4[shares_S4[:, 0] == expert]
         ends = np.r_[0, shares[:, 3]]

@@ -96,6 +96,25 @@ def test_greedy_places_are_taken_if_they_are_better() -> None:
     assert work_of(best, start) < 3
 
 
+def test_greedy_places_without_one_for_every_sequence_are_not_taken() -> None:
+    """They even out rows, but leave no place with room for the last sequence, which fits beside the first."""
+    rows_SR = np.array([[103, 0], [101, 0], [0, 102], [0, 100], [10, 0], [0, 0]], np.int32)
+    problem = Packing(rows_SR[:, None], np.array([4, 5, 5, 5, 1, 2]), 2, 2, token_budget=6)
+    start_S2 = np.array([[0, 0], [0, 1], [1, 0], [1, 1], [0, 1], [0, 0]])
+    assert np.array_equal(OpenInstruct(proposals=0)._search(problem, start_S2, np.random.default_rng(0)), start_S2)
+
+
+def test_swaps_of_equal_sequences_end_a_search() -> None:
+    problem, start_S2 = problem_of(0)
+    problem.rows_SLR[:] = problem.rows_SLR[0]
+    start, drawn = measures(load_places(problem, start_S2)), []
+    for proposals in (20, 1000):
+        rng = np.random.default_rng(0)
+        swap_sequences(problem, start_S2, (start, start), (proposals, 20), start_S2.copy(), rng)
+        drawn.append(rng.random())
+    assert drawn[0] == drawn[1], "swaps without success are not counted"
+
+
 def test_one_of_the_least_allowed_values_is_drawn() -> None:
     rng = np.random.default_rng(0)
     for allowed_number in (0, 1, 3, 20):

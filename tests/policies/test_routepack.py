@@ -66,6 +66,14 @@ def test_packing_comes_near_the_bound_of_the_homes(seed: int) -> None:
     assert by_place(plan.schedule, sequences.lengths).max() <= 4000
 
 
+@pytest.mark.parametrize(("lengths", "ranks"), [([300] * 2, [0, 0]), ([200, 200, 100, 100], [0, 0, 1, 1])])
+def test_a_move_or_a_swap_may_fill_a_place_up_to_the_budget(lengths: list[int], ranks: list[int]) -> None:
+    step = random_step(np.random.default_rng(0), ranks=2, experts=4, micro_steps=1, sequences=len(ranks))
+    step.sequences.lengths[:], step.schedule.rank[:] = lengths, ranks
+    plan = QUICK.plan(replace(step.view(QUICK, equal_terms=False), token_budget=300))
+    assert by_place(plan.schedule, step.sequences.lengths).tolist() == [[300, 300]]
+
+
 def test_new_homes_reduce_the_load_of_a_single_micro_step() -> None:
     """One micro-step leaves nothing to pack: what is gained comes from the homes."""
     step = random_step(np.random.default_rng(2), ranks=4, experts=32, micro_steps=1, contiguous=True)

@@ -71,10 +71,14 @@ def test_ranks_come_near_the_mean(slots: int, most: float) -> None:
     assert np.mean(after) < most
 
 
-def test_what_the_flow_leaves_goes_to_the_near_rank_first() -> None:
-    """Rank 2 is 10 above the mean: rank 3 of its node gets the 4 that it lacks, though rank 0 lacks 8."""
-    load = InstanceLoad.of(np.array([2, 12, 20, 6]), np.arange(4), ClusterSpec(4, 2, 2), within_node=False)
+@pytest.mark.parametrize(
+    ("tokens", "replicas"),
+    [([2, 12, 20, 6], [[2, 3, 4], [2, 0, 6], [1, 0, 2]]), ([2, 8, 24, 6], [[2, 3, 4], [2, 0, 8], [2, 1, 2]])],
+)
+def test_what_the_flow_leaves_goes_to_the_near_rank_first(tokens: list[int], replicas: list[list[int]]) -> None:
+    """Rank 2 is above the mean: rank 3 of its node gets the 4 that it lacks, then rank 0, which lacks most."""
+    load = InstanceLoad.of(np.array(tokens), np.arange(4), ClusterSpec(4, 2, 2), within_node=False)
     replicas_3P = np.zeros((3, 8), np.int64)
     order = np.arange(16)
     count = match_replicas(load, np.zeros((4, 4)), order, Transport(9.0, 1.0, 20, 1), replicas_3P)
-    assert replicas_3P[:, :count].T.tolist() == [[2, 3, 4], [2, 0, 6], [1, 0, 2]]
+    assert replicas_3P[:, :count].T.tolist() == replicas
