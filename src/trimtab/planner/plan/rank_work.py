@@ -78,7 +78,7 @@ def _fill(counts_MLRE, home_LE, replicas, limits, costs, work):  # type: ignore[
     # a node.
     groups = costs.expert_groups if costs.top_k > 1 and num_experts % costs.expert_groups == 0 else 1
     place_size = 1 if num_ranks <= RANKS_PER_GROUP * groups else per_node
-    rows_PG, group_size = np.zeros((num_ranks // place_size if groups > 1 else 0, groups)), num_experts // groups
+    rows_PG, group_size = np.empty((num_ranks // place_size, groups)), num_experts // groups
     for m in range(num_micro_steps):
         for layer in range(num_layers):
             home_E = home_LE[layer]

@@ -51,8 +51,8 @@ def choose_paths(home_LE: Array, replicas: ReplicaTable, cluster: ClusterSpec) -
     ranks_P, experts_P = replicas.ranks, replicas.experts
     layer_P = layers_of_replicas(replicas.replica_starts, len(home_LE))
     home_P = home_LE[layer_P, experts_P]
-    paths_P = np.zeros(len(ranks_P), np.uint8)
-    _choose(replicas.replica_starts, home_P, ranks_P, links_of(cluster), np.ones(len(ranks_P), np.bool_), paths_P)
+    may_P = np.ones(len(ranks_P), np.bool_)
+    paths_P: Array = _choose(replicas.replica_starts, home_P, ranks_P, links_of(cluster), may_P)
     if cluster.mirror_experts is not None:
         host = np.flatnonzero(paths_P == HOST)
         node_H = ranks_P[host].astype(np.int64) // cluster.ranks_per_node
@@ -68,10 +68,9 @@ def choose_given_mirrors(home_LE: Array, replicas: ReplicaTable, links: Links, m
         mirrored_NLE: `[N, L, E]` bool.
     """
     layer_P = layers_of_replicas(replicas.replica_starts, len(home_LE))
-    paths_P = np.zeros(len(replicas.ranks), np.uint8)
     may_P = mirrored_NLE[replicas.ranks // links.ranks_per_node, layer_P, replicas.experts]
     home_P = home_LE[layer_P, replicas.experts]
-    _choose(replicas.replica_starts, home_P, replicas.ranks, links, may_P, paths_P)
+    paths_P: Array = _choose(replicas.replica_starts, home_P, replicas.ranks, links, may_P)
     return paths_P
 
 
@@ -92,9 +91,10 @@ def _cost(bytes_per_s: float) -> int:
 
 
 @kernel
-def _choose(replica_starts, home_P, ranks_P, links, may_P, paths_P):  # type: ignore[no-untyped-def]
-    """Args: may_P: `[P]` bool, whether the replica may come from host memory."""
+def _choose(replica_starts, home_P, ranks_P, links, may_P):  # type: ignore[no-untyped-def]
+    """The paths `[P]` uint8. Args: may_P: `[P]` bool, whether the replica may come from host memory."""
     num_ranks, ranks_per_node = links.num_ranks, links.ranks_per_node
+    paths_P = np.empty(len(ranks_P), np.uint8)
     # Femtoseconds that links are busy, for each byte of an expert: [inside the node or between nodes, rank].
     out = np.zeros((2, num_ranks), np.int64)
     into = np.zeros((2, num_ranks), np.int64)
@@ -125,6 +125,7 @@ def _choose(replica_starts, home_P, ranks_P, links, may_P, paths_P):  # type: ig
                 out[far, home_P[p]] = 0
                 into[far, ranks_P[p]] = 0
             from_host[ranks_P[p]] = 0
+    return paths_P
 
 
 def _beyond_mirror(entry_H: Array, entries_per_node: int, room: int) -> Array:
