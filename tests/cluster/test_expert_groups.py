@@ -137,6 +137,13 @@ def test_the_planner_prices_as_the_analysis_does(ranks: int, per_node: int, grou
             if node != source // per_node:
                 received_LR[:, node * per_node + source % per_node] += to_nodes_LRN[:, source, node]
     assert work.far_MLR[0] == pytest.approx(np.maximum(sent_LR, received_LR))
+    # That rank sends them on. Where there are few groups, these are counted for nodes alone.
+    if ranks <= 2 * groups:
+        rank_R = np.arange(ranks)
+        relay_RR = rank_R // per_node * per_node + rank_R[:, None] % per_node
+        near_LRR = costs.transfers(workload.estimated_MLRE[0].astype(float), ranks) * (relay_RR != rank_R)
+        sent_LR = np.stack([np.bincount(relay_RR.ravel(), near_RR.ravel(), ranks) for near_RR in near_LRR])
+        assert work.near_MLR[0] == pytest.approx(np.maximum(sent_LR, near_LRR.sum(axis=1)))
 
 
 @pytest.mark.parametrize("preset", ["qwen3-30b-math", "nemotron-3-nano-text"])
