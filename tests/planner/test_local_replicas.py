@@ -206,12 +206,17 @@ def test_shifts_keep_shares_and_never_raise_the_largest_load_above_the_target(
 @settings(max_examples=200)
 @given(any_replicas())
 def test_exchanges_keep_slots_and_shares_and_relieve_overloaded_ranks(given_case: tuple[Case, Replicas]) -> None:
+    """One round, which is also that of a plain search."""
     case, replicas = given_case
-    placing = placing_of(case, replicas)
-    gave_up_R = np.zeros(len(case.fixed_R), bool)
+    placing, plain = placing_of(case, replicas), placing_of(case, replicas)
+    gave_up_R, plain_gave_up_R = np.zeros((2, len(case.fixed_R)), bool)
     homes = Homes.of(case.home_E, len(case.fixed_R))
     count, exchanges = exchange_replicas(placing, np.int64(len(replicas)), homes, case.limits, case.target, gave_up_R)
+    twin = PlainExchanges(plain, case.home_E, case.limits, case.target)
+    assert (count, exchanges) == twin.round(len(replicas), int(MOST_GIVERS), plain_gave_up_R)
     after = listed(placing.found, count)
+    assert after == listed(plain.found, count)
+    assert gave_up_R.tolist() == plain_gave_up_R.tolist()
     case.check(after)
     assert_consistent(case, placing, after)
     changed = {replica[:2] for replica in replicas} ^ {replica[:2] for replica in after}
