@@ -64,6 +64,16 @@ def test_loads_and_rows_between_nodes_without_a_plan() -> None:
     assert (result.expert_time_saved, result.plan.num_replicas, result.weight_bytes_per_micro_step) == (0, 0, 0)
 
 
+def test_sequences_without_tokens_change_nothing() -> None:
+    trace, result = some_trace(), planned("static")
+    none = RoutingTrace.from_sequences([np.zeros((0, 2, 4), int)] * 30, num_experts=16, steps=8)
+    more = trimtab.plan(
+        RoutingTrace.concatenate([none, trace]), policy="static", model=MODEL, ranks=RANKS, ranks_per_node=PER_NODE,
+        slots=1, token_budget=64,
+    )  # fmt: skip
+    assert np.array_equal(more.loads_after_MLR, result.loads_after_MLR)
+
+
 def test_savings_moves_and_bytes_of_a_plan() -> None:
     result = planned("eplb_oracle")
     plan, before, after = result.plan, result.loads_before_MLR, result.loads_after_MLR

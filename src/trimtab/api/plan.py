@@ -77,7 +77,7 @@ def plan(
     homes = Placement.contiguous(step_trace.num_layers, step_trace.num_experts, nodes.ranks)
     # Untimed, so that compiling is not timed: a few sequences, in several micro-steps.
     few = step_trace.part(0, min(step_trace.num_sequences, 4 * nodes.ranks))
-    longest = int(few.sequence_lengths.max())
+    longest = max(1, int(few.sequence_lengths.max()))
     budget = longest if token_budget is None else min(token_budget, longest)
     _plan(POLICIES[policy], SequenceCounts.from_trace(few), homes, nodes, budget, costs)
     start = time.perf_counter()
