@@ -215,6 +215,16 @@ def test_writing_ends_at_its_limit_and_before_the_disk_is_full(
     assert not list((tmp_path / "full").iterdir())
 
 
+def test_steps_after_an_error_have_figures(caplog: pytest.LogCaptureFixture) -> None:
+    errors = [RuntimeError("one"), RuntimeError("another"), RuntimeError("one")]
+    with observed() as observer:
+        with mock.patch.object(Observation, "take", side_effect=errors):
+            for step in range(3):
+                assert figures_of(observer, miles(sequences(step)), step) == {}
+        assert figures_of(observer, miles(sequences()), 3)["rollout/moe/step"] == 3
+    assert [record.getMessage().partition("no figures ")[2] for record in caplog.records] == ["(one)", "(another)"]
+
+
 def test_a_sink_that_ends_its_thread_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
     steps: list[int] = []
 
