@@ -56,6 +56,13 @@ def test_the_last_complete_checkpoint_is_found(tmp_path: Path) -> None:
     found = last_checkpoint(tmp_path)
     assert found is not None
     assert (found.step, found.directory.name) == (100_000, "step-100000")
+    # A run that continues writes later ones anew, and those without state.
+    for step in (100_000, 100_001):
+        (tmp_path / "checkpoints" / f"step-{step}" / "earlier").touch()
+        assert not (write(tmp_path, step) / "earlier").exists()
+    found = last_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 100_001
 
 
 def test_optimizer_state_is_the_same_from_one_file_and_from_many(

@@ -105,14 +105,15 @@ def test_the_rollout_gets_the_trained_weights_and_metrics_are_of_all_ranks(folde
     rolled_out: list[Sequence] = []
     roll_out, taken = trainer.rollout, trainer.session.take_metrics
     counters: list[dict[str, float]] = []
+    planned = {"plan/waited_s": 1e6, "moe/planned_replicas": 7.0, "moe/planned_max_vio": 0.5}
 
     def roll_out_and_keep(step: int) -> list[Sequence]:
         rolled_out.extend(roll_out(step))
         return rolled_out
 
     def take() -> dict[str, float]:
-        # Without replicas the real figures are 0.
-        counters.append(taken() | {"transfer/peer_bytes": 100.0 + trainer.rank})
+        # Without replicas the real figures are 0, and none are planned while the step runs.
+        counters.append(taken() | {"transfer/peer_bytes": 100.0 + trainer.rank} | planned)
         return counters[-1]
 
     with (
@@ -133,8 +134,10 @@ def test_the_rollout_gets_the_trained_weights_and_metrics_are_of_all_ranks(folde
     assert metrics["moe/micro_steps"] == entered.call_count
     for name, value in counters[-1].items():
         values = [of_rank[name] for _, of_rank in gathered]
-        assert metrics[name] == pytest.approx(value if name.startswith("moe/") else sum(values)), name
+        assert metrics[name] == pytest.approx(value if name.startswith(("moe/", "plan/")) else sum(values)), name
     assert metrics["transfer/peer_bytes"] == 201
+    assert metrics["waited_s"] > 1e6
+    assert (metrics["moe/replicas"], metrics["moe/max_vio_after"], metrics["plan/background_s"]) == (7, 0.5, 0)
 
     assert 0 < metrics["ppo/rollout_logprob_diff"] < 0.1
     assert_synced(trainer)
@@ -145,15 +148,19 @@ def test_the_rollout_gets_the_trained_weights_and_metrics_are_of_all_ranks(folde
 
 @runs_on_ranks()
 def test_live_routing_with_replicas_trains_as_without(folder: Path) -> None:
-    found = []
+    found, forwards = [], []
     with mock.patch.object(balancer, "choose_quotas", quotas_of_few):
         for policy in ("off", "quota"):
             trainer = start(folder, mode="live", policy=policy, slots=2, gradient_checkpointing=policy == "quota")
             with mock.patch.object(trainer.session, "plan_ahead", side_effect=AssertionError):
                 trainer.rollout(0)
-            mine = make_sequences(16)[trainer.rank :: 2]
+            mine, entered = make_sequences(16)[trainer.rank :: 2], mock.Mock(return_value=None)
+            trainer.model.base_model.layers[0].self_attn.register_forward_pre_hook(entered)
             found.append([trainer.train(mine, step, StepClock())[1] for step in range(2)])
+            forwards.append(entered.call_count)
             trainer.close()
+    # With gradient checkpointing, which only models in training mode have, an update runs layers twice.
+    assert 2 * forwards[1] == 3 * forwards[0] > 0
     for expected, actual in zip(*found, strict=True):
         for name in ("loss", "grad_norm", "ppo/rollout_logprob_diff", "live/max_vio_before"):
             assert actual[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name

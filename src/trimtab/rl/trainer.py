@@ -365,8 +365,7 @@ class Trainer:
         """Write the routing of all ranks to `routing/step-*.parquet`. Collective."""
         traces = gather(prepared.trace)
         if traces:
-            whole = [trace for trace in traces if trace.num_sequences] or traces[:1]
-            write_trace(RoutingTrace.concatenate(whole), self._routing_file(step))
+            write_trace(RoutingTrace.concatenate(traces), self._routing_file(step))
 
     def save(self, step: int) -> None:
         """Write a checkpoint after `step` RL steps. Collective."""
