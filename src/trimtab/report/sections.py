@@ -174,7 +174,7 @@ def _bars(
             for part, title in used.items()
             if amounts.get(part, 0.0) > 0
         ]
-        if not pieces and total > 0:
+        if not pieces:
             pieces = [('class="unknown" style="', total, "all parts", "not broken down")]
         spans = "".join(
             f'<span {style}width:{100 * amount / longest:.3f}%" '

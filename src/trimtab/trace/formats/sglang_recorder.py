@@ -162,7 +162,7 @@ def _from_physical_counts(dump: Mapping[Any, Any], passes: Any, options: ImportO
     counts = []
     for each in passes:
         physical = integers(field(each, PASS_COUNTS), f"{_name(each)}: {PASS_COUNTS}", 2)
-        if logical is None or logical.shape != physical.shape or logical.min(initial=0) < 0:
+        if logical is None or logical.shape != physical.shape or (logical < 0).any():
             raise InputError(f"{_name(each)}: {PASS_COUNTS} and {MAP} do not fit together")
         experts = int(logical.max(initial=0)) + 1
         if experts > physical.shape[1]:
