@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from helpers.trace_counts import random_counts, trace_counts_of
 from trimtab.analysis import TraceCounts, analyze
 from trimtab.analysis.analysis import figures
+from trimtab.analysis.cost_estimate import CostEstimate, PermutedIds
 from trimtab.analysis.fixed_placements import PlacementComparison, PlacementStrategy
 from trimtab.analysis.summary import answer, cost_summary, layers_summary, notes
+from trimtab.simulator.resampling import LEAST_SEQUENCES
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,19 @@ def test_the_answer_depends_on_what_placements_recover(past: float, step: float,
         for knows, lost in (("past", past), ("step", step))
     )
     assert words in answer(replace(analysis, placements=PlacementComparison(ways, "step", 2)))
+
+
+@pytest.mark.parametrize(("permuted_s", "percent"), [(0.0, "0%"), (0.3, "15%")])
+@pytest.mark.parametrize("sequences", [None, LEAST_SEQUENCES, LEAST_SEQUENCES - 1])
+@pytest.mark.parametrize("layers", [1, 4])
+def test_the_cost_in_seconds(permuted_s: float, percent: str, sequences: int | None, layers: int) -> None:
+    analysis = analyze(trace_counts_of([[[9, 1, 1, 1]], [[1, 9, 1, 1]]]), ranks=2)
+    estimate = CostEstimate("h100x8", "m", 2.0, 0.5, {}, (0.5,), layers, sequences=sequences)
+    permuted = PermutedIds(5, 0.1, step_s=2.0, lost_s=permuted_s)
+    text = cost_summary(replace(analysis, estimate=estimate, permuted=permuted))
+    assert f"0.5 s of a step of 2 s (25%; {percent} with permuted expert ids) on h100x8 with m" in text
+    assert ("scaled from 1 to 4 MoE layers" in text) == (layers == 4)
+    assert ("too few sequences" in text) == (sequences == LEAST_SEQUENCES - 1)
 
 
 FEW = "much of the imbalance is random"

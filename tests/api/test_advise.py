@@ -181,7 +181,7 @@ def test_what_does_not_fit_names_settings_that_do() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"ranks": 5}, "--ranks 5 doesn't divide the 16 experts"),
+        ({"ranks": 5, "gpu_hour": 0.0}, "--ranks 5 doesn't divide the 16 experts"),
         ({"gpu_hour": -1.0}, "gpu_hour: -1.0 should be 0 or more"),
         ({"gpu_hour": float("nan")}, "gpu_hour: nan should be 0 or more"),
         ({"token_budget": 64}, "micro_steps: not allowed with argument token_budget"),
