@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from trimtab.planner import SequenceCounts
 from trimtab.report.model import PolicyResult, Report
 from trimtab.report.policies_table import balance_and_replicas, policies_table, sweep_table
 from trimtab.report.sections import _memory_table, _parts_table
-from trimtab.report.simulation import answer, policy_results, setting_facts, simulation_report, table_title
+from trimtab.report.simulation import answer, notes, policy_results, setting_facts, simulation_report, table_title
 from trimtab.report.tables import TableData, balance_tables, plan_balance_table, trace_facts
 from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase, step_of
@@ -115,6 +116,21 @@ def test_the_answer_has_the_cost_of_imbalance_and_speed_ups(simulated: Simulated
     assert "Perfectly even routing would make it 2.50 times as fast. " in text
     assert "With expert ids permuted, imbalance costs 50%, and trimtab is 1.50 times as fast as static" in text
     assert text.endswith(" and 1.20 times as fast as eplb.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"The trace has 2 of the model's 6 MoE layers"}),
+        ({"model": replace(MODEL, moe_layers=2)}, set()),
+        ({"model": replace(MODEL, moe_layers=2), "measured": 2}, {"Seconds are the mean of 2 steps"}),
+        ({"model": replace(MODEL, moe_layers=2), "earlier": ()}, {"The trace has no earlier step"}),
+    ],
+)
+def test_notes_are_those_of_the_case(changes: dict[str, Any], expected: set[str], simulated: SimulatedCase) -> None:
+    case = replace(simulated.case, **changes)
+    text = " ".join(notes(step_of(some_trace(), None)[0], [replace(simulated, case=case)]))
+    assert set(re.findall(r"The trace has [^;:]*|Seconds are the mean of \d steps", text)) == expected
 
 
 def test_maps_show_loads_of_homes_before_and_those_of_the_plan_after(simulated: SimulatedCase, report: Report) -> None:

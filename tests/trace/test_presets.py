@@ -11,7 +11,7 @@ import pytest
 from trimtab import InputError, RoutingTrace
 from trimtab.planner import pack_by_length
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.trace import PRESETS, synthesize_preset
+from trimtab.trace import PRESETS, SkewPreset, synthesize_preset
 from trimtab.trace.counting import count_experts
 from trimtab.trace.presets import _domain_popularity
 from trimtab.trace.sampling import derive, sample_experts
@@ -120,6 +120,20 @@ def test_popularity_is_zipf_with_exponents_spread_over_the_layers() -> None:
             assert np.sort(exponents_L) == pytest.approx(low + (high - low) * (np.arange(10) + 0.5) / 10)
         expected = np.arange(1, 33) ** -exponents_DL[..., None]
         assert np.allclose(descending_DLE, expected)
+
+
+@pytest.mark.parametrize(("changes", "ratio"), [({}, 1.0), ({"clustering": 1.0}, 63 / 7)])
+def test_neighbours_are_equally_hot_only_with_clustering(changes: dict[str, Any], ratio: float) -> None:
+    """Variance of the mean rank of an eighth, over that of 8 of 64 ranks drawn at random."""
+    keys = derive(np.uint64(7), np.arange(300, dtype=np.uint64))
+    preset = SkewPreset("own", zipf=(1.0, 1.0), domains=2, **changes)
+    first_LE, second_LE = _domain_popularity(preset, keys, 64, 0)
+    mean_rank_LN = (1 / first_LE).reshape(300, 8, 8).mean(axis=2)
+    random = (64**2 - 1) / 12 / 8 * (64 - 8) / (64 - 1)
+    assert ((mean_rank_LN - 32.5) ** 2).mean() / random == pytest.approx(ratio, rel=0.15)
+    # Domains and steps do not differ by default.
+    assert np.array_equal(first_LE, second_LE)
+    assert np.array_equal(first_LE, _domain_popularity(preset, keys, 64, 3)[0])
 
 
 def test_random_numbers_do_not_change() -> None:

@@ -106,14 +106,21 @@ def test_classes_with_endless_names_are_refused() -> None:
         load(named(600))
 
 
-def tensor_program(size: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, count: int = 4) -> bytes:
-    """A torch file whose tensor has any given shape; the storage has four elements."""
+def tensor_program(size: Any, strides: Any, offset: Any = 0, count: int = 4, **changes: Any) -> bytes:
+    """A torch file whose tensor has any given shape; the storage has four elements.
+
+    Args:
+        changes: the storage or dtype of a tensor that names its dtype.
+    """
     storage = object()
 
     class Claim:
         def __reduce__(self) -> Any:
-            arguments: Any = (storage, offset, size, strides, False, collections.OrderedDict())
-            return torch._utils._rebuild_tensor_v2, arguments
+            facts: Any = (offset, size, strides, False, collections.OrderedDict())
+            if changes:
+                named = {"storage": storage, "dtype": torch.int64} | changes
+                return torch._utils._rebuild_tensor_v3, (named["storage"], *facts, named["dtype"])
+            return torch._utils._rebuild_tensor_v2, (storage, *facts)
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, thing: Any) -> Any:
@@ -129,7 +136,8 @@ def tensor_program(size: tuple[int, ...], strides: tuple[int, ...], offset: int 
 
 
 def test_tensors_larger_than_their_storage_are_refused() -> None:
-    assert np.array_equal(load(tensor_program((2, 2), (2, 1))).numpy(), [[0, 1], [2, 3]])
+    for right in (tensor_program((2, 2), (2, 1)), tensor_program((2, 2), (2, 1), dtype=torch.int64)):
+        assert np.array_equal(load(right).numpy(), [[0, 1], [2, 3]])
     for claim in [
         tensor_program((5,), (1,)),
         tensor_program((1 << 40,), (1,), count=1 << 40),
@@ -141,9 +149,20 @@ def test_tensors_larger_than_their_storage_are_refused() -> None:
         tensor_program((1 << 62, 1 << 62), (0, 0)),
         tensor_program((0, 1 << 62), (1, 1)),
         tensor_program((1,) * 40, (1,) * 40),
+        tensor_program((2, 2), [2, 1]),
+        tensor_program((2, 2), (2, 1.0)),
+        tensor_program((2.0, 2), (2, 1)),
     ]:
         with pytest.raises(InputError):
             load(claim).numpy()
+    for claim in (
+        tensor_program((2, 2), (2, 1), storage=[0, 1, 2, 3]),
+        tensor_program((2, 2), (2, 1), dtype=4),
+        tensor_program((2, 2), (2, 1), offset=0.0),
+        tensor_program([2, 2], (2, 1)),
+    ):
+        with pytest.raises(InputError):
+            load(claim)
 
 
 HUGE = 1 << 60
