@@ -201,6 +201,18 @@ def test_message_levels(
         assert all(line.startswith(note) for line, note in zip(lines, notes, strict=True))
 
 
+@pytest.mark.parametrize("words", [("analyze",), ("simulate", "--ranks", "4", "--policy", "static")])
+def test_no_progress_bar_is_left_on_a_terminal(
+    words: tuple[str, ...], trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main([words[0], trace, *words[1:]]) == 0
+    before, _, after_the_last_erased_line = capsys.readouterr().err.rpartition("\x1b[2K")
+    assert "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in before
+    assert "\N{BOX DRAWINGS HEAVY HORIZONTAL}" not in after_the_last_erased_line
+
+
 def test_the_library_configures_no_logging() -> None:
     code = "import logging, trimtab.api.plan; print(logging.getLogger('trimtab').handlers, logging.root.handlers)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
