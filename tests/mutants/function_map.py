@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import json
 import math
 import mmap
@@ -212,7 +213,7 @@ class FunctionMap:
         stored = json.loads(MAP.read_text()) if MAP.exists() else {"names": [], "files": {}}
         self._names: list[str] = stored["names"]
         self._files: dict[str, Any] = {
-            file: value for file, value in stored["files"].items() if _digest(file) == value["digest"]
+            file: value for file, value in stored["files"].items() if digest_of(file) == value["digest"]
         }
         self.seconds: dict[str, float] = {}
         self.fixtures: dict[str, dict[str, float]] = {}
@@ -245,7 +246,7 @@ class FunctionMap:
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
         (copy / "src" / "function_notes.py").write_text(NOTES_MODULE)
         (folder / "names.json").write_text(json.dumps(names))
-        digests = {file: _digest(file) for file in files}
+        digests = {file: digest_of(file) for file in files}
         environment = os.environ | {
             FOLDER: str(folder),
             "PYTHONPATH": str(copy / "src"),
@@ -275,9 +276,11 @@ class FunctionMap:
 
 
 @cache
-def _digest(file: str) -> str:
-    """Of a test file, the helpers that it imports, and this one, which says what is recorded."""
-    digest = hashlib.sha256(Path(__file__).read_bytes())
+def digest_of(file: str) -> str:
+    """Of a test file, the helpers that it imports, and what says what is recorded."""
+    digest = hashlib.sha256(NOTES_MODULE.encode())
+    for recorder in (blocks_of, note_calls, CallRecorder):
+        digest.update(inspect.getsource(recorder).encode())
     for path in sorted(_with_helpers(ROOT / file, set())):
         digest.update(path.read_bytes())
     return digest.hexdigest()

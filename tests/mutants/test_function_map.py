@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from mutants import function_map
 from mutants.copies import ROOT
-from mutants.function_map import FOLDER, NOTES_MODULE, block_at, note_calls
+from mutants.function_map import FOLDER, NOTES_MODULE, FunctionMap, block_at, digest_of, note_calls
 
 
 def test_functions_note_their_calls() -> None:
@@ -110,3 +111,16 @@ def test_seconds_of_a_fixture_are_those_of_all_tests_that_share_it(tmp_path: Pat
     assert not found["test_alone"][1]
     ran = {test: [names[number].partition(":")[2] for number in rest[2]] for test, rest in found.items()}
     assert ran == {"test_first": ["prepare"], "test_second": ["prepare", "use"], "test_alone": []}
+
+
+def test_tests_that_make_test_leaves_out_are_not_in_the_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = "tests/runtime/test_live.py"
+    kept, left_out = (f"{file}::test_any_choice_equals_the_single_process[{case}]" for case in ("quota", "feplb"))
+    tests: dict[str, Any] = {name: (1.0, {}, [0]) for name in (kept, left_out, f"{file}::test_other")}
+    stored = {file: {"digest": digest_of(file), "tests": tests}, "tests/test_files.py": {"digest": "", "tests": tests}}
+    monkeypatch.setattr(function_map, "MAP", tmp_path / "map.json")
+    function_map.MAP.write_text(json.dumps({"names": ["a.py:f"], "files": stored}))
+    known = FunctionMap()
+    assert known.functions == {kept: {"a.py:f"}, f"{file}::test_other": {"a.py:f"}}
+    assert file not in known.missing()
+    assert "tests/test_files.py" in known.missing()
