@@ -27,6 +27,7 @@ from helpers.processor_time import NO_PROGRESS, TOO_LONG
 from mutants.copies import ROOT, copy_kernels, copy_repository
 from mutants.function_map import MAP, FunctionMap
 from mutants.mutations import Mutation, find_mutations, read_signatures
+from mutants.read_mistakes import said_of
 from mutants.selection import Selection
 from mutants.trial import Trial
 
@@ -34,14 +35,15 @@ FIGURES = ROOT / "docs" / "benchmarks" / "mutants.json"
 PAGE = ROOT / "docs" / "testing.md"
 WORKERS = 2
 POLL_S = 0.2
-NOTICED = "killed", "no end"
+NOTICED, NO_CHANGE = ("killed", "no end"), "no change"
+OUTCOMES = (*NOTICED, NO_CHANGE, "undecided", "survived")
 # Tests without the mistake use less than one part in so many of the limit if a mistake that exceeds it has no end.
 SHARE = 3.0
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mistake: one of `NOTICED`, "survived" or "undecided", with the reason where there is one."""
+    """What became of a mistake: one of `OUTCOMES`, with the reason where there is one."""
 
     mutation: Mutation
     outcome: str
@@ -143,6 +145,8 @@ class Trials:
             self._end("survived", "no test calls it")
 
     def _end(self, outcome: str, reason: str = "") -> None:
+        if outcome == "survived" and (said := said_of(self._mutation)) and not said.startswith("tests/"):
+            outcome, reason = NO_CHANGE, said
         self.result = Result(self._mutation, outcome, reason, self._seconds)
 
 
@@ -195,6 +199,13 @@ def summarise(results: Sequence[Result]) -> dict[str, dict[str, int]]:
     return table | {"all": dict(Counter(result.outcome for result in results))}
 
 
+def not_noticed(counts: Mapping[str, int]) -> str:
+    """The share that was not noticed, of the mistakes that change something."""
+    total = sum(counts.get(outcome, 0) for outcome in OUTCOMES if outcome != NO_CHANGE)
+    noticed = sum(counts.get(outcome, 0) for outcome in NOTICED)
+    return f"{1 - noticed / total:.0%}" if total else "-"
+
+
 def figures_of(results: Sequence[Result], minutes: float) -> dict[str, Any]:
     """What is stored of a run: the numbers, and the mistakes that were not noticed."""
     left = sorted(str(result) for result in results if result.outcome not in NOTICED)
@@ -224,9 +235,7 @@ def main() -> int:
     minutes = (time.perf_counter() - start) / 60
     table = summarise(results)
     for package, counts in table.items():
-        total = sum(counts.values())
-        left = total - sum(counts.get(outcome, 0) for outcome in NOTICED)
-        print(f"{package:14} {left:3d} of {total:3d} not noticed ({left / total:.0%})")
+        print(f"{package:14} {not_noticed(counts)} not noticed")
     for result in sorted(results, key=lambda result: str(result.mutation)):
         if result.outcome != "killed":
             print(result)
@@ -260,11 +269,9 @@ def table_of(figures: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             lines.setdefault(name, Counter()).update(counts)
     if figures:
         lines["all"] = sum((Counter(run["packages"]["all"]) for run in figures.values()), Counter())
-    outcomes = (*NOTICED, "undecided", "survived")
-    header = ["folder", "mistakes", *outcomes, "not noticed"]
+    header = ["folder", "mistakes", *OUTCOMES, "not noticed"]
     return header, [
-        [name, str(counts.total()), *(str(counts[outcome]) for outcome in outcomes),
-         f"{1 - sum(counts[outcome] for outcome in NOTICED) / counts.total():.0%}"]
+        [name, str(counts.total()), *(str(counts[outcome]) for outcome in OUTCOMES), not_noticed(counts)]
         for name, counts in sorted(lines.items(), key=lambda line: (line[0].startswith("all"), line[0]))
     ]  # fmt: skip
 

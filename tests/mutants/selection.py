@@ -12,6 +12,7 @@ from pathlib import Path
 from mutants.copies import ROOT
 from mutants.function_map import FunctionMap, block_at
 from mutants.mutations import Mutation
+from mutants.read_mistakes import said_of
 
 # Processor seconds of the tests of a mistake together; and where kernels run as Python, many times slower.
 SECONDS, SECONDS_AS_PYTHON = 30.0, 0.5
@@ -25,7 +26,7 @@ class Selection:
 
     In turns the most specific of them, which calls the fewest other functions, and the one that calls most functions of
     the mistake's folder for its seconds, such as a comparison of many whole results. One case of each test is tried
-    before a second one of any.
+    before a second one of any. But a mistake for which someone has named a test is tried on that alone.
     """
 
     def __init__(self, functions: FunctionMap) -> None:
@@ -37,6 +38,8 @@ class Selection:
         Args:
             as_python: kernels are not compiled, so that only the quickest tests are of use, if there are any.
         """
+        if (named := said_of(mutation)) in self._functions.functions:
+            return ([], 0.0) if as_python else ([named], self._alone(named))
         block = block_at((ROOT / mutation.file).read_bytes(), mutation.function, mutation.line)
         callers = self._callers({f"{mutation.file}:{block}"}) or self._callers({f"{mutation.file}:{mutation.function}"})
         if mutation.is_kernel:
@@ -51,21 +54,18 @@ class Selection:
 
         def specific(test: str) -> tuple[bool, int, float]:
             file = test.partition("::")[0]
-            return Path(file).name != own, len(self._functions.functions[test]), alone(test)
+            return Path(file).name != own, len(self._functions.functions[test]), self._alone(test)
 
         def broad(test: str) -> float:
             called = sum(name.startswith(folder) for name in self._functions.functions[test])
-            return -called / (alone(test) + LEAST_S)
-
-        def alone(test: str) -> float:
-            return self._functions.seconds[test] + sum(self._functions.fixtures[test].values())
+            return -called / (self._alone(test) + LEAST_S)
 
         chosen: list[str] = []
         made: dict[str, float] = {}
         left = limit = SECONDS_AS_PYTHON if as_python else SECONDS
         # Equal ones in the order of their names, so that every run chooses the same.
-        named = sorted(callers)
-        turns = zip(*(_one_case_first(sorted(named, key=order)) for order in (specific, broad)), strict=True)
+        tests = sorted(callers)
+        turns = zip(*(_one_case_first(sorted(tests, key=order)) for order in (specific, broad)), strict=True)
         for test in dict.fromkeys(test for turn in turns for test in turn):
             fixtures = self._functions.fixtures[test]
             seconds = self._functions.seconds[test] + sum(s for name, s in fixtures.items() if name not in made)
@@ -74,6 +74,10 @@ class Selection:
                 made |= fixtures
                 left -= seconds
         return chosen, limit - left
+
+    def _alone(self, test: str) -> float:
+        """Processor seconds of a test with its fixtures."""
+        return self._functions.seconds[test] + sum(self._functions.fixtures[test].values())
 
     def users_of(self, file: str) -> set[str]:
         """The file and those that import it, directly or by others: kernels of it may be parts of theirs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 from numba.core.caching import UserProvidedCacheLocator
 
+from mutants import read_mistakes
 from mutants.copies import ROOT, copy_kernels
 from mutants.mutations import Mutation, find_mutations
+from mutants.read_mistakes import READ, change_of
 from mutants.selection import SECONDS, Selection
 
 PIPELINE = "src/trimtab/simulator/pipeline.py"
@@ -84,3 +87,24 @@ def test_kernels_that_may_have_the_mistake_are_left_out(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy_kernels(copy, tmp_path / "cache", stale=[PIPELINE, "src/trimtab/policies/links.py"])
     assert {path.name.partition(".")[0] for path in folder(copy).iterdir()} == {"pipelines", "links"}
+
+
+def test_a_mistake_is_tried_on_the_test_that_a_reader_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, named, other = mistake_in("one_forward_one_backward"), "tests/test_files.py::test_it", "tests/test_kernels.py::test"
+    known = selection_of({named: set(), other: {f"{PIPELINE}:Pipeline.of"}})
+    change = change_of(kernel, (ROOT / PIPELINE).read_bytes())
+    monkeypatch.setattr(read_mistakes, "_read", lambda: {PIPELINE: {change: named}})
+    assert known.tests_of(kernel) == ([named], 1.0)
+    # Not as Python: the test may be one of ranks.
+    assert known.tests_of(kernel, as_python=True) == ([], 0.0)
+    monkeypatch.setattr(read_mistakes, "_read", lambda: {PIPELINE: {change + " ": named}})
+    assert named not in known.tests_of(kernel)[0]
+
+
+def test_what_readers_said_is_of_mistakes_that_can_be_made() -> None:
+    """Otherwise a line has changed, and the mistake has to be read again."""
+    read: dict[str, dict[str, str]] = json.loads(READ.read_text())
+    for file, of_file in read.items():
+        source = (ROOT / file).read_bytes()
+        made = {change_of(mistake, source) for mistake in find_mutations(file, source, {})}
+        assert set(of_file) <= made

@@ -84,16 +84,19 @@ def test_backwards_after_suspension_are_refused() -> None:
     any_loop.step(loop)
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+RUNS = {"plain": "between the forward", "checkpoint": "another plan was applied", "reentrant checkpoint": "recomputed"}
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("suspends", [False, True])
 @runs_on_ranks()
-def test_planned_backwards_are_refused_when_the_session_goes_on(recomputes: bool, suspends: bool) -> None:
+def test_planned_backwards_are_refused_when_the_session_goes_on(run: str, suspends: bool) -> None:
     loop = start()
-    any_loop.forward(loop, 0, "checkpoint" if recomputes else "plain", 1)
+    any_loop.forward(loop, 0, run, 1)
     if suspends:
         loop.session.suspend()
     any_loop.plan(loop, 1, moves=False)
-    with pytest.raises(RuntimeError, match="another plan was applied"):
+    with pytest.raises(RuntimeError, match=RUNS[run]):
         loop.pending.pop(1).loss.backward()
 
 
@@ -244,6 +247,8 @@ def test_trained_weights_are_loaded_within_first_homes_for_its_end() -> None:
     session.move(Placement(before[:, np.r_[num_homes : session.num_experts, :num_homes]].copy()))
     update_and_step(loop, 3)
     mine = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    with pytest.raises(OSError, match="no such weights"), session.first_homes():
+        raise OSError("no such weights")
     with session.first_homes():
         with torch.no_grad():
             for parameter in loop.model.parameters():
