@@ -24,10 +24,11 @@ from rich.progress import track
 
 from benchmarks.harness import Figures, main
 from benchmarks.tables import Cell, Columns, Row, figure_table, quantity
+from benchmarks.transfer_clock import TransferClock
 from benchmarks.transfer_plans import measure_critical_path, measure_planned_layer
 from trimtab.calibration.alternating_rounds import medians
 from trimtab.calibration.calibrate import measure_on_ranks
-from trimtab.calibration.measurement import Clock, add_random_layer, random_experts, run_experts, this_device
+from trimtab.calibration.measurement import add_random_layer, random_experts, run_experts, this_device
 from trimtab.calibration.transfer_rates import mirror_of
 from trimtab.cli.options import add_options
 from trimtab.cli.parser import Parser
@@ -108,7 +109,7 @@ def _measure_alone(sizes: TransferSizes, rounds: int) -> dict[str, Any]:
     """All figures of one process."""
     torch.manual_seed(SEED)
     device = this_device()
-    clock = Clock(device)
+    clock = TransferClock(device)
     measures: dict[str, Callable[..., Any]] = {
         "grouped": measure_grouped,
         "host_path": measure_host_path,
@@ -130,7 +131,7 @@ def _measure_alone(sizes: TransferSizes, rounds: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure_grouped(
-    sizes: TransferSizes, model: ModelSpec, clock: Clock, device: torch.device, rounds: int
+    sizes: TransferSizes, model: ModelSpec, clock: TransferClock, device: torch.device, rounds: int
 ) -> dict[str, Any]:
     """Forward of a layer's experts, with the same number of tokens each."""
     stacks = random_experts(model, model.num_experts, sizes.dtype, device)
@@ -148,7 +149,7 @@ def measure_grouped(
 
 @torch.no_grad()
 def measure_host_path(
-    sizes: TransferSizes, model: ModelSpec, clock: Clock, device: torch.device, rounds: int
+    sizes: TransferSizes, model: ModelSpec, clock: TransferClock, device: torch.device, rounds: int
 ) -> dict[str, Any]:
     """Copies of a rank's experts from the mirror into slots, during the rank's compute and without it."""
     experts = model.num_experts // sizes.ranks
@@ -174,7 +175,7 @@ def measure_host_path(
         begun = clock.now()
         compute(compute_times)
         computed = clock.now()
-        copied_s, computed_s = clock.seconds(start, copied), clock.seconds(begun, computed)
+        copied_s, computed_s = clock.seconds(start, copied()), clock.seconds(begun, computed)
         return {"copy_s": copied_s / max(1, copy_times), "compute_s": computed_s / max(1, compute_times)}
 
     # As many copies and computations as take about the same time.
@@ -239,7 +240,7 @@ def measure_peers(sizes: TransferSizes, rounds: int) -> dict[str, Any]:
     figures: Figures = {}
     if rank == 0:
         pairs = [(s, p) for row in range(PEER_EXPERTS) for s, p in zip(slots, peers.row(0, 1, row), strict=True)]
-        copy_s = Clock(device).medians({"copy": lambda: copies.start(pairs)()}, rounds)["copy"]
+        copy_s = TransferClock(device).medians({"copy": lambda: copies.start(pairs)()}, rounds)["copy"]
         figures = {
             "ranks": ranks,
             "memory": "symmetric memory" if on_device else "shared host memory",

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from benchmarks.transfer_clock import TransferClock
 from trimtab.array_type import Array
-from trimtab.calibration.measurement import Clock, add_random_layer, random_experts, random_inputs, run_experts
+from trimtab.calibration.measurement import add_random_layer, random_experts, random_inputs, run_experts
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.doctor.planned_micro_step import OneRankPlan
 from trimtab.planner import Placement, StepPlan, Workload, pack_by_length, plan_step
@@ -50,7 +51,7 @@ def one_rank_plan(trace: RoutingTrace, slots: int) -> StepPlan:
 
 
 def measure_planned_layer(
-    sizes: TransferSizes, model: ModelSpec, clock: Clock, device: torch.device, rounds: int
+    sizes: TransferSizes, model: ModelSpec, clock: TransferClock, device: torch.device, rounds: int
 ) -> dict[str, Any]:
     """Forward and backward of a planned micro-step at world size 1, where nothing may wait for the GPU.
 
@@ -108,7 +109,7 @@ def measure_planned_layer(
 
 
 def measure_critical_path(
-    sizes: TransferSizes, model: ModelSpec, clock: Clock, device: torch.device, rounds: int
+    sizes: TransferSizes, model: ModelSpec, clock: TransferClock, device: torch.device, rounds: int
 ) -> dict[str, Any]:
     """Expert compute, forward and backward, of every rank of one instance: static, planned, and with even routing.
 

@@ -90,7 +90,11 @@ def test_kernels_that_may_have_the_mistake_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_tried_on_the_test_that_a_reader_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, named, other = mistake_in("one_forward_one_backward"), "tests/test_files.py::test_it", "tests/test_kernels.py::test"
+    kernel, named, other = (
+        mistake_in("one_forward_one_backward"),
+        "tests/test_files.py::test_it",
+        "tests/test_kernels.py::test",
+    )
     known = selection_of({named: set(), other: {f"{PIPELINE}:Pipeline.of"}})
     change = change_of(kernel, (ROOT / PIPELINE).read_bytes())
     monkeypatch.setattr(read_mistakes, "_read", lambda: {PIPELINE: {change: named}})
