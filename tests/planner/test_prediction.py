@@ -175,6 +175,24 @@ def test_weights_wait_for_a_buffer_whose_layer_has_run() -> None:
     assert (found.parts_s["transfers"], found.seconds) == (2.0, 10 + 2 + 2 + 2 + 2 * (10 + 2 + 2))
 
 
+@pytest.mark.parametrize(("spare", "waiting_s"), [(1.0, 1.0), (0.25, 7.75), (0.0, 10.0)])
+def test_rows_leave_a_part_of_a_link_to_weights(spare: float, waiting_s: float) -> None:
+    """The weights of layer 1's replica take 10 s, if nothing else uses the link. Rank 0 sends 4 rows of layer 0, which
+    come back, and a row of layer 1: each row takes 1 s. So the layer begins after 9 s, with `9 * spare` s of them sent.
+    """
+    counts_MLRE = np.array([[[[0, 4], [0, 0]], [[2, 0], [0, 1]]]], np.int32)
+    workload = Workload.known(counts_MLRE)
+    plan = StepPlan.from_instances(
+        random_schedule(np.random.default_rng(0), 0, num_ranks=2, num_micro_steps=1),
+        Placement.contiguous(2, 2, 2), [np.empty((0, 2), np.int64), np.array([[0, 1]])],
+        [np.empty((0, 2), np.int64), np.array([[1, 0]])], mixed_ML=workload.mixed_ML,
+        cluster=ClusterSpec(2, 2, 1),
+    )  # fmt: skip
+    costs = free_costs(near_row_s=1.0, near_weights_s=10.0, near_spare=spare)
+    found = predict([plan], [workload], StepCosts(costs, forwards=1, ring_layers=2))
+    assert (found.parts_s["dispatch"], found.parts_s["transfers"]) == (2 * (2 * 4 + 2 * 1), waiting_s)
+
+
 def test_gradients_wait_for_a_buffer_whose_gradients_have_returned() -> None:
     """Rank 1 has a replica in layers 1, 3 and 4, whose gradients take 10 s each; there are 2 buffers.
 
