@@ -78,6 +78,20 @@ class ConsolidatedTensorDict(TensorDict):
         return _rebuild_tensordict_files_consolidated, (metadata, torch.cat(parts))
 
 
+class EarlierTensorDict:
+    """As tensordict before 0.5 pickles it: its state, whose tensors are in a dictionary of a class of its own."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self.tensors = tensors
+
+    def __getstate__(self) -> Any:
+        return {"_tensordict": _StringOnlyDict(self.tensors), "_batch_size": torch.Size([len(SOURCES)])}
+
+
+class _StringOnlyDict(dict[str, Any]):
+    pass
+
+
 def _make_td(cls: Any, state: Any) -> Any:
     raise AssertionError("never run")
 
@@ -86,13 +100,15 @@ def _rebuild_tensordict_files_consolidated(metadata: Any, storage: Any) -> Any:
     raise AssertionError("never run")
 
 
+claim("tensordict.utils", "_StringOnlyDict", _StringOnlyDict)
 claim("tensordict._reductions", "_make_td", _make_td)
 claim("tensordict._reductions", "_rebuild_tensordict_files_consolidated", _rebuild_tensordict_files_consolidated)
 
 
 def pretended(kind: type[DataProto]) -> Any:
     classes = claim("verl.protocol", "DataProto", kind), claim("tensordict._td", "TensorDict", TensorDict)
-    return *classes, _make_td, _rebuild_tensordict_files_consolidated
+    earlier = claim("tensordict.tensordict", "TensorDict", EarlierTensorDict), _StringOnlyDict
+    return *classes, *earlier, _make_td, _rebuild_tensordict_files_consolidated
 
 
 def batch(num_experts: int = 128, dtype: torch.dtype = torch.int16, top_k: int = TOP_K) -> dict[str, torch.Tensor]:
@@ -143,8 +159,8 @@ def check(items: list[Record | Dropped], tensors: dict[str, torch.Tensor], label
 
 @pytest.mark.parametrize("num_experts", [8, 255, 256, 257, 384])
 @pytest.mark.parametrize("kind", [TorchDataProto, NumpyDataProto, OldDataProto])
-@pytest.mark.parametrize("tensor_dict", [TensorDict, ConsolidatedTensorDict])
-def test_data_protos(tmp_path: Path, num_experts: int, kind: type[DataProto], tensor_dict: type[TensorDict]) -> None:
+@pytest.mark.parametrize("tensor_dict", [TensorDict, ConsolidatedTensorDict, EarlierTensorDict])
+def test_data_protos(tmp_path: Path, num_experts: int, kind: type[DataProto], tensor_dict: type[Any]) -> None:
     tensors = batch(num_experts)
     with pretend(*pretended(kind)):
         content = kind(tensor_dict(tensors), LABELS, FACTS)
