@@ -181,18 +181,24 @@ def some_comparison(name: str = "trace") -> ComparisonReport:
     return ComparisonReport(names, compare_traces(names, first, second))
 
 
-def training_page(name: str, *, ranks_per_node: int = 2, static_s: Sequence[float] = (1.0,)) -> Report:
-    """The report of a run of 2 ranks in a folder of this name, on a model whose type is this name."""
+def training_page(
+    name: str, *, ranks_per_node: int = 2, static_s: Sequence[float] = (1.0,), replicas: int = 0
+) -> Report:
+    """The report of a run of 2 ranks in a folder of this name, on a model whose type is this name.
+
+    Args:
+        replicas: of each step, which has 3 micro-steps and a layer.
+    """
     recording = Recording(
         np.array([OTHER, DISPATCH, EXPERTS, COMBINE], np.uint8), np.array([-1, 0, 0, 0], np.int16),
         np.arange(4.0), np.arange(1.0, 5.0), ((0, 0.0, 4.0),) * 2,
     )  # fmt: skip
     figures: dict[str, Any] = dict.fromkeys((field.name for field in fields(PlanReport)), 0)
     memory = RankMemory(**dict.fromkeys((field.name for field in fields(RankMemory)), 0))
-    metrics = PlanReport(**figures | {"memory": memory}).metrics()
+    metrics = PlanReport(**figures | {"memory": memory, "replicas": replicas}).metrics()
     metrics |= {"loss": 0.5, "grad_norm": 1.0, "plan/background_s": 0.01}
     measured = MeasuredPolicy(
-        [1.0] * len(static_s), [metrics] * len(static_s), np.full((1, 1, 2), 8), metrics, (recording, recording)
+        [1.0] * len(static_s), [metrics] * len(static_s), np.full((3, 1, 2), 8), metrics, (recording, recording)
     )
     # Only its name is shown. A folder's has no slash, but this one must.
     folder: Any = SimpleNamespace(name=name)

@@ -70,6 +70,7 @@ def test_a_heatmap_is_of_the_first_plan() -> None:
     np.testing.assert_array_equal(ax.images[0].get_array().filled(np.nan), np.transpose(RATIOS["static"]))
     assert [text.get_text() for text in ax.get_yticklabels()] == ["3", "5"]
     assert ax.get_legend() is None
+    assert ax.images[0].colorbar.ax.get_ylabel()
     pyplot.close(ax.figure)
 
 
@@ -82,6 +83,14 @@ def test_files_are_the_same_in_every_run(form: str, tmp_path: Path) -> None:
         assert all(file.read_bytes().startswith(begins) for file in files)
     for kind in KINDS:
         assert (tmp_path / "one" / f"{kind}.{form}").read_bytes() == (tmp_path / f"other/{kind}.{form}").read_bytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_axes_have_labels(kind: str) -> None:
+    ax = made().plot(kind)
+    assert ax.get_xlabel()
+    assert ax.get_ylabel()
+    pyplot.close(ax.figure)
 
 
 def test_instances_without_any_load_are_drawn() -> None:

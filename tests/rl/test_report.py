@@ -57,6 +57,10 @@ def test_parts_are_means_over_ranks_and_add_up_to_the_step() -> None:
     })  # fmt: skip
 
 
+def test_replicas_are_those_of_one_layer_of_a_micro_step() -> None:
+    assert [policy.replicas_per_instance for policy in training_page("a run", replicas=6).policies] == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("static_s", "marked"), [([1.2, 1.3] * 8, "trimtab"), ([0.8, 0.9] * 8, "static"), ([0.5, 0.5, 2.0] * 5, "")]
 )
