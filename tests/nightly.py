@@ -27,7 +27,7 @@ RUN_BY_MAKE_TEST: Mapping[str, tuple[str, ...]] = {
         "rewrite_without_writing", "leave_an_element_of_one_expert", "wait_in_every_layer",
         "soak_with_rows_that_stay", "soak_that_sends_old_values",
     ),
-    "doctor/test_megatron_run.py::test_mistakes_are_found": ("exports", "steps"),
+    "doctor/test_megatron_run.py::test_mistakes_are_found": ("exports", "checkpoint", "steps"),
     "experiments/test_planning_times.py::test_a_tiny_run_writes_times_of_every_size": (),
     "experiments/test_simulated.py::test_a_small_run_gives_every_figure": (),
     "experiments/test_presets_published.py::test_a_preset_has_the_skew_it_is_named_after": (

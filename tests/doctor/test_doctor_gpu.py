@@ -81,6 +81,7 @@ def test_torchrun_and_wrong_numbers_of_ranks_are_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(InputError, match="--ranks is 5; every rank needs a GPU of its own, and there are 4"):
         examine_gpus(5)
+    assert examine_gpus(4, []) == examine_gpus(None, []) == GpuExamination(4, True, ())
 
 
 def test_stages_share_a_budget_and_the_folder_stays_only_for_dumps(

@@ -42,6 +42,14 @@ def test_every_stage_passes_on_two_ranks(stage: Stage) -> None:
         assert [finding.name for finding in findings] == links
 
 
+@runs_on_ranks(1)
+def test_layers_are_timed_on_one_rank() -> None:
+    """As on a machine with one GPU."""
+    with mock.patch.object(micro_step_stages, "CPU_TOKENS", (16,)):
+        (finding,) = micro_step_stages.check_layer()
+    assert finding.status == "ok"
+
+
 def rewrite_without_writing() -> None:
     with mock.patch.object(PeerMemory, "fill"):
         (finding,) = transfer_stages.check_rewriting()

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,7 +92,16 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = wandb.init(project="trimtab", dir=tmp_path)
     # The framework has logged later steps.
     run.log({"loss": 1.0}, step=9)
+    defined: list[str] = []
+    define = run.define_metric
+
+    def count(name: str, **axis: Any) -> Any:
+        defined.append(name)
+        return define(name, **axis)
+
+    monkeypatch.setattr(run, "define_metric", count)
     send(WandB)
+    assert sorted(defined) == ["rollout/moe/idle_share", "timing_s/moe_observe"]
     summary = dict(run.summary)
     run.finish()
     assert summary["rollout/moe/idle_share"] == 0.125
