@@ -160,7 +160,8 @@ def test_more_skew_than_break_even_pays(result: AdviceResult) -> None:
     assert break_even
     at, now = break_even
     assert at.low <= at.value <= at.high
-    assert at.value < now
+    # Even routing, of max/mean 1, does not pay.
+    assert 1 < at.value < now
 
 
 def test_dispatcher_and_groups_change_the_case() -> None:

@@ -72,3 +72,9 @@ def test_a_rank_with_a_free_slot_moves_its_own_tokens_to_take_others() -> None:
     counts_E, home_E = np.array([900, 0, 300, 300, 0, 0]), np.array([0, 0, 1, 1, 2, 2])
     load = InstanceLoad.of(counts_E, home_E, ClusterSpec(3, 3, 1), within_node=False)
     assert loads_after(load, add_replicas(load, 500, 1).T).max() == 500
+
+
+def test_ranks_of_one_node_are_reduced_although_those_of_another_can_not_be() -> None:
+    """Both ranks of node 0 have more than the target; node 1 has the room for what its first rank has above it."""
+    load = InstanceLoad.of(np.array([1000, 600, 900, 100]), np.arange(4), ClusterSpec(4, 2, 1), within_node=True)
+    assert loads_after(load, add_replicas(load, 500, 1).T).tolist() == [1000, 600, 500, 500]

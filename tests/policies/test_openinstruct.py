@@ -86,6 +86,13 @@ def test_swaps_reduce_the_rows_of_the_busiest_rank(seed: int) -> None:
     assert found[2] - bound < 0.5 * (start[0] - bound)
 
 
+def test_a_micro_step_without_rows_is_even() -> None:
+    problem, start_S2 = problem_of(0, micro_steps=1)
+    alone, beside = (measures(load_places(problem._replace(num_micro_steps=m), start_S2)) for m in (1, 2))
+    assert beside[3] == pytest.approx((alone[3] + 1) / 2)
+    assert beside[4] == alone[4]
+
+
 def test_greedy_places_are_taken_if_they_are_better() -> None:
     """Without swaps. The start has the short sequences on one rank and the long ones on the other."""
     problem, start_S2 = problem_of(0, ranks=2, micro_steps=1)

@@ -87,6 +87,21 @@ def test_transfers_of_drawn_sequences_are_those_of_their_copies() -> None:
         assert not part[~counted_ML].any()
 
 
+def test_one_of_several_equal_micro_steps_stands_for_all() -> None:
+    """Tokens share transfers in all of them as in the one that is counted."""
+    trace = some_trace().select(np.zeros(16, np.int64))
+    case = some_case(trace, token_budget=trace.num_tokens // 16, traces=(trace,))
+    whole, part = (
+        simulate_policy(replace(case, settings=StepSettings(counted_rows=rows)), "static") for rows in (1 << 62, 1)
+    )
+    assert whole.plan.num_micro_steps == 4
+    estimated = simulate_policy(replace(case, traces=()), "static")
+    for name in ("near_MLR", "far_MLR"):
+        found, counted, guessed = (getattr(each.simulated.work, name).sum(axis=2) for each in (part, whole, estimated))
+        assert found == pytest.approx(counted, rel=1e-9, abs=0)
+        assert guessed.sum() < counted.sum()
+
+
 def test_a_trace_keeps_its_prompts_and_its_sampled_part(tmp_path: Path) -> None:
     trace = replace(
         synthesize(num_sequences=4, sequence_length=3, num_layers=1, num_experts=4, top_k=2, zipf=0.5),
