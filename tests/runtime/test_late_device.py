@@ -7,6 +7,7 @@ or barrier. The long form runs more cases.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -43,6 +44,7 @@ from trimtab.runtime.transfer import message_rounds, streams
 from trimtab.runtime.transfer import ring as ring_module
 from trimtab.runtime.transfer.message_rounds import Posted
 from trimtab.runtime.transfer.mirror import NodeMirror
+from trimtab.runtime.transfer.peer_memory import PeerMemory
 from trimtab.runtime.transfer.ring import ReplicaRing
 from trimtab.trace import synthesize
 
@@ -206,6 +208,39 @@ def raise_on(condition: bool, error: Exception) -> None:
         raise error
 
 
+def peer_memory_bytes(session: Session) -> float:
+    return session.take_metrics()["transfer/peer_memory_bytes"]
+
+
+@runs_on_ranks()
+def test_ranks_read_each_other_if_a_plan_needs_it_and_try_it_once() -> None:
+    with late_device.install("lazy", peers=True):
+        session = session_with_one_replica(HOST)
+        assert peer_memory_bytes(session) == 0
+        apply_one_replica(session, PEER)
+        assert peer_memory_bytes(session) > 0
+        session.close()
+    with late_device.install("lazy"), mock.patch.object(PeerMemory, "across", return_value=None) as across:
+        session = session_with_one_replica(PEER)
+        apply_one_replica(session, PEER)
+        assert across.call_count == 1
+        session.close()
+
+
+@runs_on_ranks()
+def test_on_cpus_only_live_micro_steps_read_each_other() -> None:
+    session = session_with_one_replica(PEER)
+    assert peer_memory_bytes(session) == 0
+    session.mode = "live"
+    with session.live_micro_step():
+        assert peer_memory_bytes(session) > 0
+    session.finish_gradients()
+    session.mode = "plan"
+    apply_one_replica(session, PEER)
+    assert peer_memory_bytes(session) == 0
+    session.close()
+
+
 @pytest.mark.parametrize("way", ["step", "first homes", "suspend", "mode off"])
 @runs_on_ranks()
 def test_parameters_that_others_read_are_written_when_none_reads(way: str) -> None:
@@ -303,9 +338,10 @@ def test_far_mirrors_are_filled_in_rounds() -> None:
 
 @runs_on_ranks()
 def test_mirrors_grow_by_half() -> None:
-    """Within the session's limit."""
+    """Within the session's limit, and without open files, which would keep memory."""
     topology = Topology.build(None, 1, None)
     homes, sizes = random_homes(topology, 100, (4, 8)), list[int]()
+    files = len(os.listdir("/proc/self/fd"))
     for most in (1000, 45):
         mirror = NodeMirror(topology, homes.expert_like, homes.device, most * homes.expert_bytes)
         for count in (10, 11, 5, 40, 41):
@@ -314,6 +350,7 @@ def test_mirrors_grow_by_half() -> None:
             sizes.append(mirror.nbytes // homes.expert_bytes)
             if topology.rank == 0:
                 assert all(torch.equal(mirror.row(0, e)[0], homes.parameters[0][e]) for e in range(count))
+            assert len(os.listdir("/proc/self/fd")) == files
         mirror.close()
     assert sizes == [10, 15, 15, 40, 60, 10, 15, 15, 40, 45]
 

@@ -326,6 +326,30 @@ def test_measured_price_reaches_the_planner(lists: tuple[str, ...]) -> None:
 
 
 @runs_on_ranks()
+def test_the_plan_of_every_step_may_move_experts_unless_gradients_wait() -> None:
+    session, model, _ = make()
+    optimizer = torch.optim.SGD(model.parameters())
+    session.register_optimizers(optimizer)
+    step, allowed = Step(3), []
+    mine = step.trace.select(step.schedule.sequences_of(session.rank))
+
+    def plan(*inputs: Any, may_move: bool, **settings: Any) -> Any:
+        allowed.append(may_move)
+        return plan_schedule(*inputs, may_move=may_move, **settings)
+
+    with mock.patch("trimtab.runtime.step_planner.plan_schedule", plan):
+        for _ in range(2):
+            optimizer.zero_grad()
+            session.plan(mine, step.schedule)
+            step.run(session, model)
+        session.plan(mine, step.schedule)
+        optimizer.zero_grad()
+        session.plan(mine, step.schedule)
+    if session.rank == 0:
+        assert allowed == [True, True, False, True]
+
+
+@runs_on_ranks()
 def test_copies_of_experts_follow_a_move() -> None:
     """Writes to tensors made in inference mode have no version, so a move has to announce them."""
     session = Session(num_experts=2 * dist.get_world_size(), verify_weights=False)

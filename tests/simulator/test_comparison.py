@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.comparison_cases import MODEL, some_case, some_trace
-from trimtab import ClusterSpec, InputError, Placement, StepPlan
+from trimtab import ClusterSpec, InputError, Placement, RoutingTrace, StepPlan
 from trimtab.array_type import Array
 from trimtab.cluster import StepCosts
 from trimtab.planner import SequenceCounts, pack_by_length
@@ -239,6 +239,12 @@ def test_the_trace_hash_depends_on_the_routing_only() -> None:
     # What planning does not look at.
     assert trace_hash(replace(trace, model="another")) == own
     assert trace_hash(replace(trace, prompt_lengths=np.ones_like(trace.prompt_lengths))) == own
+
+
+def test_the_only_row_of_a_step_is_computed_on_another_node() -> None:
+    trace = RoutingTrace.from_sequences([np.full((1, 1, 1), 7)], num_experts=8)
+    case = some_case(trace, model=replace(MODEL, top_k=1, moe_layers=1))
+    assert simulate_policy(case, "static").cross_node_fraction == 1
 
 
 ODD: tuple[dict[str, Any], ...] = (

@@ -216,7 +216,7 @@ class LiveBalancer:
         none."""
         seconds, rows = self._measured.pop(layer, (lambda: None, 0))
         forward_s = seconds()
-        return (0, 0) if forward_s is None else (round((forward_s + self._choosing_s.get(layer, 0.0)) * 1e9), rows)
+        return (0, 0) if forward_s is None else (round((forward_s + self._choosing_s[layer]) * 1e9), rows)
 
     def count(self, micro_step: int, layer: int) -> int:
         """See `ReplicasOfStep`."""
