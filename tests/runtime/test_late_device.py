@@ -350,7 +350,7 @@ def test_mirrors_grow_by_half() -> None:
             sizes.append(mirror.nbytes // homes.expert_bytes)
             if topology.rank == 0:
                 assert all(torch.equal(mirror.row(0, e)[0], homes.parameters[0][e]) for e in range(count))
-            assert len(os.listdir("/proc/self/fd")) == files
+            assert len(os.listdir("/proc/self/fd")) <= files
         mirror.close()
     assert sizes == [10, 15, 15, 40, 60, 10, 15, 15, 40, 45]
 
