@@ -15,12 +15,12 @@ demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Tr
 WIDE := tests/runtime tests/rl tests/integrations tests/launch tests/calibration tests/doctor tests/test_examples.py
 
 # Files run in processes forked from one that has imported everything: tests/helpers/forked_files.py.
-PYTEST := $(BIN)/python -m pytest --forks 3 --ignore=tests/reliability
+PYTEST := $(BIN)/python -m pytest --forks 4 --ignore=tests/reliability
 
 # Those on which mistakes are tried, too: tests/mutants/function_map.py.
 OF_CHANGES := not long and not nightly
 
-test: .venv/.ready  ## run the tests (about 12 minutes on 2 cores)
+test: .venv/.ready  ## run the tests (about 9 minutes on 2 cores)
 	$(PYTEST) -m '$(OF_CHANGES)'
 
 test-fast: .venv/.ready  ## run the tests that start no ranks, commands or browser (about 90 seconds)
