@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from trimtab.figures import by_key, measured, plural, with_documented_figures
-from trimtab.report.number_text import NONE, bytes_text, seconds
+from trimtab.report.number_text import NONE, bytes_text, digits, seconds
 from trimtab.report.policies_table import ABOVE_EVEN, WaterfallRow, above_even, waterfall_rows, waterfall_table
 from trimtab.report.simulation import layout_facts, scale_note
 from trimtab.report.tables import (
@@ -154,11 +154,11 @@ class Advice:
         fits = f"it fits ({memory})" if chosen.fits else f"it does not fit ({memory}), nor does any other"
         needs = f"; it needs {chosen.strategy.needs}" if chosen.strategy.needs else ""
         saved = nothing.gpu_hours - chosen.gpu_hours
-        money = f" ({saved * self.gpu_hour:,.0f} at {self.gpu_hour:g} an hour)" if self.gpu_hour is not None else ""
+        money = f" ({_amount(saved * self.gpu_hour)} at {self.gpu_hour:g} an hour)" if self.gpu_hour is not None else ""
         times = f"a step takes {seconds(chosen.step_s.value)} instead of {seconds(nothing.step_s.value)}"
         return (
             f"Use {chosen.strategy.name} ({chosen.strategy.about}): {times}, {chosen.gain.value:.0%} less "
-            f"({_range(chosen.gain)}), which saves {saved:,.0f} GPU hours{money} in 1,000 steps; {fits}{needs}."
+            f"({_range(chosen.gain)}), which saves {_amount(saved)} GPU hours{money} in 1,000 steps; {fits}{needs}."
         )
 
     def figures(self) -> dict[str, Any]:
@@ -240,13 +240,18 @@ def cost_table(advice: Advice) -> TableData:
 
     def row(each: StrategyFigures) -> Row:
         saved = advice.nothing.gpu_hours - each.gpu_hours
-        money = NONE if advice.gpu_hour is None else f"{round(saved * advice.gpu_hour):,}"
-        cells = (f"{each.gpu_hours:,.0f}", f"{round(saved):,}", money, each.strategy.needs or "nothing")
+        money = NONE if advice.gpu_hour is None else _amount(saved * advice.gpu_hour)
+        cells = (_amount(each.gpu_hours), _amount(saved), money, each.strategy.needs or "nothing")
         return Row(each.strategy.name, cells, is_ours=each is advice.chosen)
 
     columns = ("strategy", "hours", "saved", "money saved", "needs")
     rows = tuple(map(row, advice.strategies))
     return without_empty_columns(TableData("GPU hours of 1,000 steps", columns, rows))
+
+
+def _amount(value: float) -> str:
+    """Hours or money with three digits; less than a hundredth is nothing."""
+    return "0" if abs(value) < 0.005 else digits(value)
 
 
 def settings_to_copy(advice: Advice) -> list[str]:
