@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.context import ForkProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -51,6 +53,29 @@ def test_rank_killed_or_suspended_in_a_collective_is_named_and_its_files_are_rem
     # Far below the timeout of collectives.
     assert time.monotonic() - start < 200
     assert not list(SHARED_MEMORY.glob(f"trimtab-*-{name}"))
+
+
+class Interrupted:
+    """Interrupts the process that reads it."""
+
+    def __reduce__(self) -> Any:
+        return interrupt_here, ()
+
+
+def interrupt_here() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def do_nothing(_: object) -> None:
+    pass
+
+
+def test_ranks_that_are_starting_are_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even before they have imported anything: the launcher ends them, in one line."""
+    launch(do_nothing, (Interrupted(),), ranks=1)
+    monkeypatch.setattr(BaseProcess, "start", lambda process: interrupt_here())
+    with pytest.raises(KeyboardInterrupt):
+        launch(do_nothing, (0,), ranks=1)
 
 
 def failure(message: str, time: float, *, is_input: bool = False) -> Failure:

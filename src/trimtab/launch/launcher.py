@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -159,7 +160,7 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
         for rank, (_, pipe) in enumerate(pipes)
     ]
     try:
-        with _environment(ALLOCATOR | LAUNCH_ORDER | CPP_WARNINGS):
+        with _environment(ALLOCATOR | LAUNCH_ORDER | CPP_WARNINGS), _interrupts_later():
             for process in processes:
                 process.start()
         for _, child_end in pipes:
@@ -179,6 +180,18 @@ def _environment(defaults: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Processes that are started in this context, by this thread, get no Ctrl-C; here it comes at the context's end."""
+    # Started within, it would let interrupts through again.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> None:
@@ -265,7 +278,9 @@ def _run_rank(
     if log_level:
         # Notes of the first rank stand for all.
         show_messages(log_level if rank == 0 else max(log_level, logging.WARNING))
+    # The launcher ends this rank. Processes that it starts itself are not as it was started.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     continue_with_launcher()
     threading.Thread(target=exit_with_parent, args=(launcher,), daemon=True).start()
     try:
