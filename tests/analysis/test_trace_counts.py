@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import runpy
+import signal
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -243,6 +245,25 @@ def test_a_file_that_is_gone_or_damaged_is_one_line(folder: Path) -> None:
         count_shard(plan, 0)
     with pytest.raises(InputError, match=r"0\.parquet: "):
         count_in_processes(plan, 2, lambda done, total: None)
+
+
+class Interrupted:
+    """Interrupts the process that reads it."""
+
+    def __reduce__(self) -> Any:
+        return interrupt_here, ()
+
+
+def interrupt_here() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_processes_that_are_interrupted_print_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    name: Any = Interrupted()
+    plan = replace(plan_counts(folder, ranks=2, shards=3), name=name)
+    with pytest.raises(MemoryError, match="the system ended a process"):
+        count_in_processes(plan, 2, lambda done, total: None)
+    assert capfd.readouterr().err == ""
 
 
 def test_several_jobs_give_the_figures_of_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import get_context
 
 from trimtab.analysis.trace_counts import CountPlan, ShardCounts, TraceCounts, count_shard, merge
+from trimtab.interrupts import interrupts_later, take_interrupts
 
 
 def count_in_processes(plan: CountPlan, jobs: int, progress: Callable[[int, int], None]) -> TraceCounts:
@@ -25,9 +28,11 @@ def count_in_processes(plan: CountPlan, jobs: int, progress: Callable[[int, int]
     """
 
     def counted() -> Iterator[ShardCounts]:
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            waiting = {pool.submit(count_shard, plan, shard) for shard in range(len(plan.shards))}
+        end_quietly = partial(take_interrupts, signal.SIG_DFL)
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=end_quietly) as pool:
             try:
+                with interrupts_later():
+                    waiting = {pool.submit(count_shard, plan, shard) for shard in range(len(plan.shards))}
                 for done, future in enumerate(as_completed(list(waiting)), start=1):
                     # Its counts are let go when the next are received.
                     waiting.discard(future)

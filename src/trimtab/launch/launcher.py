@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from trimtab.cores import usable_cores
 from trimtab.errors import InputError, RankFailedError
+from trimtab.interrupts import interrupts_later, take_interrupts
 from trimtab.messages import show_messages
 from trimtab.rank_variables import can_share_gpus, rank_variable, torchrun_ranks
 from trimtab.shared_files import remove_shared_files
@@ -160,7 +160,7 @@ def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) ->
         for rank, (_, pipe) in enumerate(pipes)
     ]
     try:
-        with _environment(ALLOCATOR | LAUNCH_ORDER | CPP_WARNINGS), _interrupts_later():
+        with _environment(ALLOCATOR | LAUNCH_ORDER | CPP_WARNINGS), interrupts_later():
             for process in processes:
                 process.start()
         for _, child_end in pipes:
@@ -180,18 +180,6 @@ def _environment(defaults: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
-
-
-@contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Processes that are started in this context, by this thread, get no Ctrl-C; here it comes at the context's end."""
-    # Started within, it would let interrupts through again.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _watch(processes: list[BaseProcess], pipes: list[Connection]) -> None:
@@ -278,9 +266,8 @@ def _run_rank(
     if log_level:
         # Notes of the first rank stand for all.
         show_messages(log_level if rank == 0 else max(log_level, logging.WARNING))
-    # The launcher ends this rank. Processes that it starts itself are not as it was started.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # The launcher ends this rank.
+    take_interrupts(signal.SIG_IGN)
     continue_with_launcher()
     threading.Thread(target=exit_with_parent, args=(launcher,), daemon=True).start()
     try:
