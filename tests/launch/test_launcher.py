@@ -72,10 +72,15 @@ def do_nothing(_: object) -> None:
 
 def test_ranks_that_are_starting_are_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even before they have imported anything: the launcher ends them, in one line."""
-    launch(do_nothing, (Interrupted(),), ranks=1)
-    monkeypatch.setattr(BaseProcess, "start", lambda process: interrupt_here())
-    with pytest.raises(KeyboardInterrupt):
-        launch(do_nothing, (0,), ranks=1)
+    # Processes in the background of a script ignore interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        launch(do_nothing, (Interrupted(),), ranks=1)
+        monkeypatch.setattr(BaseProcess, "start", lambda process: interrupt_here())
+        with pytest.raises(KeyboardInterrupt):
+            launch(do_nothing, (0,), ranks=1)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def failure(message: str, time: float, *, is_input: bool = False) -> Failure:
@@ -237,14 +242,14 @@ def exchange_for_seconds(name: str) -> None:
 
 
 def test_time_in_which_the_whole_run_is_suspended_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by Ctrl-Z."""
+    """As by Ctrl-Z. The launcher may look once when it goes on and a rank does not yet."""
     name = f"test-{os.getpid()}"
-    monkeypatch.setattr(launcher, "TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(launcher, "TIMEOUT", timedelta(seconds=2))
     with process_of(lambda: launch(exchange_for_seconds, (name,), ranks=2)) as running:
         wait_for(lambda: ranks_with_a_segment(name), 2)
         assert running.pid is not None
         os.killpg(running.pid, signal.SIGSTOP)
-        time.sleep(3)
+        time.sleep(4)
         os.killpg(running.pid, signal.SIGCONT)
         running.join(60)
         assert running.exitcode == 0

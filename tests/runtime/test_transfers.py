@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -110,7 +111,7 @@ def test_memory_does_not_grow_with_depth() -> None:
         session.close()
     assert pools[0] == pools[1]
     dist.barrier()
-    assert not list(SHARED_MEMORY.glob("trimtab-*"))
+    assert not list(SHARED_MEMORY.glob(f"trimtab-{os.getpid()}-*"))
 
 
 def large_step() -> tuple[RoutingTrace, Schedule]:
