@@ -156,7 +156,7 @@ bench: .venv/.ready  ## reproduce the figures that README and docs quote (about 
 clean:  ## remove what the other targets made
 	rm -rf .venv .venv-verl out
 
-# Python compiles modules as they are imported: all of them takes longer than the rest of the installation.
+# Python compiles modules as they are imported, which are a small part of those that are installed.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 LOCK = .ci/lock-$(shell $(PYTHON) -c 'import platform, sys; print(sys.implementation.cache_tag, sys.platform, platform.machine(), sep="-")').txt
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import runpy
-import signal
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import trimtab
+from helpers.interrupted import Interrupted
 from helpers.traces import odd_trace
 from trimtab import InputError, RoutingTrace, TraceReader, write_trace
 from trimtab.analysis import TraceCounts, count_shard, count_trace, merge, plan_counts
@@ -245,17 +244,6 @@ def test_a_file_that_is_gone_or_damaged_is_one_line(folder: Path) -> None:
         count_shard(plan, 0)
     with pytest.raises(InputError, match=r"0\.parquet: "):
         count_in_processes(plan, 2, lambda done, total: None)
-
-
-class Interrupted:
-    """Interrupts the process that reads it."""
-
-    def __reduce__(self) -> Any:
-        return interrupt_here, ()
-
-
-def interrupt_here() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_processes_that_are_interrupted_print_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

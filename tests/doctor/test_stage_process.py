@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import trimtab.doctor.gpu
+from helpers.interrupted import Interrupted
 from trimtab.doctor.finding import Finding
 from trimtab.doctor.gpu import stage_process
 from trimtab.doctor.gpu.stage_process import Stage, StageResult, innermost_call, merge, run_stage
@@ -126,6 +127,14 @@ def test_logged_warnings_are_findings(
     )
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr().out == ""
+
+
+def test_a_stage_that_is_interrupted_as_it_starts_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (ending,) = run_stage(Stage("stage", warn_on_rank_1, 100), Interrupted(2), tmp_path).findings
+    assert ending.text.startswith(f"its process ended with exit status {-signal.SIGINT};")
+    assert capfd.readouterr().err == ""
 
 
 def test_the_innermost_call_is_that_of_the_main_thread() -> None:

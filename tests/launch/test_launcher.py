@@ -13,11 +13,11 @@ from datetime import timedelta
 from multiprocessing.context import ForkProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from helpers.interrupted import Interrupted, interrupt_here
 from trimtab import shared_files
 from trimtab.errors import InputError, RankFailedError
 from trimtab.launch import launch, launcher
@@ -53,17 +53,6 @@ def test_rank_killed_or_suspended_in_a_collective_is_named_and_its_files_are_rem
     # Far below the timeout of collectives.
     assert time.monotonic() - start < 200
     assert not list(SHARED_MEMORY.glob(f"trimtab-*-{name}"))
-
-
-class Interrupted:
-    """Interrupts the process that reads it."""
-
-    def __reduce__(self) -> Any:
-        return interrupt_here, ()
-
-
-def interrupt_here() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def do_nothing(_: object) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from experiments.page_tables import markdown_table, read_page, tables_of_page
+from mutants import run
 from mutants.copies import ROOT
 from mutants.mutations import Mutation, find_mutations, read_signatures
-from mutants.run import FIGURES, PAGE, Trials, draw_from, table_of
+from mutants.run import FIGURES, PAGE, Trials, draw_from, not_noticed, summarise, table_of
 from mutants.trial import Trial
 
 SOURCE = '''
@@ -205,6 +206,23 @@ def test_what_trials_of_a_mistake_say(
         of_mistake.take(each, trial_of(seconds, mistaken=n != 1))
     assert of_mistake.result is not None
     assert of_mistake.result.outcome == outcome
+
+
+@pytest.mark.parametrize(("said", "outcome"), [("a choice", "no change"), ("tests/test_f.py::test", "survived")])
+def test_mistakes_that_change_nothing_are_no_part_of_the_share(
+    said: str, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "said_of", lambda mutation: said)
+    (mutation,) = find_mutations("f.py", b"x = 1\n", {})
+    results = []
+    for ending in ("survived", "killed"):
+        of_mistake = Trials(mutation, SimpleNamespace(tests_of=lambda mutation, as_python: (["test"], 1.0)))  # type: ignore[arg-type]
+        of_mistake.take(ending, trial_of(1))
+        assert of_mistake.result is not None
+        results.append(of_mistake.result)
+    # It is tried all the same.
+    assert [result.outcome for result in results] == [outcome, "killed"]
+    assert not_noticed(summarise(results)["all"]) == ("0%" if outcome == "no change" else "50%")
 
 
 def test_a_kill_as_python_is_one_if_the_test_passes_without_the_mistake() -> None:

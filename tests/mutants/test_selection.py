@@ -15,6 +15,7 @@ from mutants.copies import ROOT, copy_kernels
 from mutants.mutations import Mutation, find_mutations
 from mutants.read_mistakes import READ, change_of
 from mutants.selection import SECONDS, Selection
+from nightly import is_left_out
 
 PIPELINE = "src/trimtab/simulator/pipeline.py"
 
@@ -106,9 +107,13 @@ def test_a_mistake_is_tried_on_the_test_that_a_reader_named(monkeypatch: pytest.
 
 
 def test_what_readers_said_is_of_mistakes_that_can_be_made() -> None:
-    """Otherwise a line has changed, and the mistake has to be read again."""
+    """Otherwise a line has changed, and the mistake is read again. Tests that they name are run by `make test`."""
     read: dict[str, dict[str, str]] = json.loads(READ.read_text())
     for file, of_file in read.items():
         source = (ROOT / file).read_bytes()
         made = {change_of(mistake, source) for mistake in find_mutations(file, source, {})}
         assert set(of_file) <= made
+        for test in (said for said in of_file.values() if said.startswith("tests/")):
+            path, _, name = test.partition("::")
+            assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text()
+            assert not is_left_out(test)

@@ -250,7 +250,7 @@ def cost_table(advice: Advice) -> TableData:
 
 
 def _amount(value: float) -> str:
-    """Hours or money with three digits; less than a hundredth is nothing."""
+    """Hours or money; less than half a hundredth is nothing."""
     return "0" if abs(value) < 0.005 else digits(value)
 
 

@@ -29,6 +29,7 @@ import trimtab
 from trimtab.doctor.finding import Finding
 from trimtab.errors import InputError, RankFailedError
 from trimtab.files import write_atomically
+from trimtab.interrupts import interrupts_later, take_interrupts
 from trimtab.launch import launch
 from trimtab.launch.launcher import exit_with_parent, has_ended
 from trimtab.messages import show_messages
@@ -92,7 +93,8 @@ def run_stage(stage: Stage, ranks: int, folder: Path) -> StageResult:
         # Pickled, so that the leader need not import what ranks need.
         args=(os.getpid(), pickle.dumps(stage.run), ranks, files, time.monotonic() + stage.timeout_s - DUMP_S),
     )
-    process.start()
+    with interrupts_later():
+        process.start()
     try:
         is_done = bool(wait([process.sentinel], stage.timeout_s))
     finally:
@@ -134,6 +136,7 @@ def _end_ranks(pids: Sequence[int]) -> None:
 def _lead(parent: int, run: bytes, ranks: int, files: Path, dump_time: float) -> None:
     """Launch the ranks, as leader of a session with them alone."""
     os.setsid()
+    take_interrupts(signal.SIG_DFL)
     threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
     with (files / "output.txt").open("wb") as output:
         for stream in (1, 2):
