@@ -175,11 +175,14 @@ def plan_sequences(
         return planned
     # Without replicas, the routing of the sequences in a micro-step decides how even its ranks are.
     rows_S = dense_rows(sequences.lengths, costs)
-    grouped = plan(
-        group_by_routing(
-            sequences, planned.schedule, planned.placement, token_budget, num_groups=groups, attention_rows=rows_S
-        )
+    by_routing = group_by_routing(
+        sequences, planned.schedule, planned.placement, token_budget, num_groups=groups, attention_rows=rows_S
     )
+    try:
+        grouped = plan(by_routing)
+    except InputError:
+        # Its busiest instance may have more rows than the limit, which the first schedule keeps.
+        return planned
     return min(planned, grouped, key=lambda step: step.predicted_s)
 
 

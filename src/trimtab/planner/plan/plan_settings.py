@@ -178,14 +178,14 @@ def refuse(settings: PlanSettings, slots: int, plan_loads: Callable[[PlanSetting
             "rank, or exact=False"
         )
     return InputError(
-        f"max_rows_per_rank={settings.max_rows_per_rank:,} can't be kept: {where}; the smallest that this step allows "
-        f"with {slots} slots per rank is {_smallest_limit(settings, plan_loads):,}; raise the limit or the slots, or "
-        "lower the token budget"
+        f"max_rows_per_rank={settings.max_rows_per_rank:,} can't be kept: {where}; "
+        f"{_possible_limit(settings, plan_loads):,} can be kept with {slots} slots per rank; raise the limit or the "
+        "slots, or lower the token budget"
     )
 
 
-def _smallest_limit(settings: PlanSettings, plan_loads: Callable[[PlanSettings], list[Array]]) -> int:
-    """The smallest `max_rows_per_rank` that the step can keep, by bisection."""
+def _possible_limit(settings: PlanSettings, plan_loads: Callable[[PlanSettings], list[Array]]) -> int:
+    """A `max_rows_per_rank` that the step can keep, near the smallest: by bisection between planned ones."""
 
     def limited(rows: int) -> PlanSettings:
         return replace(settings, exact=False, max_rows_per_rank=rows)
