@@ -51,8 +51,8 @@ def begin(state: State, seed: int, checked: bool, top_k: int, frozen: frozenset[
 
 
 def call(state: State, function: Callable[..., None], *args: Any) -> list[int]:
-    """An action of the loop that `begin` has started. Returns the forwards whose backward may follow."""
-    function(state["loop"], *args)
+    """`begin`, or an action of the loop that it has started. Returns the forwards whose backward may follow."""
+    function(state if function is begin else state["loop"], *args)
     return sorted(state["loop"].pending)
 
 

@@ -64,7 +64,8 @@ class Loop:
         offloaded_parameters: the parameters' values while they are offloaded; else None.
         averages: of the weights, by the names of the model's and of the reference's parameters.
         has_stepped: whether the model's optimizer has.
-        saved: state dicts of the model and its optimizer, and those of the reference; None if there are none.
+        saved: state dicts of the model and its optimizer, of the reference and its, and the model's weights in order of
+            experts; None if there are none.
     """
 
     session: Session

@@ -44,7 +44,7 @@ class RankPool:
     """
 
     def __init__(self, ranks: int, patched: str = "") -> None:
-        self._ranks, self._patched = ranks, patched
+        self.ranks, self._patched = ranks, patched
         self.ways = os.environ.get("AS_ON_GPUS", "")
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
@@ -60,10 +60,10 @@ class RankPool:
         for connection in self._connections:
             connection.send((function, args, self.ways, self._patched))
         ids = [process.pid or 0 for process in self._processes]
-        limit = ProcessorLimit(ids, self._ranks * limit_s)
+        limit = ProcessorLimit(ids, self.ranks * limit_s)
         deadline, reason = math.inf, ""
-        values: list[Any] = [None] * self._ranks
-        works_R: list[Any] = [None] * self._ranks
+        values: list[Any] = [None] * self.ranks
+        works_R: list[Any] = [None] * self.ranks
         problems: list[str] = []
         waiting = dict(enumerate(self._connections))
         while waiting and not reason and time.monotonic() < deadline:
@@ -115,9 +115,9 @@ class RankPool:
         context.set_forkserver_preload(["trimtab.rl.trainer", "megatron.core.models.gpt.gpt_model"])
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with mock.patch.dict(os.environ, ALLOCATOR):
-            for rank in range(self._ranks):
+            for rank in range(self.ranks):
                 ours, theirs = context.Pipe()
-                arguments = rank, self._ranks, self._store.port, theirs
+                arguments = rank, self.ranks, self._store.port, theirs
                 self._processes.append(context.Process(target=_serve, args=arguments, daemon=True))
                 self._connections.append(ours)
                 self._processes[-1].start()

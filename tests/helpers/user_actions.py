@@ -22,9 +22,10 @@ from trimtab.runtime import Session
 
 @action
 def save(loop: Loop) -> None:
-    """Store state dicts."""
+    """Store state dicts, and the model's weights in order of experts."""
     parts = (loop.model, loop.optimizers[1], loop.reference, loop.optimizers[0])
-    loop.saved = tuple(copy.deepcopy(part.state_dict()) for part in parts)
+    states = [part.state_dict() for part in parts]
+    loop.saved = tuple(copy.deepcopy([*states, loop.session.logical_state_dict(loop.model)]))
 
 
 @action
@@ -35,7 +36,7 @@ def reload(loop: Loop, seed: int) -> None:
         return
     model, session = loop.model, loop.session
     zero_gradients(loop, True)
-    mine, state, whole, whole_state = (copy.deepcopy(part) for part in loop.saved)
+    mine, state, whole, whole_state, saved = (copy.deepcopy(part) for part in loop.saved)
     before = [layer.places for layer in session.homes]
     with torch.no_grad():
         for parameter in model.parameters():
@@ -49,7 +50,7 @@ def reload(loop: Loop, seed: int) -> None:
     loop.reference.load_state_dict(whole)
     if is_loaded:
         weights = session.logical_state_dict(model)
-        assert all(torch.equal(weights[name], value) for name, value in loop.reference.state_dict().items())
+        assert all(torch.equal(weights[name], value) for name, value in saved.items())
     session.move_to_saved(model, mine)
     model.load_state_dict(mine)
     loop.optimizers[1].load_state_dict(state)
