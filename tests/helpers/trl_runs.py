@@ -41,6 +41,7 @@ class Run:
         prompts: rows of the dataset.
         path: load the model from this folder.
         session: `session_options`. With a mode, plans are not random.
+        evaluates_first: the balanced trainer evaluates before it trains. (TRL's own then trains without DDP.)
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -52,6 +53,7 @@ class Run:
     dtype: torch.dtype = torch.float64
     path: str = ""
     session: dict[str, Any] = field(default_factory=dict)
+    evaluates_first: bool = False
 
 
 @dataclass
@@ -199,6 +201,10 @@ def train(run: Run, folder: Path, *, balanced: bool, resume: bool = False) -> tu
         trainer = watch.trainer = make_trainer(run, folder, balanced=balanced, callbacks=[watch])
         if balanced:
             _count(trainer, result)
+        if balanced and run.evaluates_first:
+            # TRL shuffles batches with the random numbers that follow.
+            with torch.random.fork_rng():
+                trainer.evaluate(trainer.train_dataset.select(range(4)))
         trainer.train(resume_from_checkpoint=resume or None)
     logs = [log for log in trainer.state.log_history if "grad_norm" in log]
     result.norms, result.losses = [log["grad_norm"] for log in logs], [log["loss"] for log in logs]

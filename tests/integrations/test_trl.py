@@ -49,6 +49,7 @@ RUNS = {
             "max_steps": 2,
         }
     ),
+    "evaluation before training": Run({"max_steps": 2}, evaluates_first=True),
     "generation, evaluation": Run({"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}, generates=True),
 }  # fmt: skip
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")

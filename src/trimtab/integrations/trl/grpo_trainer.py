@@ -100,6 +100,13 @@ class TrimtabGRPOTrainer(GRPOTrainer):
         model.generate = partial(model.generate, synced_gpus=True)
         model.save_pretrained = partial(_save_whole, model.save_pretrained)
 
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        if self.model_wrapped is self.model:
+            # evaluate() before train() prepares the model without DDP, and Accelerate prepares no model twice.
+            self.model._is_accelerate_prepared = False
+            self.accelerator._models = [model for model in self.accelerator._models if model is not self.model]
+        return super().train(*arguments, **named)
+
     def create_optimizer(self, *arguments: Any) -> Any:
         optimizer = super().create_optimizer(*arguments)
         self._session.register_optimizers(getattr(optimizer, "optimizer", optimizer))
