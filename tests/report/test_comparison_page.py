@@ -33,7 +33,7 @@ def report_of(first: Analysis, second: Analysis) -> ComparisonReport:
 
 
 def with_seconds(analysis: Analysis, lost_s: float, step_s: float = 2.0) -> Analysis:
-    estimate = CostEstimate("h100x8", "m", step_s, lost_s, {}, (lost_s,) * len(analysis.layers), 4)
+    estimate = CostEstimate("h100x8", "m", step_s, step_s - lost_s, lost_s, {}, (lost_s,) * len(analysis.layers), 4)
     return replace(analysis, estimate=estimate)
 
 

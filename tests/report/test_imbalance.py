@@ -22,12 +22,12 @@ def made() -> Imbalance:
         ratio_ML = np.nan_to_num(np.array(ratios))
         busy_ML = (ratio_ML * 20).astype(int)
         loads[name] = np.stack([busy_ML, (ratio_ML > 0) * 40 - busy_ML], axis=-1)
-    return Imbalance(loads, np.array([3, 5]), np.array([7, 7, 8])[: len(RATIOS["static"])])
+    return Imbalance(loads, np.array([3, 5]), np.array([7, 7, 8])[: len(RATIOS["static"])], 2)
 
 
 def test_the_table_has_a_row_for_each_instance() -> None:
     imbalance = made()
-    table = Imbalance({"static": imbalance.loads["static"]}, imbalance.layer_indices, imbalance.steps).to_pandas()
+    table = Imbalance({"static": imbalance.loads["static"]}, imbalance.layer_indices, imbalance.steps, 2).to_pandas()
     assert list(table) == ["plan", "step", "micro_step", "layer", "tokens", "busiest_rank", "max_over_mean"]
     assert table["step"].tolist() == [7, 7, 7, 7, 8, 8]
     assert table["micro_step"].tolist() == [0, 0, 1, 1, 2, 2]
@@ -35,11 +35,11 @@ def test_the_table_has_a_row_for_each_instance() -> None:
     assert table["tokens"].tolist() == [40, 40, 40, 0, 40, 40]
     assert set(table["busiest_rank"]) == {0}
     np.testing.assert_array_equal(table["max_over_mean"], np.ravel(RATIOS["static"]))
-    both = Imbalance(imbalance.loads, imbalance.layer_indices, 4).to_pandas()
+    both = Imbalance(imbalance.loads, imbalance.layer_indices, 4, 2).to_pandas()
     assert both["plan"].value_counts().to_dict() == {"static": 6, "planned": 4}
     assert set(both["step"]) == {4}
     steps = {"static": np.array([7, 7, 8]), "planned": np.array([1, 2])}
-    own = Imbalance(imbalance.loads, imbalance.layer_indices, steps).to_pandas()
+    own = Imbalance(imbalance.loads, imbalance.layer_indices, steps, 2).to_pandas()
     assert own["step"].tolist() == [7, 7, 7, 7, 8, 8, 1, 1, 2, 2]
 
 
@@ -94,7 +94,7 @@ def test_axes_have_labels(kind: str) -> None:
 
 
 def test_instances_without_any_load_are_drawn() -> None:
-    empty = Imbalance({"static": np.zeros((2, 2, 4), np.int64)}, np.array([0, 1]), 0)
+    empty = Imbalance({"static": np.zeros((2, 2, 4), np.int64)}, np.array([0, 1]), 0, 2)
     for kind in KINDS:
         pyplot.close(empty.plot(kind).figure)
 

@@ -44,7 +44,7 @@ CONTENT = """() => [...document.documentElement.querySelectorAll("*")].map((elem
 
 def analysis_page(name: str) -> AnalysisReport:
     analysis = some_analysis(domains=(name, f"code, {name}"), model=name).analysis
-    estimate = CostEstimate(name, name, 2.0, 1.0, {"waiting": 1.0, "experts": 1.0}, (0.25, 0.25, 0.25, 0.25), 8)
+    estimate = CostEstimate(name, name, 2.0, 1.0, 1.0, {"waiting": 1.0, "experts": 1.0}, (0.25, 0.25, 0.25, 0.25), 8)
     return AnalysisReport(f"{name}.parquet", replace(analysis, estimate=estimate))
 
 

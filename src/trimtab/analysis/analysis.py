@@ -23,7 +23,7 @@ from trimtab.analysis.balance import (
     stability,
 )
 from trimtab.analysis.cost_estimate import CostEstimate, PermutedIds, estimate_cost, permuted_ids
-from trimtab.analysis.fixed_placements import PlacementComparison, compare_placements
+from trimtab.analysis.fixed_placements import PlacementComparison, PlannedLoads, compare_placements
 from trimtab.analysis.hot_experts import HOT_FACTOR, HotExperts, hot_experts
 from trimtab.analysis.trace_counts import TraceCounts
 from trimtab.array_type import Array
@@ -75,13 +75,19 @@ class Analysis:
 
 
 def analyze(
-    counts: TraceCounts, *, ranks: int, ranks_per_node: int | None = None, case: ComparisonCase | None = None
+    counts: TraceCounts,
+    *,
+    ranks: int,
+    ranks_per_node: int | None = None,
+    case: ComparisonCase | None = None,
+    planned: PlannedLoads | None = None,
 ) -> Analysis:
-    """Figures of a trace that need no plan.
+    """Figures of a trace.
 
     Args:
         ranks_per_node: ranks that share a node; by default all.
         case: the steps whose seconds are simulated; None: no seconds.
+        planned: loads of a plan, to compare placements with.
 
     Raises:
         InputError: if the ranks don't divide the experts, or nodes the ranks.
@@ -106,7 +112,7 @@ def analyze(
         lost_share_L=excess_L / excess_L.sum() if excess_L.any() else np.zeros(counts.num_layers),
         sizes=tuple(by_size(counts, rank_numbers(counts.num_experts, ranks))),
         stability=stability(counts_MLE, step_starts, ranks),
-        placements=compare_placements(counts_MLE, step_starts, ranks),
+        placements=compare_placements(counts_MLE, step_starts, ranks, planned),
         hot_experts=hot_experts(counts_MLE, step_starts),
         domains=tuple(domain_skew(counts.counts_DLE, counts.domains, ranks)),
         overlap_DD=domain_overlap(counts.counts_DLE),
@@ -135,7 +141,7 @@ def figures(analysis: Analysis) -> dict[str, Any]:
     by_size: with micro-steps of other sizes and other numbers of ranks.
     domain_overlap: of the loads of two domains, in the order of `domains`.
     estimate: cost in seconds; None without a model.
-    lost_part: part of the step's time that imbalance costs.
+    lost_s, lost_part: seconds, and part of the step's time, that imbalance costs: 1 - even_s / step_s.
     layers_traced: MoE layers of the trace.
     threshold: an expert is hot with more than so many times the mean expert's tokens.
     """
@@ -195,7 +201,8 @@ def figures(analysis: Analysis) -> dict[str, Any]:
         "domains": [asdict(domain) for domain in analysis.domains],
         "domain_overlap": analysis.overlap_DD.tolist(),
         "estimate": (
-            asdict(estimate) | {"lost_part": estimate.lost_part, "layers_traced": estimate.layers_traced}
+            asdict(estimate)
+            | {"lost_s": estimate.lost_s, "lost_part": estimate.lost_part, "layers_traced": estimate.layers_traced}
             if estimate
             else None
         ),

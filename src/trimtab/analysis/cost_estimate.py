@@ -11,7 +11,7 @@ from trimtab.array_type import Array
 from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.simulated_case import PERMUTATION_SEED
-from trimtab.simulator.step import WAITING
+from trimtab.simulator.step import WAITING, imbalance_cost
 from trimtab.trace.permuted_experts import permute_experts
 
 
@@ -23,51 +23,62 @@ class CostEstimate:
     Attributes:
         cluster, model: names.
         step_s: with contiguous homes, the step time of `static` in `trimtab simulate`.
-        lost_s: what the step would be shorter if every expert phase took the ranks' mean time, with the same rows.
+        even_s: with perfectly even routing, that of `balanced`.
+        waiting_s: what the step would be shorter if every expert phase took the ranks' mean time, with the same rows.
         causes_s: seconds of the step by cause, `SimulatedStep.causes_s`.
         lost_s_by_layer: by MoE layer of the trace, each as it is: in proportion to the expert time above the mean.
         layers_of_model: its MoE layers; the trace has those of `lost_s_by_layer`.
         steps: simulated.
         sequences: fewest recorded sequences of a simulated step, if steps were scaled; else None.
+        assumed: as `ComparisonCase.assumed`.
     """
 
     cluster: str
     model: str
     step_s: float
-    lost_s: float
+    even_s: float
+    waiting_s: float
     causes_s: dict[str, float]
     lost_s_by_layer: tuple[float, ...]
     layers_of_model: int
     steps: int = 1
     sequences: int | None = None
+    assumed: tuple[str, ...] = ()
 
     @property
     def layers_traced(self) -> int:
         return len(self.lost_s_by_layer)
 
     @property
+    def lost_s(self) -> float:
+        """Seconds that imbalance costs, 0 or more."""
+        return self.lost_part * self.step_s
+
+    @property
     def lost_part(self) -> float:
         """Part of the step's time that imbalance costs, 0 to 1."""
-        return self.lost_s / self.step_s if self.step_s else 0.0
+        return imbalance_cost(self.step_s, self.even_s)
 
 
 def estimate_cost(case: ComparisonCase) -> CostEstimate:
     """The cost of imbalance in a case."""
-    step = simulate_policy(case, "static").simulated
+    step, even = (simulate_policy(case, name).simulated for name in ("static", "balanced"))
     experts_MLR = step.work.experts_MLR
     excess_L = (experts_MLR.max(axis=2) - experts_MLR.mean(axis=2)).sum(axis=0)
-    lost_s = step.causes_s[WAITING]
+    lost_s = imbalance_cost(step.step_time_s, even.step_time_s) * step.step_time_s
     share_L = excess_L / (excess_L.sum() or 1.0)
     return CostEstimate(
         cluster=case.cluster.name,
         model=case.model.name,
         step_s=step.step_time_s,
-        lost_s=lost_s,
+        even_s=even.step_time_s,
+        waiting_s=max(0.0, step.causes_s[WAITING]),
         causes_s=step.causes_s,
         lost_s_by_layer=tuple((share_L * lost_s / case.scale).tolist()),
         layers_of_model=case.model.moe_layers,
         steps=case.measured,
         sequences=case.recorded,
+        assumed=case.assumed,
     )
 
 

@@ -1,9 +1,10 @@
-"""Imbalance that remains with placements that are fixed for a whole step.
+"""Imbalance that remains with placements that are fixed for a whole step, and with a plan for each micro-step.
 
 A balancer that uses past loads, such as EPLB, places experts once for many micro-steps. Here such a placement is
 computed from the step before, and in hindsight from the step itself. The loss that remains in hindsight has two
 causes: experts that can't be divided evenly, and change between micro-steps. Only a plan for each micro-step removes
-the second, and it needs routing that is known beforehand, or live planning in every layer.
+the second, and it needs routing that is known beforehand, or live planning in every layer. That plan is made by the
+caller, with as many replicas.
 
 If a trace has one step, its halves are used as steps: the first is the past of the second.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,7 +34,7 @@ class PlacementStrategy:
     Attributes:
         name: its key in the JSON.
         about: description for tables.
-        based_on: loads that the placement is computed from: "nothing", "past" or "step".
+        based_on: loads that the placement is computed from: "nothing", "past", "step" or, of a plan, "micro-step".
         max_over_mean_mean, max_over_mean_p99: mean and 99th percentile over instances.
         expert_time_lost: part of expert time for which a rank is idle on average.
         expert_time_lost_whole_step: the same if each step were one micro-step: due to experts that can't be divided
@@ -51,12 +53,21 @@ class PlacementStrategy:
     recovered_fraction: float | None
 
 
+class PlannedLoads(NamedTuple):
+    """Rank loads `[M, L, R]` of a step with contiguous homes, and with a plan for each of its micro-steps."""
+
+    about: str
+    before_MLR: Array
+    after_MLR: Array
+
+
 @dataclass(frozen=True)
 class PlacementComparison:
     """Fixed placements, compared on the same instances.
 
     Attributes:
-        strategies: "static" first. Those based on the past are missing where there is none.
+        strategies: "static" first, "plan" last. Those based on the past are missing where there is none, "plan" where
+            none was made.
         history: what is used as past: "step", "half" or None.
         instances: number of instances compared.
     """
@@ -71,8 +82,10 @@ class PlacementComparison:
         return min(found, key=lambda strategy: strategy.expert_time_lost, default=None)
 
 
-def compare_placements(counts_MLE: Array, step_starts: Array, ranks: int) -> PlacementComparison:
-    """Compare contiguous homes with placements by the loads of the past and of the step itself.
+def compare_placements(
+    counts_MLE: Array, step_starts: Array, ranks: int, planned: PlannedLoads | None = None
+) -> PlacementComparison:
+    """Compare contiguous homes with placements by the loads of the past and of the step itself, and with a plan.
 
     Args:
         counts_MLE: `[M, L, E]` integers, tokens by micro-step, layer and expert.
@@ -103,6 +116,10 @@ def compare_placements(counts_MLE: Array, step_starts: Array, ranks: int) -> Pla
             )
             about = f"{what} from {source}"
             strategies.append(_strategy(f"{name}_from_{based_on}", about, based_on, loads, static, starts))
+    if planned:
+        strategies.append(
+            _strategy("plan", planned.about, "micro-step", planned.after_MLR, planned.before_MLR, np.zeros(1, np.int64))
+        )
     return PlacementComparison(tuple(strategies), history, int(np.count_nonzero(compared.sum(axis=-1))))
 
 

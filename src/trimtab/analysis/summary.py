@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trimtab.analysis.analysis import Analysis, worst_layers
 from trimtab.analysis.fixed_placements import SLOTS
 from trimtab.analysis.hot_experts import HOT_FACTOR
@@ -11,20 +13,28 @@ from trimtab.simulator.resampling import LEAST_SEQUENCES
 
 # Below this part of expert time lost, balancing is not worth it.
 NEGLIGIBLE_LOSS = 0.03
-# From this part on, planning from known routing is worth it.
-LARGE_LOSS = 0.1
+# Above this part of unknown routes, it stands beside the first figure.
+LARGE_UNKNOWN = 0.05
 # Differences below this part are reported as none.
 NEGLIGIBLE_GAIN = 0.02
 
 
+def assumed(analyses: Sequence[Analysis]) -> str:
+    """Returns what was assumed for figures in seconds; "" if nothing was."""
+    texts = [text for analysis in analyses if analysis.estimate for text in analysis.estimate.assumed]
+    return " ".join(dict.fromkeys(texts))
+
+
 def answer(analysis: Analysis) -> str:
-    """Returns the answer in one or two sentences."""
+    """Returns the answer in a few sentences."""
     ratio, lost = analysis.total.max_over_mean.mean, analysis.total.lost
     if analysis.ranks == 1:
         return "One rank computes all experts, so there is nothing to balance; try --ranks."
+    counts = analysis.counts
+    unknown = unknown_text(counts.unknown_routes / max(1, counts.num_tokens * counts.num_layers))
     opening = (
-        f"On {analysis.ranks} ranks the busiest computes {ratio:.2f} times the mean, and on average a rank is idle for "
-        f"{lost:.0%} of expert time ({analysis.permuted.expert_time_lost:.0%} with permuted expert ids)"
+        f"On {analysis.ranks} ranks the busiest computes {ratio:.2f} times the mean{unknown}, and on average a rank is "
+        f"idle for {lost:.0%} of expert time ({analysis.permuted.expert_time_lost:.0%} with permuted expert ids)"
     )
     if lost < NEGLIGIBLE_LOSS:
         return f"{opening}: there is almost nothing to gain."
@@ -34,6 +44,11 @@ def answer(analysis: Analysis) -> str:
             "micro-steps."
         )
     return f"{opening}. {_placement_answer(analysis)}"
+
+
+def unknown_text(part: float) -> str:
+    """The part of the routes that is unknown, to stand beside a figure; "" if it is small."""
+    return f" ({part:.0%} of the routes are not recorded)" if part > LARGE_UNKNOWN else ""
 
 
 def _placement_answer(analysis: Analysis) -> str:
@@ -60,12 +75,9 @@ def _placement_answer(analysis: Analysis) -> str:
     remaining = f"{best.expert_time_lost:.0%} of expert time would still be lost"
     if step.expert_time_lost_whole_step > best.expert_time_lost / 2:
         return f"{fixed}; {remaining}, since some experts are too hot for {SLOTS} replicas per rank in equal shares."
-    verdict = (
-        "Planning from known routing is worth it."
-        if best.expert_time_lost >= LARGE_LOSS
-        else "Only known routing can balance that."
-    )
-    return f"{fixed}; {remaining}, since loads change from micro-step to micro-step. {verdict}"
+    plan = found.best("micro-step")
+    verdict = f" A plan for each micro-step leaves {plan.expert_time_lost:.1%}." if plan else ""
+    return f"{fixed}; {remaining}, since loads change from micro-step to micro-step.{verdict}"
 
 
 def _percent(part: float) -> str:
@@ -98,8 +110,9 @@ def cost_summary(analysis: Analysis) -> str:
     few = "; too few sequences to compare balancers" if (found.sequences or LEAST_SEQUENCES) < LEAST_SEQUENCES else ""
     scaled = f", scaled from {found.layers_traced} to {plural(found.layers_of_model, 'MoE layer')}"
     return (
-        f"Estimate: imbalance costs {found.lost_s:.3g} s of a step of {found.step_s:.3g} s ({found.lost_part:.0%}; "
-        f"{permuted:.0%} with permuted expert ids) on {found.cluster} with {found.model}"
+        f"Estimate: imbalance costs {found.lost_s:.3g} s of a step of {found.step_s:.3g} s ({found.lost_part:.0%}; of "
+        f"it, waiting {found.waiting_s / found.step_s:.0%}; {permuted:.0%} with permuted expert ids) on "
+        f"{found.cluster} with {found.model}"
         f"{scaled if found.layers_traced < found.layers_of_model else ''}"
         f"{few}."
     )
@@ -134,11 +147,11 @@ def notes(analysis: Analysis) -> list[str]:
         )
     if estimate:
         measured = "of the last step" if estimate.steps == 1 else f"mean of the last {estimate.steps} steps"
-        scaled = "taken as recorded wholly" if estimate.sequences is None else "scaled to the whole step"
+        scaled = "taken as recorded" if estimate.sequences is None else "scaled to the whole step"
         texts.append(
             f"Seconds are those of static in trimtab simulate: recompute and update, {measured}, "
-            f"{scaled}. The cost of imbalance is what they would be less if every expert phase took the mean of the "
-            "ranks, with the same rows."
+            f"{scaled}. The cost of imbalance is what they would be less with perfectly even routing; waiting is what "
+            "they would be less if every expert phase took the mean of the ranks, with the same rows."
         )
     elif analysis.ranks > 1:
         texts.append("No preset model has these numbers of experts and top-k; name yours with --model to get seconds.")
@@ -146,11 +159,6 @@ def notes(analysis: Analysis) -> list[str]:
     if HOT_FACTOR * per_expert < least:
         texts.append(
             f"Replicas that trimtab plans compute at least {least} tokens; with {per_expert:.0f} for the mean expert "
-            "it makes few, and reaches max/mean 1.00 only with larger micro-steps."
-        )
-    else:
-        texts.append(
-            "A plan for every micro-step has a max/mean of about 1.00; trimtab plan and trimtab simulate give "
-            "the exact figure."
+            "it makes few, and more in larger micro-steps."
         )
     return texts

@@ -17,11 +17,11 @@ from trimtab.report.advice import Advice, StrategyFigures, advice_table
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance
 from trimtab.report.number_text import seconds
-from trimtab.simulator.comparison import Outcome, fits, simulate_policy
+from trimtab.simulator.comparison import Outcome, fits, simulate_policy, with_checkpointing
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.draws import Drawn, break_even
 from trimtab.simulator.memory import largest_micro_batch
-from trimtab.simulator.step import WAITING, StepSettings
+from trimtab.simulator.step import StepSettings, imbalance_cost
 from trimtab.simulator.strategies import ALL, EPLB, NOTHING, STRATEGIES, RunStrategy
 from trimtab.trace import RoutingTrace
 from trimtab.trace.store import Source, open_trace
@@ -66,12 +66,12 @@ class AdviceResult(Summarised):
         advice = self.advice
         names = (NOTHING.name, (advice.best if advice.chosen.strategy is NOTHING else advice.chosen).strategy.name)
         loads = {name: self.outcomes[name].simulated.work.loads_MLR for name in names}
-        return Imbalance(loads, self.trace.layer_indices, int(self.trace.steps[0]))
+        return Imbalance(loads, self.trace.layer_indices, int(self.trace.steps[0]), self.trace.top_k)
 
     def summary(self) -> Summary:
         advice = self.advice
         size = f"{advice.model}, {plural(advice.gpus, 'GPU')} of {advice.cluster}"
-        return Summary(f"{self.source}, {size}", (advice.answer,), (advice_table(advice),))
+        return Summary(f"{self.source}, {size}", (advice.assumed, advice.answer), (advice_table(advice),))
 
 
 def advise(
@@ -90,13 +90,13 @@ def advise(
     mini_batches: int = 1,
     recompute: bool = True,
     sharding: str = ZERO1,
-    checkpointing: bool | str = False,
+    checkpointing: bool | str | None = None,
     tp: int = 1,
     pp: int = 1,
     cp: int = 1,
     step: int | None = None,
     steps: int | None = None,
-    step_tokens: int | None = None,
+    step_tokens: int | str | None = None,
     sampled: float | None = None,
     gpu_hour: float | None = None,
     draws: int = DRAWS,
@@ -137,15 +137,20 @@ def advise(
         groups=groups, recompute=recompute, sharding=sharding, checkpointing=recomputed(checkpointing),
         counted_rows=COUNTED_ROWS, layout=layout,
     )  # fmt: skip
-    draws = draws if recorded.is_scaled else 1
-    cases = [
-        recorded.case(
+
+    def drawn_case(seed: int) -> ComparisonCase:
+        return recorded.case(
             nodes, spec, settings, micro_steps=micro_steps, token_budget=token_budget, mini_batches=mini_batches,
             seed=seed,
-        )
-        for seed in range(draws)
-    ]  # fmt: skip
-    possible = [strategy for strategy in STRATEGIES if not strategy.needs_past or len(recorded.recorded) > 1]
+        )  # fmt: skip
+
+    first_case = drawn_case(0)
+    if checkpointing is None:
+        first_case = with_checkpointing(first_case)
+        settings = first_case.settings
+    draws = draws if first_case.halves else 1
+    cases = [first_case, *map(drawn_case, range(1, draws))]
+    possible = [strategy for strategy in STRATEGIES if not strategy.needs_past or first_case.earlier]
     total = draws * (len(possible) + 1) + 1
     drawn = _simulated(cases, possible, first, lambda name, done: progress(name, done, total))
     case, gpus = cases[0], ranks * groups * pp
@@ -253,5 +258,5 @@ def _first_answer(outcomes: Mapping[str, Outcome], even: Outcome, case: Comparis
     ]
     parts.append(f"even routing {seconds(even.simulated.step_time_s)}")
     few = " (too few sequences to compare)" if case.is_too_small else ""
-    waiting = static.causes_s[WAITING] / static.step_time_s
-    return f"first answer: a step takes {', '.join(parts)}{few}; imbalance costs {waiting:.0%}"
+    cost = imbalance_cost(static.step_time_s, even.simulated.step_time_s)
+    return f"first answer: a step takes {', '.join(parts)}{few}; imbalance costs {cost:.0%}"

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trimtab.analysis import Analysis, TraceCounts, count_trace, plan_counts
 from trimtab.analysis import analyze as analyze_counts
 from trimtab.analysis.analysis import figures
+from trimtab.analysis.fixed_placements import SLOTS, PlannedLoads
 from trimtab.analysis.local_jobs import count_in_processes
 from trimtab.analysis.summary import answer, cost_summary, layers_summary
 from trimtab.analysis.trace_comparison import TraceComparison, compare_traces
@@ -26,6 +29,7 @@ from trimtab.api.arguments import (
     ranks_of,
     recomputed,
 )
+from trimtab.api.plan import plan
 from trimtab.api.result_summary import Summarised, Summary
 from trimtab.api.steps import read_steps
 from trimtab.figures import plural
@@ -35,12 +39,15 @@ from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance
 from trimtab.report.model import AnalysisReport
 from trimtab.report.tables import facts_table
+from trimtab.simulator.comparison import with_checkpointing
 from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace
-from trimtab.trace.store import MemoryReader, Source, open_trace
+from trimtab.trace.store import ROW_GROUP_BYTES, MemoryReader, Source, TraceReader, open_trace
 
 # Ids of a trace that is held in memory, and simulated for seconds. Larger ones are only counted, a chunk at a time.
 MOST_BYTES = 1 << 30
+# Ids of a step that are planned; of larger steps, so many, of evenly chosen parts.
+PLANNED_BYTES = 1 << 28
 
 log = logging.getLogger("trimtab")
 
@@ -84,14 +91,14 @@ class AnalysisResult(Summarised):
     @property
     def imbalance(self) -> Imbalance:
         counts = self.analysis.counts
-        return Imbalance({"static": self.analysis.loads_MLR}, counts.layer_indices, counts.step_M)
+        return Imbalance({"static": self.analysis.loads_MLR}, counts.layer_indices, counts.step_M, counts.top_k)
 
     def summary(self) -> Summary:
         analysis = self.analysis
         size = plural(analysis.counts.num_micro_steps, "micro-step")
         return Summary(
             f"{self.source}, {size} on {plural(analysis.ranks, 'rank')}",
-            (answer(analysis), cost_summary(analysis), layers_summary(analysis)),
+            (self.report.assumed, answer(analysis), cost_summary(analysis), layers_summary(analysis)),
             (
                 balance_table(analysis),
                 placements_table(analysis),
@@ -136,12 +143,13 @@ class AnalysisComparison(Summarised):
         analyses = {"A": self.comparison.first, "B": self.comparison.second}
         steps = {name: each.counts.step_M for name, each in analyses.items()}
         loads = {name: each.loads_MLR for name, each in analyses.items()}
-        return Imbalance(loads, self.comparison.first.counts.layer_indices, steps)
+        counts = self.comparison.first.counts
+        return Imbalance(loads, counts.layer_indices, steps, counts.top_k)
 
     def summary(self) -> Summary:
         return Summary(
             f"{self.sources[0]} and {self.sources[1]}",
-            (self.report.answer,),
+            (self.report.assumed, self.report.answer),
             (figures_table(self.comparison), hottest_of_both_table(self.comparison)),
         )
 
@@ -155,10 +163,10 @@ def analyze(
     micro_steps: int | None = None,
     step: int | None = None,
     steps: int | None = None,
-    step_tokens: int | None = None,
+    step_tokens: int | str | None = None,
     sampled: float | None = None,
     recompute: bool = True,
-    checkpointing: bool | str = False,
+    checkpointing: bool | str | None = None,
     groups: int = 1,
     tp: int = 1,
     pp: int = 1,
@@ -171,7 +179,7 @@ def analyze(
     counts: TraceCounts | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> AnalysisResult:
-    """Analyze a routing trace without planning it, as `trimtab analyze` does. Files may be larger than memory.
+    """Analyze a routing trace, as `trimtab analyze` does. Files may be larger than memory.
 
     Args:
         trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
@@ -217,6 +225,8 @@ def analyze(
             groups=groups, recompute=recompute, checkpointing=recomputed(checkpointing), layout=layout
         )
         case = recorded.case(spec, fitting, settings, micro_steps=micro_steps, token_budget=token_budget)
+        if checkpointing is None:
+            case = with_checkpointing(case)
         # Counts are of whole sequences.
         longest = int(reader.facts.lengths.max())
         token_budget, micro_steps = max(case.token_budget, longest if layout.pieces > 1 else 0), None
@@ -224,13 +234,36 @@ def analyze(
         log.info("no seconds: %s has more than %d MB of expert ids", reader.name, MOST_BYTES >> 20)
     if counts is None:
         if jobs > 1 and files.files:
-            plan = plan_counts(
+            shards = plan_counts(
                 files, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, shards=jobs
             )
-            counts = count_in_processes(plan, jobs, progress)
+            counts = count_in_processes(shards, jobs, progress)
         else:
             counts = count_trace(
                 reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress
             )
-    analysis = analyze_counts(counts, ranks=ranks, ranks_per_node=spec.ranks_per_node, case=case)
+    planned = None
+    if ranks > 1:
+        step_trace, about = _step_to_plan(reader, counts.steps[-1])
+        made = plan(
+            step_trace, ranks=ranks, ranks_per_node=ranks_per_node, groups=groups, slots=SLOTS,
+            token_budget=counts.token_budget, cluster=cluster, dispatcher=dispatcher, model=fitting,
+            recompute=recompute, checkpointing=bool(recomputed(checkpointing)),
+        )  # fmt: skip
+        planned = PlannedLoads(about, made.loads_before_MLR, made.loads_after_MLR)
+    analysis = analyze_counts(counts, ranks=ranks, ranks_per_node=spec.ranks_per_node, case=case, planned=planned)
     return AnalysisResult(reader.name, tuple(reader.files), analysis)
+
+
+def _step_to_plan(reader: TraceReader, step: int) -> tuple[RoutingTrace, str]:
+    """The step, or evenly chosen parts of it if it is large, and what a plan of it is called in tables."""
+    wanted = np.flatnonzero(reader.facts.steps == step)
+    token_bytes = reader.empty.num_layers * reader.empty.top_k * reader.empty.expert_ids.itemsize
+    end_bytes = np.cumsum(reader.facts.lengths[wanted], dtype=np.int64) * token_bytes
+    every = -(-int(end_bytes[-1]) // PLANNED_BYTES)
+    part_S = np.unique(end_bytes // ROW_GROUP_BYTES, return_inverse=True)[1]
+    chosen = wanted[part_S % max(1, every) == 0]
+    about = "a plan for each micro-step"
+    if len(chosen) < len(wanted):
+        about += f", of {len(chosen):,} of {len(wanted):,} sequences"
+    return reader.read_sequences(chosen), about

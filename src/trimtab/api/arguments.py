@@ -10,11 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
-import numpy as np
-
 from trimtab.cluster import ClusterSpec, Layout, ModelSpec, load_cluster, load_model, model_like, preset_of_label
 from trimtab.cluster.parallel_layout import GRANULARITIES, SHARDINGS, Checkpointing
-from trimtab.errors import InputError
+from trimtab.errors import InputError, unknown
 from trimtab.trace import RoutingTrace
 from trimtab.trace.message_text import clip
 
@@ -23,19 +21,39 @@ Overrides = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 # Least values of arguments that are whole numbers, choices of others, and those that may be None.
 LEAST = {"slots": 0, "step": 0} | dict.fromkeys(
-    ("ranks", "ranks_per_node", "groups", "micro_steps", "token_budget", "mini_batches", "steps", "step_tokens", "tp",
-     "pp", "cp", "jobs", "draws", "max_rows_per_rank"), 1
+    ("ranks", "ranks_per_node", "groups", "micro_steps", "token_budget", "mini_batches", "steps", "tp", "pp", "cp",
+     "jobs", "draws", "max_rows_per_rank"), 1
 )  # fmt: skip
 # What is sent to a node: every row, or a token once; see `ClusterSpec.dispatch_forwards`.
 DISPATCHERS = {"rows": False, "tokens": True}
 GROUPS_MEET = ("layer", "step")
 CHOICES: dict[str, Iterable[str]] = {"dispatcher": DISPATCHERS, "sharding": SHARDINGS, "groups_meet": GROUPS_MEET}
 MAY_BE_NONE = (
-    "ranks", "ranks_per_node", "micro_steps", "token_budget", "step", "steps", "step_tokens", "dispatcher",
-    "max_rows_per_rank",
+    "ranks", "ranks_per_node", "micro_steps", "token_budget", "step", "steps", "dispatcher", "max_rows_per_rank",
 )  # fmt: skip
 
+# Of any number of things; larger ones would not fit the integers of kernels.
+LARGEST = 2**31 - 1
+TOKEN_COUNT = "a number of tokens, such as 20M"
+
 log = logging.getLogger("trimtab")
+
+
+def token_count(value: int | str) -> int:
+    """A number of tokens, also of a text such as 20M, 1.5M or 80k.
+
+    Raises:
+        InputError: if it is none of these, or not from 1 to `LARGEST`.
+    """
+    text = str(value)
+    factor = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower(), 1)
+    try:
+        count = round(float(text[:-1] if factor > 1 else text) * factor)
+    except (ValueError, OverflowError):
+        count = 0
+    if not 1 <= count <= LARGEST:
+        raise InputError(f"step_tokens: {value!r} should be {TOKEN_COUNT}")
+    return count
 
 
 def check_whole(least: int, **values: object) -> None:
@@ -43,8 +61,8 @@ def check_whole(least: int, **values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, SupportsIndex) or operator.index(value) < least:
             raise InputError(f"{name}: {value!r} should be a whole number of at least {least}")
-        if operator.index(value) > np.iinfo(np.int32).max:
-            raise InputError(f"{name}: {value!r} is too large; it should be at most {np.iinfo(np.int32).max}")
+        if operator.index(value) > LARGEST:
+            raise InputError(f"{name}: {value!r} is too large; it should be at most {LARGEST}")
 
 
 def check_optional(least: int, **values: object) -> None:
@@ -63,6 +81,8 @@ def check_run(arguments: Mapping[str, Any]) -> None:
             check_whole(LEAST[name], **{name: value})
         if name in CHOICES and not (value is None and name in MAY_BE_NONE):
             check_choice(name, value, CHOICES[name])
+    if arguments.get("step_tokens") is not None:
+        token_count(arguments["step_tokens"])
     # Each fixes the other.
     if arguments["token_budget"] is not None and arguments["micro_steps"] is not None:
         raise InputError("micro_steps: not allowed with argument token_budget")
@@ -72,7 +92,7 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raise InputError unless the value is one of the choices."""
     choices = list(choices)
     if value not in choices:
-        raise InputError(f"{name}: invalid choice: {value!r} (choose from {', '.join(choices)})")
+        raise InputError(unknown(name, value, choices))
 
 
 def layout_of(model: ModelSpec, ranks: Iterable[int], *, groups: int, tp: int, pp: int, cp: int) -> Layout:
@@ -87,10 +107,10 @@ def layout_of(model: ModelSpec, ranks: Iterable[int], *, groups: int, tp: int, p
     return layout
 
 
-def recomputed(checkpointing: bool | str) -> Checkpointing:
-    """`StepSettings.checkpointing` of True, False or the name of a granularity."""
-    if isinstance(checkpointing, bool):
-        return checkpointing
+def recomputed(checkpointing: bool | str | None) -> Checkpointing:
+    """`StepSettings.checkpointing` of True, False or the name of a granularity; of None that which is tried first."""
+    if isinstance(checkpointing, bool | None):
+        return bool(checkpointing)
     check_choice("checkpointing", checkpointing, GRANULARITIES)
     return GRANULARITIES[checkpointing]
 

@@ -18,6 +18,7 @@ from trimtab.planner.plan.bounds import gap_to_bound
 from trimtab.planner.plan.prediction import cross_node_rows, predict
 from trimtab.planner.plan.solver import why_no_solver
 from trimtab.planner.replicas.paths import HOST
+from trimtab.policies import POLICIES
 from trimtab.report.imbalance import Imbalance
 from trimtab.report.number_text import bytes_text, seconds
 from trimtab.report.tables import Facts, facts_table, plan_balance_table
@@ -161,12 +162,17 @@ class PlanResult(Summarised):
     @computed("s", key="predicted_s")
     def predicted_seconds(self) -> dict[str, float]:
         """Predicted time of a step of the whole model by strategy, the least first; empty if the balancer predicts
-        none. Several groups share out the micro-steps."""
-        layers = self.model.moe_layers / self.plan.num_layers if self.model else 1.0
+        none. Several groups share out the micro-steps. Planning for which ranks wait is included."""
+        all_layers = self.model.moe_layers if self.model else self.plan.num_layers
+        layers = all_layers / self.plan.num_layers
         share = -(-self.num_micro_steps // self.groups) / self.num_micro_steps
         once_s = self._seconds_once
         predicted = self._settings.get("predicted_s", {})
-        return {name: layers * (once_s + share * (step_s - once_s)) for name, step_s in predicted.items()}
+        planning = POLICIES[self.policy].traits.hidden_planning(
+            self.plan, self.workload_after, self.trace.sequence_lengths, self.cluster, all_layers
+        )
+        planning_s = planning.header_s + planning.round_s
+        return {name: planning_s + layers * (once_s + share * (step_s - once_s)) for name, step_s in predicted.items()}
 
     @property
     def _seconds_once(self) -> float:
@@ -308,7 +314,7 @@ class PlanResult(Summarised):
     @property
     def imbalance(self) -> Imbalance:
         loads = {"static": self.loads_before_MLR, self.policy: self.loads_after_MLR}
-        return Imbalance(loads, self.trace.layer_indices, int(self.trace.steps[0]))
+        return Imbalance(loads, self.trace.layer_indices, int(self.trace.steps[0]), self.trace.top_k)
 
     def summary(self) -> Summary:
         before, after = self.balance_before, self.balance_after

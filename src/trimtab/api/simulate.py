@@ -31,8 +31,8 @@ from trimtab.policies import POLICIES
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance, need
 from trimtab.report.policies_table import policies_table, sweep_table
-from trimtab.report.simulation import answer, fitting_first, policy_results, simulation_report, table_title
-from trimtab.simulator.comparison import Outcome, permuted_steps, simulate_policy
+from trimtab.report.simulation import answer, assumed, fitting_first, policy_results, simulation_report, table_title
+from trimtab.simulator.comparison import Outcome, permuted_steps, simulate_policy, with_checkpointing
 from trimtab.simulator.comparison_case import ComparisonCase, trace_hash
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
 from trimtab.simulator.step import WAITING, StepSettings
@@ -90,6 +90,7 @@ class SimulationResult(Summarised):
         steps: RL steps that are simulated.
         layers_traced, layers_of_model: MoE layers; seconds and bytes are those of the model.
         micro_steps: as requested; null with a token budget.
+        assumed: what was not stated, with the options that change it.
         """
         case = self.case
         content = {
@@ -110,6 +111,7 @@ class SimulationResult(Summarised):
                 "mini_batches": case.mini_batches,
                 "equal_terms": case.equal_terms,
                 "recorded_sequences": case.recorded,
+                "assumed": list(case.assumed),
                 **asdict(case.settings),
             },
             "cluster": asdict(case.cluster),
@@ -140,7 +142,7 @@ class SimulationResult(Summarised):
         """Of the first case, in its last step: `static`, `eplb` if it ran, and the reported balancer."""
         names = [name for name in ("static", "eplb", self.cases[0].reported) if name in self.outcomes]
         loads = {name: self.outcomes[name].simulated.work.loads_MLR for name in names}
-        return Imbalance(loads, self.trace.layer_indices, int(self.trace.steps[0]))
+        return Imbalance(loads, self.trace.layer_indices, int(self.trace.steps[0]), self.trace.top_k)
 
     def to_pandas(self) -> Any:
         """A `DataFrame` with a row for each case and balancer: `ranks`, `slots`, `micro_steps`, `dispatcher`,
@@ -162,7 +164,7 @@ class SimulationResult(Summarised):
         tables = [policies_table(policy_results(case), f"{table_title(case)}, {case.text}") for case in self.cases]
         return Summary(
             f"{self.source}, step {self.trace.steps[0]}, {first.case.model.name}, {first.text}",
-            (answer(first),),
+            (assumed(self.cases), answer(first)),
             [sweep_table(self.cases), *tables] if more else tables,
             details=(f"seconds of a step: {times}", f"{more} more in cases" if more else ""),
         )
@@ -187,13 +189,13 @@ def simulate(
     equal_terms: bool = False,
     recompute: bool = True,
     sharding: str = ZERO1,
-    checkpointing: bool | str = False,
+    checkpointing: bool | str | None = None,
     tp: int = 1,
     pp: int = 1,
     cp: int = 1,
     step: int | None = None,
     steps: int | None = None,
-    step_tokens: int | None = None,
+    step_tokens: int | str | None = None,
     sampled: float | None = None,
     progress: Callable[[str, int, int], None] = lambda policy, done, total: None,
 ) -> SimulationResult:
@@ -225,12 +227,14 @@ def simulate(
         recompute: False simulates the update alone, with the rollout's log-probabilities.
         sharding: training state that data ranks share out, for memory: `ddp`, `zero1` (optimizer state) or `fsdp`.
         checkpointing: activations that are computed again for backward: `none` or False, `selective` (cheap ones),
-            `full` or True: least memory, and another forward of every micro-step.
+            `full` or True: least memory, and another forward of every micro-step. By default the least of these with
+            which `static` fits.
         tp, pp, cp: tensor, pipeline (1F1B) and context parallelism, see `Layout`; `ranks * groups * pp` GPUs in all.
         step: the last RL step to simulate; by default that of the trace.
         steps: steps to simulate, up to that one; by default all but the trace's first, at most 6.
-        step_tokens: tokens of a whole step, in all groups, if the trace has a part of each: its prompts are then drawn
-            with all their answers until steps have so many.
+        step_tokens: tokens of a whole step, such as 20_000_000 or "20M", in all groups, if the trace has a part of
+            each: its prompts are then drawn with all their answers until steps have so many. By default steps have one
+            full micro-step of every rank at least, unless micro-steps are given.
         sampled: the part of each step that the trace has, above 0 to 1, instead; by default what the trace says.
         progress: called before each balancer with its name, the balancers done and all, and once at the end.
 
@@ -278,6 +282,8 @@ def simulate(
             nodes, spec, settings, micro_steps=size, token_budget=token_budget, mini_batches=mini_batches,
             equal_terms=equal_terms,
         )  # fmt: skip
+        if checkpointing is None:
+            case = with_checkpointing(case)
         outcomes: dict[str, Outcome] = {}
         done = len(cases) * (len(names) + 1)
         for policy in names:

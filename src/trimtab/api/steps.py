@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.analysis.trace_counts import DEFAULT_BUDGET
+from trimtab.api.arguments import token_count
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.errors import InputError
@@ -35,11 +36,13 @@ class TraceSteps:
         name: of the trace, for messages.
         recorded: oldest first.
         measured: how many of the last ones are simulated; balancers know those before.
+        is_stated: whether options or the trace say how large whole steps are.
     """
 
     name: str
     recorded: tuple[RecordedStep, ...]
     measured: int
+    is_stated: bool = True
 
     @property
     def last(self) -> RoutingTrace:
@@ -60,6 +63,30 @@ class TraceSteps:
         """Some of the layers, indices `[N]`."""
         return replace(self, recorded=tuple(_with_layers(step, layers) for step in self.recorded))
 
+    def _completed(self, full: int) -> tuple[TraceSteps, tuple[str, ...]]:
+        """Steps of `full` tokens or more, if nobody says how large they are, and a past of a single scaled step; with a
+        sentence on each.
+
+        That past is another drawing from the same prompts: nearer to a real step before than half of the prompts are to
+        the other half, since the correction of scaled steps holds for it, too.
+        """
+        recorded, texts = self.recorded, []
+        if not self.is_stated:
+            recorded = tuple(replace(step, tokens=max(step.tokens, full)) for step in recorded)
+            least = min(step.trace.num_tokens for step in recorded)
+            if least < full:
+                texts.append(
+                    f"Scaled from {least:,} recorded tokens to a step of {full:,}, one full micro-step of every rank; "
+                    "--step-tokens gives the step's size, --sampled 1 takes it as recorded."
+                )
+        if len(recorded) == 1 and not recorded[0].is_whole:
+            recorded *= 2
+            texts.append(
+                "The trace has one step, so eplb plans from another drawing of the same prompts; record a second step "
+                "for the real one before."
+            )
+        return replace(self, recorded=recorded, is_stated=True), tuple(texts)
+
     def case(
         self,
         cluster: ClusterSpec,
@@ -77,15 +104,20 @@ class TraceSteps:
         Where ranks share sequences, `settings.layout.pieces`, each sequence is as many pieces.
 
         Args:
-            micro_steps: of the largest step; else `token_budget` holds, by default 8192 or the longest piece.
+            micro_steps: of the largest step; else `token_budget` holds, by default 8192 or the longest piece, and steps
+                have a full micro-step of every rank at least, unless something says how large they are.
             seed: of the drawing of scaled steps.
         """
+        full = cluster.ranks * settings.groups * (token_budget or DEFAULT_BUDGET) if micro_steps is None else 0
+        whole, assumed = self._completed(full)
         pieces = settings.layout.pieces
 
         def cut(steps: Sequence[tuple[SequenceCounts, RoutingTrace | ResampledTrace]]) -> list[PreparedStep]:
             return [cut_step(counts, trace, pieces) for counts, trace in steps]
 
-        recorded = whole_steps(self.recorded, seed) if self.is_scaled else [(s.counts, s.trace) for s in self.recorded]
+        recorded = (
+            whole_steps(whole.recorded, seed) if whole.is_scaled else [(s.counts, s.trace) for s in self.recorded]
+        )
         steps = cut(recorded)
         counts = [each for each, _ in steps]
         if micro_steps is not None:
@@ -106,12 +138,13 @@ class TraceSteps:
                 settings=settings,
                 measured=self.measured,
                 traces=tuple(trace for _, trace in steps[-self.measured :]),
-                recorded=self.sequences if self.is_scaled else None,
+                recorded=self.sequences if whole.is_scaled else None,
+                assumed=assumed,
             )
 
-        if not self.is_scaled:
+        if not whole.is_scaled:
             return made(steps)
-        halves = tuple(made(cut(whole_steps(self.recorded, seed, half=half))) for half in (0, 1))
+        halves = tuple(made(cut(whole_steps(whole.recorded, seed, half=half))) for half in (0, 1))
         return replace(made(steps), halves=halves)
 
 
@@ -120,7 +153,7 @@ def read_steps(
     *,
     step: int | None = None,
     steps: int | None = None,
-    step_tokens: int | None = None,
+    step_tokens: int | str | None = None,
     sampled: float | None = None,
 ) -> TraceSteps:
     """The steps of a trace up to `step`, the last by default; all but the first are measured, at most 6.
@@ -136,6 +169,7 @@ def read_steps(
     """
     if not reader.facts.lengths.any():
         raise InputError(f"{reader.name}: the trace is empty; there is nothing to simulate")
+    step_tokens = None if step_tokens is None else token_count(step_tokens)
     last, earlier = step_of(reader.read(), step)
     traces = [*earlier, last]
     measured = min(MOST_STEPS, max(1, len(earlier))) if steps is None else steps
@@ -153,7 +187,8 @@ def read_steps(
                 "should be those of a whole step, in all expert-parallel groups"
             )
         recorded.append(RecordedStep(SequenceCounts.from_trace(trace), trace, tokens))
-    return TraceSteps(reader.name, tuple(recorded), measured)
+    is_stated = step_tokens is not None or sampled is not None or last.sampled < 1
+    return TraceSteps(reader.name, tuple(recorded), measured, is_stated)
 
 
 def _sampled_part(trace: RoutingTrace, name: str, step_tokens: int | None, sampled: float | None) -> float:

@@ -11,11 +11,9 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from trimtab.cli.parser import NameList, closest
-from trimtab.errors import InputError
-
-# Of any number of things; larger ones would not fit the integers of kernels.
-LARGEST = 2**31 - 1
+from trimtab.api.arguments import LARGEST, TOKEN_COUNT, token_count
+from trimtab.cli.parser import NameList
+from trimtab.errors import InputError, closest
 
 
 def _number(read: Callable[[str], Any], is_right: Callable[[Any], bool], form: str, text: str) -> Any:
@@ -36,15 +34,9 @@ def _integer(least: int, text: str) -> int:
     return value
 
 
-def _tokens(text: str) -> int:
-    factor = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower(), 1)
-    return round(float(text[:-1] if factor > 1 else text) * factor)
-
-
-# Types of options: integers of at least 1, and of at least 0; numbers of tokens, such as 20M, 1.5M or 80k; a part of a
-# whole; a price.
+# Types of options: integers of at least 1, and of at least 0; numbers of tokens; a part of a whole; a price.
 positive, whole = partial(_integer, 1), partial(_integer, 0)
-_amount = partial(_number, _tokens, lambda value: 1 <= value <= LARGEST, "a number of tokens, such as 20M")
+_amount = partial(_number, token_count, lambda value: value > 0, TOKEN_COUNT)
 _part = partial(_number, float, lambda value: 0 < value <= 1, "above 0, and at most 1")
 _price = partial(_number, float, lambda value: 0 <= value < float("inf"), "a price, 0 or more")
 

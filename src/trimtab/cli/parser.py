@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+
+from trimtab.errors import closest, unknown
 
 # Earlier spellings of options, still accepted.
 ALIASES = {"--out": "--output", "--policies": "--policy", "--presets": "--preset", "--seeds": "--seed"}
@@ -83,8 +84,7 @@ class Parser(argparse.ArgumentParser):
         for name in value.split(",") if isinstance(action, NameList) else [value]:
             if action.choices is not None and name not in action.choices:
                 option = "/".join(action.option_strings) or str(action.metavar).lower()
-                hint = closest(name, action.choices) or f"; use one of {', '.join(action.choices)}"
-                self.error(f"unknown {option} {name}{hint}")
+                self.error(unknown(option, name, action.choices))
 
 
 def _is_name(word: str, option: argparse.Action) -> bool:
@@ -92,8 +92,3 @@ def _is_name(word: str, option: argparse.Action) -> bool:
     if word.split(",")[0] in (option.choices or ()):
         return True
     return not (word.startswith("-") or "/" in word or "." in word or Path(word).exists())
-
-
-def closest(word: str, names: Iterable[str]) -> str:
-    """The name that was probably meant, as a clause; empty if there is none."""
-    return "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(word, names, 1))

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.cli.options import KINDS, TEXT
-from trimtab.cli.parser import Parser, closest
-from trimtab.errors import InputError
+from trimtab.cli.parser import Parser
+from trimtab.errors import InputError, closest
 from trimtab.files import read_small_text
 
 COMMANDS = ("advise", "simulate", "analyze", "plan", "rollout")

@@ -16,8 +16,8 @@ from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.planner import plan_schedule
 from trimtab.planner.replicas.replica_table import ReplicaTable
-from trimtab.policies.static import Static
-from trimtab.simulator.step import WAITING, simulate_step
+from trimtab.policies.static import Balanced, Static
+from trimtab.simulator.step import imbalance_cost, simulate_step
 from trimtab.trace import RoutingTrace
 from trimtab.trace.counting import count_experts
 
@@ -171,8 +171,11 @@ class StepFigures:
                 cluster=self._cluster,
             )  # fmt: skip
             operations = OperationCosts.of(self._cluster, self._model, moe_layers=workload.num_layers)
-            simulated = simulate_step(static, workload, step.lengths, operations, self._cluster, Static.traits)
-            lost_share = simulated.causes_s[WAITING] / simulated.step_time_s
+            static_s, even_s = (
+                simulate_step(static, workload, step.lengths, operations, self._cluster, policy.traits).step_time_s
+                for policy in (Static, Balanced)
+            )
+            lost_share = imbalance_cost(static_s, even_s)
             found["lost_share"] = lost_share
             found |= {f"{name}_gain": part * lost_share for name, part in recovered.items()}
             # With transfers, moves and planning, which the product leaves out.

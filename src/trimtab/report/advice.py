@@ -17,6 +17,7 @@ from trimtab.report.tables import (
     Facts,
     Row,
     TableData,
+    first_lines,
     html_table,
     terminal_facts,
     terminal_table,
@@ -27,7 +28,7 @@ from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.draws import Drawn, Estimate
 from trimtab.simulator.memory import ways_to_fit
 from trimtab.simulator.resampling import LEAST_SEQUENCES
-from trimtab.simulator.step import WAITING
+from trimtab.simulator.step import WAITING, imbalance_cost
 from trimtab.simulator.strategies import NOTHING, RunStrategy
 
 # docs/simulator.md, "Accuracy".
@@ -136,6 +137,11 @@ class Advice:
         return "not worth it" if self.chosen.strategy is NOTHING else self.chosen.strategy.name
 
     @property
+    def assumed(self) -> str:
+        """What nobody stated, with the options that change it; "" if nothing was assumed."""
+        return " ".join(self.case.assumed)
+
+    @property
     def answer(self) -> str:
         """The recommendation in one sentence."""
         if self.case.is_too_small:
@@ -173,6 +179,8 @@ class Advice:
             "steps": self.case.measured,
             "earlier_steps": len(self.case.steps) - self.case.measured,
             "tokens": int(self.case.sequences.lengths.sum()),
+            "assumed": list(self.case.assumed),
+            "cost": imbalance_cost(self.nothing.step_s.value, self.even_s),
             "recorded_sequences": self.sequences,
             "layers_simulated": self.case.sequences.num_layers,
             "layers_traced": self.layers,
@@ -307,15 +315,18 @@ def limit_texts(advice: Advice) -> list[str]:
 
 
 def advice_tiles(advice: Advice) -> list[tuple[str, str, str]]:
-    """The four main figures: what imbalance costs, what the advised strategy gains, whether it fits, and how much was
-    recorded."""
+    """The main figures: what imbalance costs, what the advised strategy gains if enough was recorded, whether it fits,
+    and how much was recorded."""
     static, target = advice.static.simulated, advice.target.outcomes[0].name
+    cost = imbalance_cost(advice.nothing.step_s.value, advice.even_s)
+    waiting = max(0.0, static.causes_s[WAITING] / static.step_time_s)
     named = next(each for each in advice.strategies if each.strategy.name == target)
     over = "" if named.over_eplb is None else f"; {named.over_eplb.value:.2f}x as fast as eplb"
+    gain = [(f"Gain of {target}", f"{named.gain.value:.0%}", f"less time ({_range(named.gain)}){over}")]
     recorded = f"of each step recorded, {plural(advice.case.sequences.num_layers, 'layer')} simulated"
     return [
-        ("Cost of imbalance", f"{static.causes_s[WAITING] / static.step_time_s:.0%}", "of a step without balancing"),
-        (f"Gain of {target}", f"{named.gain.value:.0%}", f"less time ({_range(named.gain)}){over}"),
+        ("Cost of imbalance", f"{cost:.0%}", f"of a step without balancing (of it, waiting {waiting:.0%})"),
+        *([] if advice.case.is_too_small else gain),
         ("Memory", bytes_text(named.peak_bytes),
          f"of {bytes_text(advice.case.cluster.device_bytes)}: it {'fits' if named.fits else 'does not fit'}"),
         ("Basis", plural(advice.sequences, "sequence"), recorded + ("; too few" if advice.case.is_too_small else "")),
@@ -361,7 +372,7 @@ def advice_notes(advice: Advice) -> list[str]:
 
 def advice_output(advice: Advice) -> list[RenderableType]:
     """What `trimtab advise` prints."""
-    shown: list[RenderableType] = [f"[bold]{escape(advice.answer)}[/bold]"]
+    shown = [*first_lines(advice.assumed), f"[bold]{escape(advice.answer)}[/bold]"]
     shown += [escape(text) for text in limit_texts(advice)]
     shown += ["", terminal_table(advice_table(advice)), terminal_table(cost_table(advice))]
     shown.append(terminal_table(waterfall_table(waterfall(advice), advice.static.simulated.step_time_s)))

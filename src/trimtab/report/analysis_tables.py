@@ -14,12 +14,17 @@ from trimtab.figures import plural
 from trimtab.report.charts import Line, LineChart
 from trimtab.report.model import AnalysisReport
 from trimtab.report.number_text import number, seconds
-from trimtab.report.tables import Facts, Row, TableData, terminal_facts, terminal_table
+from trimtab.report.tables import Facts, Row, TableData, first_lines, terminal_facts, terminal_table
 
 SPREAD = ("mean", "p50", "p99", "worst")
 SHOWN_LAYERS = 5
 SHOWN_DOMAINS = 8
-BASED_ON = {"nothing": "static", "past": "based on past loads", "step": "based on the step itself, in hindsight"}
+BASED_ON = {
+    "nothing": "static",
+    "past": "based on past loads",
+    "step": "based on the step itself, in hindsight",
+    "micro-step": "based on known routing, by trimtab plan",
+}
 
 
 def analysis_tables(report: AnalysisReport) -> list[RenderableType]:
@@ -27,6 +32,7 @@ def analysis_tables(report: AnalysisReport) -> list[RenderableType]:
     analysis = report.analysis
     summary = " ".join(filter(None, (cost_summary(analysis), layers_summary(analysis))))
     shown: list[RenderableType] = [
+        *first_lines(report.assumed),
         f"[bold]{escape(answer(analysis))}[/bold]" + (f"\n{escape(summary)}" if summary else ""),
         "",
         terminal_facts(setting_facts(report), "Setting"),
@@ -81,7 +87,7 @@ def balance_table(analysis: Analysis) -> TableData:
 
 
 def placements_table(analysis: Analysis) -> TableData:
-    """Loss of fixed placements, and of a plan for each micro-step."""
+    """Loss of fixed placements, and of a plan for each micro-step if one was made."""
     strategies = analysis.placements.strategies
     largest = max([strategy.expert_time_lost for strategy in strategies] + [1e-9])
     rows = [
@@ -95,19 +101,10 @@ def placements_table(analysis: Analysis) -> TableData:
             ),
             about=BASED_ON[strategy.based_on],
             bar=strategy.expert_time_lost / largest,
+            is_ours=strategy.based_on == "micro-step",
         )
         for strategy in strategies
     ]
-    everything = number(None if strategies[0].recovered_fraction is None else 1.0, ".0%")
-    rows.append(
-        Row(
-            "a plan for each micro-step",
-            ("about 0", everything, "1.00", "1.00"),
-            about="based on known routing; trimtab plan computes it",
-            bar=0.0,
-            is_ours=True,
-        )
-    )
     columns = ("placement", "time lost", "recovered", "max/mean", "p99")
     return TableData("Does known routing help?", columns, tuple(rows))
 

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from trimtab.analysis import Analysis
-from trimtab.analysis.summary import notes
+from trimtab.analysis.summary import assumed, notes
 from trimtab.analysis.trace_comparison import LayerComparison, TraceComparison, TraceFigures
 from trimtab.figures import described_figures, plural
 from trimtab.report.analysis_tables import contents_text
@@ -22,6 +22,7 @@ from trimtab.report.tables import (
     Facts,
     Row,
     TableData,
+    first_lines,
     html_table,
     terminal_facts,
     terminal_table,
@@ -52,6 +53,11 @@ class ComparisonReport:
         ranks = self.comparison.first.ranks
         models = dict.fromkeys(each.counts.model or "a trace" for each in _both(self.comparison))
         return f"Two traces compared: expert load of {' and '.join(models)} on {plural(ranks, 'rank')}"
+
+    @property
+    def assumed(self) -> str:
+        """Returns what nobody stated; "" if nothing was assumed."""
+        return assumed([self.comparison.first, self.comparison.second])
 
     @property
     def answer(self) -> str:
@@ -93,6 +99,7 @@ def comparison_output(report: ComparisonReport) -> list[RenderableType]:
     """What `trimtab analyze --compare` prints."""
     comparison = report.comparison
     return [
+        *first_lines(report.assumed),
         f"[bold]{escape(report.answer)}[/bold]",
         "",
         terminal_facts(comparison_facts(report), "Compared"),

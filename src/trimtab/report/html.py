@@ -55,7 +55,7 @@ def page_of(report: Page, figures: Mapping[str, Any] | None = None) -> str:
     values = {
         "title": escape(report.title),
         "headline": escape(f"{headline}." if rest else headline),
-        "answer": summary(rest),
+        "answer": summary(report.assumed) + summary(rest),
         "nav": "".join(f'<a href="#{part.name}">{part.word}</a>' for part in parts),
         "sections": "\n".join(part.html for part in parts),
         "data": in_script(json.dumps(data, allow_nan=False)),

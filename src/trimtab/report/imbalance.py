@@ -25,25 +25,27 @@ SIZE = (3.4, 2.3)
 
 @dataclass(frozen=True, eq=False)
 class Imbalance:
-    """Tokens of every rank in every instance. M may differ between plans.
+    """Rows of every rank in every instance. M may differ between plans.
 
     Attributes:
-        loads: `[M, L, R]` tokens by name of the plan; the first is the one without replicas.
+        loads: `[M, L, R]` rows, (token, expert) pairs, by name of the plan; the first is the one without replicas.
         layer_indices: `[L]` the decoder layer of each MoE layer.
         steps: `[M]` RL step of each micro-step, or one step for all; by name where plans differ in it.
+        top_k: experts of a token.
     """
 
     loads: Mapping[str, Array]
     layer_indices: Array
     steps: Array | int | Mapping[str, Array]
+    top_k: int
 
     def max_over_mean(self, name: str) -> Array:
         """`[M, L]` float64, NaN where an instance has no load."""
         return max_over_mean_or_nan(self.loads[name])
 
     def to_pandas(self) -> Any:
-        """A table with a row for each instance: `plan`, `step`, `micro_step`, `layer`, `tokens` (of all ranks),
-        `busiest_rank`, `max_over_mean`.
+        """A table with a row for each instance: `plan`, `step`, `micro_step`, `layer`, `tokens`, `rows` (tokens times
+        top-k), `busiest_rank`, `max_over_mean`.
 
         Raises:
             InputError: if pandas is not installed.
@@ -58,7 +60,8 @@ class Imbalance:
                 "step": np.repeat(np.broadcast_to(steps, micro_steps), layers),
                 "micro_step": np.repeat(np.arange(micro_steps), layers),
                 "layer": np.tile(self.layer_indices, micro_steps),
-                "tokens": loads_MLR.sum(axis=-1).ravel(),
+                "tokens": loads_MLR.sum(axis=-1).ravel() // self.top_k,
+                "rows": loads_MLR.sum(axis=-1).ravel(),
                 "busiest_rank": loads_MLR.argmax(axis=-1).ravel(),
                 "max_over_mean": self.max_over_mean(name).ravel(),
             }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.analysis import Analysis
-from trimtab.analysis.summary import answer
+from trimtab.analysis.summary import answer, assumed
 from trimtab.array_type import Array
 from trimtab.figures import plural
 from trimtab.report.charts import LineChart
@@ -97,6 +97,7 @@ class Report:
     Attributes:
         title: of the page.
         answer: the result in one sentence.
+        assumed: what nobody stated, with the options that change it; "" if nothing was assumed.
         facts: names and values of the setting: trace, model, cluster, command.
         policies: in any order; they are shown by step time.
         layer_names: `[L]` of the heat map's layers.
@@ -124,6 +125,7 @@ class Report:
     cases: TableData | None = None
     device_bytes: float | None = None
     rollout: tuple[LineChart, ...] = ()
+    assumed: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,5 +146,10 @@ class AnalysisReport:
 
     @property
     def answer(self) -> str:
-        """Returns the result in one or two sentences."""
+        """Returns the result in a few sentences."""
         return answer(self.analysis)
+
+    @property
+    def assumed(self) -> str:
+        """Returns what nobody stated; "" if nothing was assumed."""
+        return assumed([self.analysis])

@@ -48,9 +48,9 @@ def digits(value: float) -> str:
     if not math.isfinite(value):
         return NONE
     size = abs(value)
-    return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+    return f"{value:z,.0f}" if size >= 100 else f"{value:z.1f}" if size >= 10 else f"{value:z.2f}"
 
 
 def number(value: float | None, shape: str) -> str:
     """The number in a format of Python, or a dash if it is None or not finite."""
-    return NONE if value is None or not math.isfinite(value) else format(value, shape)
+    return NONE if value is None or not math.isfinite(value) else format(value, f"z{shape}")

@@ -29,8 +29,8 @@ from trimtab.report.policies_table import (
     policies_table,
     sweep_table,
 )
-from trimtab.report.simulation import answers, notes, policy_results, setting_facts, table_title
-from trimtab.report.tables import Row, TableData, html_table, terminal_facts, terminal_table
+from trimtab.report.simulation import answers, assumed, notes, policy_results, setting_facts, table_title
+from trimtab.report.tables import Row, TableData, first_lines, html_table, terminal_facts, terminal_table
 from trimtab.report.widgets import Section, facts, heat_map, lead, notes_section, options
 from trimtab.simulator.pipeline import BUBBLE
 from trimtab.simulator.simulated_case import SimulatedCase
@@ -282,7 +282,8 @@ def simulation_tables(source: str, trace: RoutingTrace, cases: Sequence[Simulate
         ]  # fmt: skip
     elif len(cases) <= MOST_DETAILED_CASES:
         tables += [policies_table(policy_results(case), f"{case.text}: {table_title(case)}") for case in cases]
-    shown: list[RenderableType] = [f"[bold]{shown_text(answers(cases))}[/bold]\n", *map(terminal_table, tables)]
+    shown = first_lines(assumed(cases))
+    shown += [f"[bold]{shown_text(answers(cases))}[/bold]\n", *map(terminal_table, tables)]
     shown.append(terminal_facts(setting_facts(source, trace, first), "Setting"))
     texts = [*notes(trace, cases)]
     if above := next(filter(None, (_above(policy_results(case)) for case in cases)), ""):
@@ -294,7 +295,7 @@ def simulation_tables(source: str, trace: RoutingTrace, cases: Sequence[Simulate
 def _parts_table(policies: Sequence[PolicyResult]) -> TableData:
     bubbles = [BUBBLE] if any(BUBBLE in policy.parts_s for policy in policies) else []
     names = (*PARTS, *bubbles)
-    rows = tuple(Row(policy.name, tuple(f"{policy.parts_s[name] * 1e3:,.0f}" for name in names)) for policy in policies)
+    rows = tuple(Row(policy.name, tuple(f"{policy.parts_s[name] * 1e3:z,.0f}" for name in names)) for policy in policies)
     return TableData("Where the milliseconds go", ("policy", *SHORT_PARTS, *bubbles), rows)
 
 

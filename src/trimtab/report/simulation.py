@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from trimtab.analysis.summary import unknown_text
 from trimtab.cluster import Layout
 from trimtab.cluster.parallel_layout import SELECTIVE
 from trimtab.figures import plural
+from trimtab.planner import SequenceCounts
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import bytes_text
 from trimtab.report.policies_table import sweep_table
@@ -18,7 +20,7 @@ from trimtab.simulator.comparison_case import SLACK, ComparisonCase
 from trimtab.simulator.memory import ways_to_fit
 from trimtab.simulator.recorded_operations import KINDS
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
-from trimtab.simulator.step import WAITING, StepSettings
+from trimtab.simulator.step import StepSettings, imbalance_cost
 from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import RoutingTrace
 
@@ -56,6 +58,7 @@ def simulation_report(source: str, trace: RoutingTrace, cases: Sequence[Simulate
         table_title=table_title(first),
         cases=sweep_table(cases) if len(cases) > 1 else None,
         device_bytes=first.case.cluster.device_bytes,
+        assumed=assumed(cases),
     )
 
 
@@ -121,6 +124,11 @@ def answers(cases: Sequence[SimulatedCase]) -> str:
     )
 
 
+def assumed(cases: Sequence[SimulatedCase]) -> str:
+    """What nobody stated, with the options that change it; "" if nothing was assumed."""
+    return " ".join(dict.fromkeys(text for each in cases for text in each.case.assumed))
+
+
 def fitting_first(cases: Sequence[SimulatedCase]) -> list[SimulatedCase]:
     """Those that fit the device, then the others, each in their order."""
     return sorted(cases, key=lambda case: not case.fits)
@@ -130,8 +138,8 @@ def answer(simulated: SimulatedCase) -> str:
     """The result in a few sentences: what does not fit, the cost of imbalance, speed-ups, the fastest balancer."""
     case = simulated.case
     static_s = simulated.seconds("static")
-    waiting_s = simulated.outcomes["static"].simulated.causes_s[WAITING]
-    cost = f"Imbalance costs {waiting_s / static_s:.0%} of each step"
+    unknown = unknown_text(unknown_part(case.sequences))
+    cost = f"Imbalance costs {simulated.cost:.0%} of each step{unknown}"
     where = f"on {plural(case.cluster.ranks, f'{case.cluster.name} rank')}"
     ideal = static_s / simulated.seconds("balanced")
     return " ".join(
@@ -139,7 +147,7 @@ def answer(simulated: SimulatedCase) -> str:
             None,
             (
                 _memory_answer(simulated),
-                f"{cost} {where}; {_speed_answer(simulated)}.",
+                f"{cost} {where} (of it, waiting {simulated.waiting:.0%}); {_speed_answer(simulated)}.",
                 f"Perfectly even routing would make it {ideal:.2f} times as fast.",
                 _permuted_answer(simulated),
             ),
@@ -172,7 +180,7 @@ def _speed_answer(simulated: SimulatedCase) -> str:
 def _permuted_answer(simulated: SimulatedCase) -> str:
     permuted_s = simulated.permuted_s
     static_s, eplb_s = permuted_s["static"], permuted_s.get("eplb")
-    text = f"With expert ids permuted, imbalance costs {simulated.permuted_waiting_s / static_s:.0%}"
+    text = f"With expert ids permuted, imbalance costs {imbalance_cost(static_s, permuted_s['balanced']):.0%}"
     if "trimtab" in permuted_s:
         text += f", and trimtab is {static_s / permuted_s['trimtab']:.2f} times as fast as static"
         if eplb_s and simulated.case.knows_past:
@@ -202,8 +210,8 @@ def notes(trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[str, ...
     layers, all_layers = trace.num_layers, case.model.moe_layers
     texts = [
         "Step time is recompute and update, predicted by a timeline model of the cluster, without the rollout. The "
-        "cost of imbalance is what static would take less if every expert phase took the ranks' mean time, with the "
-        "same rows.",
+        "cost of imbalance is what static would take less with perfectly even routing; waiting is what it would take "
+        "less if every expert phase took the ranks' mean time, with the same rows.",
         scale_note(case),
     ]
     if layers != all_layers:
@@ -229,12 +237,8 @@ def notes(trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[str, ...
         texts.append(
             f"With slots of their own, beyond {plural(case.cluster.slots_per_rank, 'slot')}: {', '.join(own)}."
         )
-    unknown = int(case.sequences.unknown_SL.sum(dtype=np.int64))
-    if unknown:
-        rows = trace.num_tokens * trace.top_k * layers
-        texts.append(
-            f"The experts of {unknown / rows:.1%} of rows are not recorded; the figures include estimates for them."
-        )
+    if unknown := unknown_part(case.sequences):
+        texts.append(f"The experts of {unknown:.1%} of rows are not recorded; the figures include estimates for them.")
     texts.append(
         f"Permuted ids: the experts of each layer in one random order (seed {PERMUTATION_SEED}), so hot experts "
         "are neighbours only by chance."
@@ -245,10 +249,16 @@ def notes(trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[str, ...
     return tuple(texts)
 
 
+def unknown_part(sequences: SequenceCounts) -> float:
+    """Part of the rows whose experts are not recorded."""
+    rows = int(sequences.lengths.sum()) * sequences.num_layers * sequences.top_k
+    return int(sequences.unknown_SL.sum(dtype=np.int64)) / max(1, rows)
+
+
 def scale_note(case: ComparisonCase) -> str:
     """What the trace is taken as: whole steps, or a part of each."""
     if case.recorded is None:
-        return "The trace is taken as whole steps; where it has a part of each, name it: --step-tokens or --sampled."
+        return "The trace is taken as whole steps; where it has a part of each, give --step-tokens or --sampled."
     tokens = int(case.sequences.lengths.sum())
     return (
         f"Scaled to steps of {tokens:,} tokens: prompts are drawn with all their answers, with replacement, from "

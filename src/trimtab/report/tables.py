@@ -57,6 +57,11 @@ class TableData:
     rows: tuple[Row, ...]
 
 
+def first_lines(assumed: str) -> list[RenderableType]:
+    """What was assumed, above an answer; empty if nothing was."""
+    return [marked(assumed)] if assumed else []
+
+
 def terminal_facts(rows: Facts, title: str) -> Table:
     """Names and values below a title."""
     table = _table(title, show_header=False)

@@ -14,6 +14,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster import StepCosts
 from trimtab.cluster.operations import OperationCosts, moved_bytes
+from trimtab.cluster.parallel_layout import GRANULARITIES
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload, pack_by_length
 from trimtab.planner.plan.prediction import cross_node_rows
 from trimtab.planner.schedule.time_packing import pack_by_time
@@ -357,6 +358,28 @@ def figures(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> dict[str, 
 def fits(case: ComparisonCase, outcome: Outcome) -> bool:
     """Whether the rank that needs most memory has it."""
     return outcome.peak_bytes <= case.cluster.device_bytes
+
+
+def with_checkpointing(case: ComparisonCase) -> ComparisonCase:
+    """The case with the least activation checkpointing with which `static` fits, and a sentence that says so; the same
+    case if it fits without, or not at all."""
+    load = simulate_policy(replace(case, halves=()), "static").load
+    for name, checkpointing in GRANULARITIES.items():
+        settings = replace(case.settings, checkpointing=checkpointing)
+        needs = rank_memory(
+            load, case.model, groups=settings.groups, sharding=settings.sharding, checkpointing=checkpointing,
+            layout=settings.layout,
+        )  # fmt: skip
+        if sum(needs.values()) <= case.cluster.device_bytes:
+            if settings == case.settings:
+                return case
+            text = (
+                f"Simulated with {name} activation checkpointing, since the step does not fit without; "
+                "--recompute-granularity none simulates it without."
+            )
+            halves = tuple(replace(half, settings=settings) for half in case.halves)
+            return replace(case, settings=settings, halves=halves, assumed=(*case.assumed, text))
+    return case
 
 
 def permuted_steps(case: ComparisonCase, names: Iterable[str], seed: int) -> dict[str, SimulatedStep]:

@@ -42,6 +42,7 @@ class ComparisonCase:
         halves: the same case from each half of the recorded prompts, if the steps were resampled. The seconds of
             balancers are then those of a step without the skew that resampling adds.
         recorded: fewest recorded sequences of a measured step, if the steps were resampled; else None.
+        assumed: sentences on what nobody stated, each with the option that changes it.
     """
 
     cluster: ClusterSpec
@@ -56,6 +57,7 @@ class ComparisonCase:
     traces: tuple[RoutingTrace | ResampledTrace, ...] = ()
     halves: tuple[ComparisonCase, ...] = ()
     recorded: int | None = None
+    assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.measured <= 1 + len(self.earlier):

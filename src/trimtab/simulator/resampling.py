@@ -106,12 +106,13 @@ def whole_steps(
     """Each step with its number of tokens.
 
     Args:
+        steps: the same step twice is drawn twice.
         half: 0 or 1: draw from this half of the prompts alone; None: from all. With the same seed no prompt is in both.
     """
     made = []
     for number, step in enumerate(steps):
         prompts = step.prompts()
-        order = np.random.default_rng([seed, number]).permutation(len(prompts))
+        order = np.random.default_rng([seed, steps.index(step)]).permutation(len(prompts))
         if half is not None and len(prompts) > 1:
             order = order[half::2]
         rng = np.random.default_rng([seed, number, 0 if half is None else 1 + half])

@@ -9,6 +9,7 @@ from typing import Any
 from trimtab.figures import plural
 from trimtab.simulator.comparison import Outcome, figures, fits
 from trimtab.simulator.comparison_case import ComparisonCase
+from trimtab.simulator.step import WAITING, imbalance_cost
 
 # Step times with permuted expert ids are those of this order (`permute_experts`).
 PERMUTATION_SEED = 0
@@ -26,7 +27,7 @@ class SimulatedCase:
         outcomes: plan, simulated step and memory by balancer, in the order of `POLICIES`; `static` and `balanced`
             among them.
         permuted_s: step time in seconds by balancer if the experts of every layer had their ids in random order.
-        permuted_waiting_s: of `static` with this order, what imbalance costs (`SimulatedStep.causes_s`).
+        permuted_waiting_s: of `static` with this order (`SimulatedStep.causes_s`).
         dispatcher: what is sent to a node, "rows" or "tokens", if it was asked for; else None.
     """
 
@@ -66,6 +67,16 @@ class SimulatedCase:
     def reported(self) -> str:
         """`trimtab` if it ran, else the fastest."""
         return "trimtab" if "trimtab" in self.outcomes else self.fastest
+
+    @property
+    def cost(self) -> float:
+        """Part of the step that imbalance costs."""
+        return imbalance_cost(self.seconds("static"), self.seconds("balanced"))
+
+    @property
+    def waiting(self) -> float:
+        """Part of the step in which ranks wait for the busiest one's experts."""
+        return max(0.0, self.outcomes["static"].simulated.causes_s[WAITING] / self.seconds("static"))
 
     def seconds(self, name: str) -> float:
         """Step time of a balancer that ran."""

@@ -87,7 +87,7 @@ class SimulatedStep:
         parts_s: seconds on the critical path, by the names of `PARTS`; they add up to `step_time_s`. With a pipeline
             those of the mean stage, and `BUBBLE`: what it takes longer.
         causes_s: seconds by cause; they add up to `step_time_s`, too. `waiting`: what the step would be shorter if
-            every expert phase took the ranks' mean time, with the same rows: the cost of imbalance. `sequences`: what
+            every expert phase took the ranks' mean time, with the same rows. `sequences`: what
             it would then be shorter if all ranks had the mean time of dense parts: the cost of uneven sequences. The
             others are the parts of that even step, by the names of `PARTS` but `imbalance`.
         work: of every rank and instance.
@@ -103,6 +103,11 @@ class SimulatedStep:
     operations: Operations
     hidden_planning_s: float
     moves_left_out_s: float
+
+
+def imbalance_cost(static_s: float, even_s: float) -> float:
+    """The part of a step that imbalance costs, 0 to 1: what it is shorter with perfectly even routing."""
+    return max(0.0, 1 - even_s / static_s) if static_s else 0.0
 
 
 def simulate_step(

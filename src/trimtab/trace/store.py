@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.files import atomic_file
 from trimtab.trace.parquet_footer import read_columns
@@ -116,21 +117,29 @@ class TraceReader:
 
     def read(self, step: int | None = None) -> RoutingTrace:
         """The whole trace, or one step of it. Beside it, memory holds one chunk."""
-        chosen = np.ones(len(self.facts.steps), bool) if step is None else self.facts.steps == step
-        if step is not None and not chosen.any():
+        if step is None:
+            return self.read_sequences(np.arange(len(self.facts.steps)))
+        chosen = np.flatnonzero(self.facts.steps == step)
+        if not len(chosen):
             steps = np.unique(self.facts.steps)
             known = f"it has steps {steps[0]} to {steps[-1]}" if len(steps) else "the trace is empty"
             raise InputError(f"{self.name}: no step {step}; {known}")
+        return self.read_sequences(chosen)
+
+    def read_sequences(self, chosen: Array) -> RoutingTrace:
+        """Some sequences, ascending indices `[N]`. Chunks without any are not read; memory holds one chunk beside."""
         facts = self.facts.select(chosen)
         ids_TLK = np.empty((int(facts.lengths.sum()), *self.empty.expert_ids.shape[1:]), self.empty.expert_ids.dtype)
-        row = token = 0
-        for chunk in self.chunks():
-            wanted = (
-                chunk.select(np.flatnonzero(chosen[row : row + chunk.num_sequences])) if step is not None else chunk
-            )
-            ids_TLK[token : token + wanted.num_tokens] = wanted.expert_ids
-            row += chunk.num_sequences
-            token += wanted.num_tokens
+        places = self.chunk_places()
+        ends = np.searchsorted(chosen, [*(place.first for place in places[1:]), len(self.facts.steps)])
+        starts = np.append(0, ends[:-1])
+        wanted = [number for number in range(len(places)) if starts[number] < ends[number]]
+        token = 0
+        for number, chunk in zip(wanted, read_chunks([places[n] for n in wanted], self.empty), strict=True):
+            mine = chosen[starts[number] : ends[number]] - places[number].first
+            part = chunk if len(mine) == chunk.num_sequences else chunk.select(mine)
+            ids_TLK[token : token + part.num_tokens] = part.expert_ids
+            token += part.num_tokens
         return self.empty.with_sequences(facts, ids_TLK)
 
 
@@ -263,9 +272,9 @@ class MemoryReader(TraceReader):
         """None: it is in no file."""
         return []
 
-    def read(self, step: int | None = None) -> RoutingTrace:
-        """The whole trace, without a copy, or one step of it."""
-        return self._trace if step is None else super().read(step)
+    def read_sequences(self, chosen: Array) -> RoutingTrace:
+        """Some sequences, ascending indices `[N]`; the whole trace without a copy."""
+        return self._trace if len(chosen) == self._trace.num_sequences else self._trace.select(chosen)
 
 
 def open_trace(trace: RoutingTrace | Source) -> TraceReader:
