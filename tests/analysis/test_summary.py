@@ -71,7 +71,9 @@ def test_the_cost_in_seconds(permuted_s: float, percent: str, sequences: int | N
     estimate = CostEstimate("h100x8", "m", 2.0, 1.5, 0.25, {}, (0.5,), layers, sequences=sequences)
     permuted = PermutedIds(5, 0.1, step_s=2.0, lost_s=permuted_s)
     text = cost_summary(replace(analysis, estimate=estimate, permuted=permuted))
-    assert f"0.5 s of a step of 2 s (25%; of it, waiting 12%; {percent} with permuted expert ids) on h100x8 with m" in text
+    assert (
+        f"0.5 s of a step of 2 s (25%; of it, waiting 12%; {percent} with permuted expert ids) on h100x8 with m" in text
+    )
     assert ("scaled from 1 to 4 MoE layers" in text) == (layers == 4)
     assert ("too few sequences" in text) == (sequences == LEAST_SEQUENCES - 1)
 
