@@ -19,6 +19,12 @@ class RanksDisagreeError(RuntimeError):
     """Ranks made different calls where all must make the same. The message names the ranks and their calls."""
 
 
+def install(extra: str | None) -> str:
+    """How to install Trimtab, with an extra, from its checkout."""
+    package = "." if extra is None else f"'.[{extra}]'"
+    return f"pip install {package} in Trimtab's checkout"
+
+
 def unknown(what: str, name: str, names: Iterable[str]) -> str:
     """That a name is none of those known, with the one that was probably meant, or all of them."""
     known = list(names)

@@ -17,15 +17,18 @@ from trimtab.policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
 FILES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*/README.md")]
-GENERATED = {"docs/gallery.md", *(f"docs/{name}" for name in reference_pages())}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_links_lead_to_files(file: Path) -> None:
     text = re.sub(r"```.*?```|`[^`\n]*`", "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
-        target = (file.parent / link).resolve()
-        assert target.exists() or str(target.relative_to(ROOT)) in GENERATED, link
+    for link, place in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        target = (file.parent / link).resolve() if link else file
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE) if place else []
+        assert not place or place in {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}, (
+            place
+        )
 
 
 def test_the_first_page_has_the_links_of_the_site() -> None:

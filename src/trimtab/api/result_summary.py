@@ -44,7 +44,7 @@ class Summarised(ABC):
         """Loads of all ranks in all instances, by plan."""
 
     def plot(self, kind: str, ax: Any = None) -> Any:
-        """Draw max/mean of rank loads. Needs matplotlib, as in `pip install 'trimtab[plot]'`.
+        """Draw max/mean of rank loads. Needs matplotlib, as in `pip install '.[plot]'`.
 
         Args:
             kind: `layers`, mean over micro-steps by decoder layer, with the range of the middle nine tenths; `heatmap`,
@@ -71,7 +71,7 @@ class Summarised(ABC):
     def to_pandas(self) -> Any:
         """A `DataFrame` with a row for each instance without and with a plan: `plan` (`static`, or the balancer),
         `step`, `micro_step`, `layer`, `tokens`, `busiest_rank`, `max_over_mean`. Needs pandas, as in
-        `pip install 'trimtab[plot]'`.
+        `pip install '.[plot]'`.
         """
         return self.imbalance.to_pandas()
 

@@ -147,7 +147,7 @@ class SimulationResult(Summarised):
     def to_pandas(self) -> Any:
         """A `DataFrame` with a row for each case and balancer: `ranks`, `slots`, `micro_steps`, `dispatcher`,
         `balancer`, and the figures of the JSON that are one number or text; `parts_s.NAME` and `memory_bytes.NAME` are
-        parts of the step time and of memory. Needs pandas, as in `pip install 'trimtab[plot]'`.
+        parts of the step time and of memory. Needs pandas, as in `pip install '.[plot]'`.
         """
         rows = []
         for simulated in self.cases:

@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab.api.arguments import LARGEST, TOKEN_COUNT, token_count
 from trimtab.cli.parser import NameList
-from trimtab.errors import InputError, closest
+from trimtab.errors import InputError, closest, install
 
 
 def _number(read: Callable[[str], Any], is_right: Callable[[Any], bool], form: str, text: str) -> Any:
@@ -195,4 +195,4 @@ def need_extra(*modules: str, extra: str = "train") -> None:
     """Raise InputError unless the modules of an extra are installed."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
-        raise InputError(f"this command needs {', '.join(missing)}; install it with: pip install 'trimtab[{extra}]'")
+        raise InputError(f"this command needs {', '.join(missing)}; {install(extra)}")

@@ -21,7 +21,7 @@ from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.cluster.specs import RING_LAYERS
 from trimtab.cores import usable_cores
 from trimtab.doctor.finding import Finding, first_line
-from trimtab.errors import InputError
+from trimtab.errors import InputError, install
 from trimtab.figures import plural
 from trimtab.planner import Placement, Workload, pack_by_length, plan_step
 from trimtab.rank_variables import torchrun_ranks
@@ -38,7 +38,7 @@ def find_torch() -> tuple[ModuleType | None, Finding]:
         import torch
     except (ImportError, OSError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            text = "not installed: only planning is available; to train, pip install 'trimtab[train]'"
+            text = "not installed: only planning is available; to train, " + install("train")
             return None, Finding("torch", "warning", text)
         return None, Finding("torch", "problem", f"can't be imported ({first_line(error)}); reinstall it")
     return torch, Finding("torch", "ok", torch.__version__)
@@ -49,8 +49,7 @@ def check_packages(name: str, extra: str | None) -> Finding:
     try:
         requirements = [text for text in importlib.metadata.requires("trimtab") or [] if _extra_of(text) == extra]
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, "warning", "trimtab is not installed, so its requirements are unknown; pip install .")
-    install = "trimtab" if extra is None else f"trimtab[{extra}]"
+        return Finding(name, "warning", "trimtab is not installed, so its requirements are unknown; " + install(None))
     found, wrong = [], []
     for requirement in requirements:
         match = re.match(r"([\w.-]+?)\s*>=\s*([\d.]+)", requirement)
@@ -64,7 +63,7 @@ def check_packages(name: str, extra: str | None) -> Finding:
         if _numbers(version) < _numbers(least):
             wrong.append(f"{package} {version} is older than {least}")
     if wrong:
-        return Finding(name, "problem", f"{', '.join(wrong)}; pip install --upgrade '{install}'")
+        return Finding(name, "problem", f"{', '.join(wrong)}; {install(extra)}")
     return Finding(name, "ok", ", ".join(found))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from trimtab.analysis.balance import max_over_mean_or_nan
 from trimtab.array_type import Array
-from trimtab.errors import InputError
+from trimtab.errors import InputError, install
 from trimtab.files import atomic_file
 
 KINDS = ("layers", "heatmap", "cdf")
@@ -146,4 +146,4 @@ def need(module: str) -> Any:
         name = module.partition(".")[0]
         if error.name != name:
             raise
-        raise InputError(f"{name} is not installed; install it with: pip install 'trimtab[plot]'") from None
+        raise InputError(f"{name} is not installed; {install('plot')}") from None

@@ -295,7 +295,9 @@ def simulation_tables(source: str, trace: RoutingTrace, cases: Sequence[Simulate
 def _parts_table(policies: Sequence[PolicyResult]) -> TableData:
     bubbles = [BUBBLE] if any(BUBBLE in policy.parts_s for policy in policies) else []
     names = (*PARTS, *bubbles)
-    rows = tuple(Row(policy.name, tuple(f"{policy.parts_s[name] * 1e3:z,.0f}" for name in names)) for policy in policies)
+    rows = tuple(
+        Row(policy.name, tuple(f"{policy.parts_s[name] * 1e3:z,.0f}" for name in names)) for policy in policies
+    )
     return TableData("Where the milliseconds go", ("policy", *SHORT_PARTS, *bubbles), rows)
 
 

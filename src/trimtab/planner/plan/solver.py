@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trimtab.errors import InputError
+from trimtab.errors import InputError, install
 
 
 def why_no_solver() -> str:
@@ -18,7 +18,7 @@ def why_no_solver() -> str:
     except (ImportError, OSError) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "highspy"
         reason = "is not installed" if missing else f"can't be imported ({str(error).splitlines()[0]})"
-        return f"highspy {reason}; pip install 'trimtab[solver]'"
+        return f"highspy {reason}; {install('solver')}"
     return ""
 
 
