@@ -65,8 +65,9 @@ def _measured() -> str:
 
 def _runs() -> str:
     return (
-        "Megatron-core (so verl, slime, miles, ROLL, NeMo-RL, SkyRL, ms-swift, by a flag), TRL, transformers, your own "
-        "loop. One H200 has run it, alone and shared by two ranks; **it has not run on several GPUs**"
+        "ran in the framework, on CPU ranks: Megatron-core, verl, slime, TRL, transformers, your own loop. Written "
+        "against the framework's source, of which parts ran: miles, ROLL, NeMo-RL, SkyRL, ms-swift. One H200 has run it, "
+        "alone and shared by two ranks; **it has not run on several GPUs**"
     )
 
 
@@ -85,8 +86,9 @@ def _costs() -> str:
     return (
         f"memory for {RING_LAYERS} x {slots} experts a rank ({weights} of weights for Qwen3-30B-A3B, and gradients in "
         "transfer); a flag, one line, or about ten lines in your own loop; with even routing "
-        f"{low:+.1%} to {high:+.1%} of a step on CPU ranks, and on the H200, where the host is the limit, a planned "
-        f"layer takes {min(ratios):.2f} to {max(ratios):.2f} times as long"
+        f"{low:+.1%} to {high:+.1%} of a step on CPU ranks. On one rank of an H200, where the host is the limit "
+        f"and plain Megatron exchanges nothing, a planned layer takes {min(ratios):.2f} to {max(ratios):.2f} times as "
+        "long: an upper bound, of a case that nobody runs"
     )
 
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 START, RESULTS = ROOT / "docs" / "start.md", ROOT / "docs" / "results.md"
 TRACES = ("qwen3-30b-math", "qwen3-30b-mixed")
 SIZE: dict[str, Any] = {"num_sequences": 2048, "mean_length": 1024, "max_length": 4096, "num_layers": 8, "num_steps": 2}
-STEP: dict[str, Any] = {"cluster": "h100x8", "ranks": 16, "slots": 2, "micro_steps": 32, "checkpointing": True}
+STEP: dict[str, Any] = {"cluster": "h100x8", "ranks": 16, "slots": 2, "micro_steps": 32, "checkpointing": "full"}
 SWEEP: dict[str, Any] = {"ranks": [8, 16, 32], "slots": [1, 2], "micro_steps": [8, 32]}
 DISPATCHERS = ("tokens", "rows")
 # Figures of a balancer that are stored.
@@ -225,13 +225,15 @@ def _sweep(sweep: Sequence[Mapping[str, Any]]) -> str:
     for case in sweep:
         policies = case["policies"]
         real = {name: policy for name, policy in policies.items() if name != "balanced"}
-        fitting = {name: policy for name, policy in real.items() if policy["fits"]} or real
-        fastest = min(fitting, key=lambda name: fitting[name]["step_time_s"])
+        fitting = {name: policy for name, policy in real.items() if policy["fits"]}
+        fastest = min(fitting, key=lambda name: fitting[name]["step_time_s"], default=None)
         seconds = {name: f"{policy['step_time_s']:.1f}" for name, policy in policies.items()}
         names = ("trimtab", "eplb", "static", "balanced")
         size = [str(case[name]) for name in ("ranks", "slots", "micro_steps")]
         fits = "yes" if policies["trimtab"]["fits"] else "no"
-        rows.append([*size, f"`{fastest}` {seconds[fastest]}", fits, *(seconds[name] for name in names)])
+        rows.append(
+            [*size, f"`{fastest}` {seconds[fastest]}" if fastest else "none", fits, *(seconds[name] for name in names)]
+        )
     header = ["ranks", "slots", "micro-steps", "fastest that fits", "`trimtab` fits"]
     return markdown_table([*header, "`trimtab`", "`eplb`", "`static`", "`balanced`"], rows)
 

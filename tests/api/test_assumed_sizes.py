@@ -107,7 +107,7 @@ def test_unknown_routes_stand_beside_the_first_figure() -> None:
 
 def test_a_step_that_only_lacks_checkpointing_is_simulated_with_the_least_that_fits() -> None:
     trace = synthesize(num_sequences=64, sequence_length=1024, num_layers=2, num_experts=128, top_k=8, zipf=0.5)
-    run = {"ranks": 8, "model": MODEL, "policies": "trimtab", "token_budget": 8192, "groups": 2}
+    run: dict[str, Any] = {"ranks": 8, "model": MODEL, "policies": "trimtab", "token_budget": 8192, "groups": 2}
     without = trimtab.simulate(trace, **run, checkpointing="none")
     assert repr(without).count("Does not fit") == 1
     found = trimtab.simulate(trace, **run)

@@ -37,7 +37,7 @@ UV = [sys.executable, "-m", "uv"]
 KEPT = re.compile(r"(PIP|UV)_.*|.*_proxy|SSL_CERT_.*|CURL_CA_BUNDLE", re.IGNORECASE)
 # README's figure may differ from the measured one by this fraction.
 SIZE_TOLERANCE = 0.15
-NO_SOLVER = "trimtab plan: policy lplb: highspy is not installed; pip install 'trimtab[solver]'\n"
+NO_SOLVER = "trimtab plan: policy lplb: highspy is not installed; pip install '.[solver]' in Trimtab's checkout\n"
 
 
 class CaseError(Exception):
