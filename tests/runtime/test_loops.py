@@ -165,6 +165,29 @@ def test_backward_may_run_on_another_thread() -> None:
         other.submit(backward, loop, 2).result()
 
 
+@pytest.mark.parametrize("run", ["reentrant checkpoint", "nested reentrant checkpoint", "checkpoint", "plain"])
+@runs_on_ranks()
+def test_each_step_may_run_on_a_thread_of_its_own(run: str) -> None:
+    """A new thread counts its graph nodes from 0, and may get the identifier of one that has ended."""
+    loop = start()
+
+    def run_step(number: int) -> None:
+        # Steps begin at different numbers.
+        value = torch.ones((), requires_grad=True)
+        for _ in range(number * 37 % 50):
+            value = value + 1
+        any_loop.plan(loop, number)
+        for micro_step in range(number % 3, 3):
+            forward(loop, micro_step, run, micro_step)
+        for micro_step in range(number % 3, 3):
+            backward(loop, micro_step)
+        step(loop)
+
+    for number in range(6):
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(run_step, number).result()
+
+
 @runs_on_ranks()
 def test_new_memory_at_the_same_address_is_detected() -> None:
     """Other values in new memory at the same address, as an allocator may return it."""

@@ -2,9 +2,9 @@
 pass ends.
 
 Activation checkpointing recomputes a layer during backward. Autograd is then executing a node that the forward of the
-checkpointed region created. Each thread numbers its nodes in ascending order. The range of numbers that were assigned
-while a micro-step was open therefore identifies the micro-step, wherever backward is called. Nodes that a reentrant
-checkpoint creates when it recomputes a layer belong to the same micro-step.
+checkpointed region created. Each thread numbers its nodes in ascending order, from 0. The range of numbers that were
+assigned while a micro-step was open therefore identifies the micro-step, wherever backward is called, together with the
+thread. Nodes that a reentrant checkpoint creates when it recomputes a layer belong to the same micro-step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import bisect
 import itertools
 import math
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,20 @@ from trimtab.runtime.layer.micro_step import BoundRoutes
 
 # Micro-steps whose ranges are kept.
 KEPT_FORWARDS = 512
+
+
+class _Thread:
+    """A thread for as long as it runs; identifiers of threads are used again."""
+
+
+_of_thread = threading.local()
+
+
+def _this_thread() -> _Thread:
+    """The same object in all calls of a thread."""
+    if not hasattr(_of_thread, "thread"):
+        _of_thread.thread = _Thread()
+    return _of_thread.thread
 
 
 @dataclass(eq=False)
@@ -58,11 +73,11 @@ class Backward:
 
     def __init__(self, at_end: Callable[[], None], at_failure: Callable[[], None]) -> None:
         self._at_end, self._at_failure = at_end, at_failure
-        # By thread, since each thread numbers its nodes from 0.
-        self._forwards_of: dict[int, list[_NodeRange]] = {}
-        # The largest sequence number of ranges that are not kept any more.
+        # Those of threads that have ended are dropped.
+        self._forwards_of = weakref.WeakKeyDictionary[_Thread, list[_NodeRange]]()
+        # The largest sequence number of this thread's ranges that are not kept any more.
         self._dropped = -1
-        self._thread = threading.get_ident()
+        self._thread = _this_thread()
         self._is_open = False
         self._tracked: int | None = None
         # The last backward in which a layer was recomputed, and the routes of its micro-step.
@@ -78,10 +93,13 @@ class Backward:
         Raises:
             RuntimeError: if another thread began earlier micro-steps of the plan; sequence numbers are per thread.
         """
-        thread = threading.get_ident()
-        if thread != self._thread and any(forward.routes is not None for forward in self._forwards):
-            raise RuntimeError("micro-steps of one plan were begun by different threads; use one thread for a session")
-        self._thread = thread
+        thread = _this_thread()
+        if thread is not self._thread:
+            if any(forward.routes is not None for forward in self._forwards):
+                raise RuntimeError(
+                    "micro-steps of one plan were begun by different threads; use one thread for a session"
+                )
+            self._thread, self._dropped = thread, -1
         self._forwards_of.setdefault(thread, [])
         self.leave_backward()
         if len(self._forwards) == KEPT_FORWARDS:
@@ -107,7 +125,7 @@ class Backward:
         Raises:
             RuntimeError: if another thread has a micro-step open.
         """
-        if self._is_open and threading.get_ident() != self._thread:
+        if self._is_open and _this_thread() is not self._thread:
             raise RuntimeError("a layer was called by another thread than the one that opened the micro-step")
         self._rerun = None
         if self._tracked is not None:
@@ -157,7 +175,7 @@ class Backward:
 
     def _created_in_closed_micro_step(self, number: int) -> bool:
         """Whether a node was created in a micro-step of this thread that is closed now."""
-        if threading.get_ident() != self._thread:
+        if _this_thread() is not self._thread:
             return False
         return any(forward.start <= number < forward.end < math.inf for forward in self._forwards)
 
@@ -178,9 +196,9 @@ class Backward:
         return forward.routes()
 
     def _check_other_threads(self, number: int) -> None:
-        """Raises RuntimeError if the node may be of a micro-step of an earlier plan that another thread began."""
+        """Raises RuntimeError if the node may be of an earlier plan's micro-step that another running thread began."""
         for thread, forwards in self._forwards_of.items():
-            if thread != self._thread and any(forward.start <= number < forward.end for forward in forwards):
+            if thread is not self._thread and any(forward.start <= number < forward.end for forward in forwards):
                 raise RuntimeError(
                     "a checkpointed layer is recomputed that may be of a micro-step which another thread began under "
                     "an earlier plan; use one thread for a session"
