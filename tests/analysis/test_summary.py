@@ -24,12 +24,16 @@ from trimtab.simulator.resampling import LEAST_SEQUENCES
     ("counts", "steps", "words"),
     [
         ([[[4, 4, 4, 4]]] * 4, None, "almost nothing to gain"),
-        # A loss between NEGLIGIBLE_LOSS and LARGE_LOSS.
+        # A loss just above NEGLIGIBLE_LOSS.
         ([[[53, 47]], [[47, 53]]], None, "idle for 6% of"),
         ([[[8, 8, 0, 0]]] * 4, None, "placement based on the first half of the step would recover 100% of that, so"),
         ([[[8, 8, 0, 0]]] * 4, [0, 0, 1, 1], "placement based on the step before would recover 100%"),
         ([[[8, 8, 0, 0]]], None, "All tokens fit one micro-step"),
-        ([[[9, 1, 1, 1]], [[1, 9, 1, 1]], [[1, 1, 9, 1]], [[1, 1, 1, 9]]] * 2, None, "known routing is worth it"),
+        (
+            [[[9, 1, 1, 1]], [[1, 9, 1, 1]], [[1, 1, 9, 1]], [[1, 1, 1, 9]]] * 2,
+            None,
+            "would still be lost, since loads change",
+        ),
     ],
 )
 def test_the_answer_for_given_counts(counts: Any, steps: Any, words: str) -> None:
@@ -47,9 +51,8 @@ def test_the_answer_for_given_counts(counts: Any, steps: Any, words: str) -> Non
         (0.02, 0.02, 0.0, "step before would recover 95% of that, so a balancer that uses past loads is enough."),
         (0.2, 0.188, 0.0, "A placement based on the step before would recover 50% of that; 20% of expert"),
         (0.2, 0.02, 0.0, "95% of that if based on the step itself, and 50% if based on the step before, so known"),
-        (0.05, 0.05, 0.01, "since loads change from micro-step to micro-step. Only known routing can balance that."),
+        (0.05, 0.05, 0.01, "since loads change from micro-step to micro-step. A plan for each micro-step leaves 1.2%."),
         (0.3, 0.2, 0.09, "20% of expert time would still be lost, since loads change from"),
-        (0.3, 0.2, 0.09, "Planning from known routing is worth it."),
         (0.3, 0.2, 0.11, "since some experts are too hot for 2 replicas per rank in equal shares."),
         (0.1, 0.2, 0.0, "A placement based on the step before would recover 75% of that; 10% of"),
     ],
@@ -58,7 +61,7 @@ def test_the_answer_depends_on_what_placements_recover(past: float, step: float,
     analysis = analyze(trace_counts_of([[[9, 1, 1, 1]], [[1, 9, 1, 1]]], [0, 1]), ranks=2)
     ways = tuple(
         PlacementStrategy(knows, "", knows, 1.0, 1.0, lost, in_sum, 1 - lost / 0.4)
-        for knows, lost in (("past", past), ("step", step))
+        for knows, lost in (("past", past), ("step", step), ("micro-step", 0.012))
     )
     assert words in answer(replace(analysis, placements=PlacementComparison(ways, "step", 2)))
 
@@ -85,7 +88,7 @@ FEW = "much of the imbalance is random"
     ("counted", "is_noted", "words"),
     [
         (trace_counts_of([[[63] * 4]] * 2), True, "with 63 for the mean expert it makes few"),
-        (trace_counts_of([[[64] * 4]] * 2), True, "of about 1.00"),
+        (trace_counts_of([[[64] * 4]] * 2), False, "for the mean expert it makes few"),
         (trace_counts_of([[[24, 0], [12, 12]]], top_k=1, unknown_routes=12), True, "25.0% of (token, layer) pairs"),
         (trace_counts_of([[[24, 0], [12, 12]]], top_k=1), True, "12 tokens for the mean expert"),
         (trace_counts_of([[[24, 8]]]), False, "tokens for the mean expert"),

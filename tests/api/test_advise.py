@@ -89,8 +89,12 @@ def test_analyze_simulate_and_advise_agree_to_the_last_digit(scaled: AdviceResul
         assert estimate.estimate.step_s == static.step_time_s
         assert estimate.estimate.causes_s == static.causes_s
         assert estimate.permuted.step_s == simulated.cases[0].permuted_s["static"]
-        assert estimate.permuted.lost_s == simulated.cases[0].permuted_waiting_s
+        cost = 1 - simulated.cases[0].seconds("balanced") / static.step_time_s
+        assert estimate.estimate.lost_part == simulated.cases[0].cost == cost > 0
+        permuted_s = simulated.cases[0].permuted_s
+        assert estimate.permuted.lost_part == pytest.approx(1 - permuted_s["balanced"] / permuted_s["static"])
         advised = trimtab.advise(trace, draws=1, **scale, **SETTING)
+        assert advised.figures()["cost"] == cost
         assert advised.outcomes["nothing"].simulated.step_time_s == static.step_time_s
         assert advised.outcomes["all"].simulated.step_time_s == simulated.outcomes["trimtab"].simulated.step_time_s
     one = trimtab.analyze(some_steps(), step=1, **SETTING).analysis.estimate

@@ -13,6 +13,7 @@ from trimtab import ModelSpec, RoutingTrace
 from trimtab.api.plan_result import PlanResult
 from trimtab.planner.plan.step_times import moving_seconds
 from trimtab.planner.replicas.paths import HOST
+from trimtab.policies import POLICIES
 from trimtab.trace import PRESETS, synthesize, synthesize_preset
 
 MODEL = ModelSpec("m", num_experts=16, top_k=4, hidden_size=128, expert_width=64, moe_layers=2)
@@ -124,7 +125,8 @@ def test_predicted_seconds_are_those_of_the_simulator(settings: dict[str, Any]) 
     )
     settings = settings | {"model": "qwen3-30b-a3b"}
     result = trimtab.plan(trace, **settings)
-    simulated = trimtab.simulate(trace, policies="trimtab", **settings)
+    recorded = {} if "micro_steps" in settings else {"sampled": 1.0}
+    simulated = trimtab.simulate(trace, policies="trimtab", **{"checkpointing": False} | settings | recorded)
     outcome = simulated.cases[0].outcomes["trimtab"]
     assert result.plan.num_micro_steps == outcome.plan.num_micro_steps
     # Groups with one or two micro-steps wait for the largest; the prediction has their mean.
@@ -144,5 +146,9 @@ def test_groups_share_out_micro_steps_but_no_moves_and_no_optimizer() -> None:
     [together_s, one_each_s] = (
         replace(alone, groups=groups).predicted_seconds[alone.strategy] for groups in (1, alone.num_micro_steps)
     )
-    once_s = 24 * (moving_s + operations.optimizer_s)
+    planning = POLICIES["trimtab"].traits.hidden_planning(
+        alone.plan, alone.workload_after, trace.sequence_lengths, alone.cluster, 48
+    )
+    assert (planning_s := planning.header_s + planning.round_s) > 0
+    once_s = planning_s + 24 * (moving_s + operations.optimizer_s)
     assert one_each_s == pytest.approx(once_s + (together_s - once_s) / alone.num_micro_steps, rel=1e-6)

@@ -27,7 +27,20 @@ def test_advise_prints_a_recommendation_in_80_columns_and_writes_files(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     out = trace.parent / "out"
-    words = ["--ranks", "8", "--step-tokens", "20k", "--micro-steps", "4", "--draws", "1", "--gpu-hour", "2"]
+    words = [
+        "--ranks",
+        "8",
+        "--step-tokens",
+        "20k",
+        "--micro-steps",
+        "4",
+        "--draws",
+        "1",
+        "--gpu-hour",
+        "2",
+        "--sharding",
+        "fsdp",
+    ]
     assert main(["advise", str(trace), *words, "--json", str(out / "a.json"), "--html", str(out / "a.html")]) == 0
     printed, notes = capsys.readouterr()
     content = json.loads((out / "a.json").read_text())

@@ -47,10 +47,22 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
 
 @pytest.fixture
 def simulate(places: Places, printed: Printed) -> Printed:
-    """Runs the command with the trace and its model, and returns what it prints."""
+    """Runs the command with the trace, taken as recorded, and its model, and returns what it prints."""
 
     def run(*arguments: str, policies: tuple[str, ...] = ("llep", "trimtab")) -> str:
-        words = ["simulate", "{trace}", "--model", "{config}", "--ranks", "4", "--ranks-per-node", "2", "--policy"]
+        words = [
+            "simulate",
+            "{trace}",
+            "--model",
+            "{config}",
+            "--ranks",
+            "4",
+            "--ranks-per-node",
+            "2",
+            "--sampled",
+            "1",
+        ]
+        words.append("--policy")
         return printed(*(word.format(**places) for word in (*words, *policies, *arguments)))
 
     return run
@@ -132,7 +144,8 @@ def test_a_run_that_does_not_fit_says_so_first(simulate: Printed, places: Places
         (places["folder"] / "small.toml").write_text("\n".join(lines) + "\n")
 
     limit_memory(2e6)
-    small = ("--cluster", "{folder}/small.toml", "--json", "{folder}/s.json", "--html", "{folder}/s.html")
+    small = ("--cluster", "{folder}/small.toml", "--json", "{folder}/s.json", "--html", "{folder}/s.html",
+             "--recompute-granularity", "none")  # fmt: skip
     printed = simulate(*small)
     found = figures(places)["policies"]
     assert not any(row["fits"] for row in found.values())
@@ -206,7 +219,8 @@ def without_times(path: Path) -> dict[str, Any]:
 
 def test_the_first_case_that_fits_is_the_answer(simulate: Printed, places: Places) -> None:
     """One micro-step needs more memory than three."""
-    sweep = ("--micro-steps", "1", "3", "--json", "{folder}/s.json", "--cluster", "{cluster}")
+    sweep = ("--micro-steps", "1", "3", "--json", "{folder}/s.json", "--cluster", "{cluster}",
+             "--recompute-granularity", "none")  # fmt: skip
     assert "4 ranks, 2 slots, 1 micro-step: Imbalance costs" in simulate(*sweep)
     peaks = [
         [sum(each["memory_bytes"].values()) for each in case["policies"].values()] for case in figures(places)["sweep"]
@@ -279,7 +293,7 @@ def test_options_reach_the_simulation(simulate: Printed, places: Places) -> None
         "trace": str(places["trace"]), "step": 0, "steps": 1,
         "token_budget": 64, "mini_batches": 2, "equal_terms": True,
         "groups": 2, "meet": "layer", "ring_layers": 3, "recompute": True, "sharding": "fsdp", "checkpointing": True,
-        "earlier_steps": 0, "layers_traced": 2, "layers_of_model": 4, "micro_steps": None, "recorded_sequences": None,
+        "earlier_steps": 0, "layers_traced": 2, "layers_of_model": 4, "micro_steps": None, "recorded_sequences": None, "assumed": [],
         "counted_rows": 200_000_000, "layout": {"tp": 2, "pp": 1, "cp": 1},
     }  # fmt: skip
     # 12 sequences of 32 tokens, two in each of 4 places, in two mini-batches.

@@ -86,7 +86,10 @@ sys.exit(main(['doctor', *{model}]))
     assert result.returncode == 1, result.stderr
     assert re.fullmatch(r"trimtab doctor: 1 of \d+ .* megatron fp8: fp8=e4m3 is not supported: .*\n", result.stderr)
     printed = " ".join(result.stdout.split())
-    assert "warning not installed: only planning is available; to train, pip install '.[train]' in Trimtab's checkout" in printed
+    assert (
+        "warning not installed: only planning is available; to train, pip install '.[train]' in Trimtab's checkout"
+        in printed
+    )
     assert "8 of 32 experts a rank" in printed
     assert "planning kernels ok" in printed
     assert "EP 8, TP 1, PP 1, CP 1" in printed

@@ -82,7 +82,10 @@ def test_a_solver_that_can_not_be_imported_says_why(monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "highspy", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "highspy.py").write_text("raise ImportError('libhighs.so: cannot open\\nmore')")
-    assert why_no_solver() == "highspy can't be imported (libhighs.so: cannot open); pip install '.[solver]' in Trimtab's checkout"
+    assert (
+        why_no_solver()
+        == "highspy can't be imported (libhighs.so: cannot open); pip install '.[solver]' in Trimtab's checkout"
+    )
     (tmp_path / "highspy.py").write_text("import no_such_module")
     assert "No module named 'no_such_module'" in why_no_solver()
 

@@ -59,13 +59,14 @@ def test_placements_show_loss_recovered_part_mean_and_p99() -> None:
     static = PlacementStrategy("static", "contiguous homes", "nothing", 1.5, 2.25, 0.4, 0.1, 0.0)
     past = PlacementStrategy("homes_from_past", "homes from the past", "past", 1.2, 1.75, 0.1, 0.1, 0.75)
     analysis = analysis_of_growing_skew()
-    object.__setattr__(analysis, "placements", PlacementComparison((static, past), "step", 101))
+    planned = PlacementStrategy("plan", "a plan", "micro-step", 1.083, 1.212, 0.077, 0.0, 0.81)
+    object.__setattr__(analysis, "placements", PlacementComparison((static, past, planned), "step", 101))
     first, second, plan = placements_table(analysis).rows
     assert (first.cells, first.about, first.bar) == (("40.0%", "0%", "1.500", "2.250"), "static", 1.0)
     assert (second.cells, second.about, second.bar) == (
         ("10.0%", "75%", "1.200", "1.750"), "based on past loads", 0.25,
     )  # fmt: skip
-    assert plan.cells == ("about 0", "100%", "1.00", "1.00")
+    assert plan.cells == ("7.7%", "81%", "1.083", "1.212")
     assert [row.is_ours for row in (first, second, plan)] == [False, False, True]
 
 

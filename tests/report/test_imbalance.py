@@ -28,11 +28,12 @@ def made() -> Imbalance:
 def test_the_table_has_a_row_for_each_instance() -> None:
     imbalance = made()
     table = Imbalance({"static": imbalance.loads["static"]}, imbalance.layer_indices, imbalance.steps, 2).to_pandas()
-    assert list(table) == ["plan", "step", "micro_step", "layer", "tokens", "busiest_rank", "max_over_mean"]
+    assert list(table) == ["plan", "step", "micro_step", "layer", "tokens", "rows", "busiest_rank", "max_over_mean"]
     assert table["step"].tolist() == [7, 7, 7, 7, 8, 8]
     assert table["micro_step"].tolist() == [0, 0, 1, 1, 2, 2]
     assert table["layer"].tolist() == [3, 5] * 3
-    assert table["tokens"].tolist() == [40, 40, 40, 0, 40, 40]
+    assert table["rows"].tolist() == [40, 40, 40, 0, 40, 40]
+    assert table["tokens"].tolist() == [20, 20, 20, 0, 20, 20]
     assert set(table["busiest_rank"]) == {0}
     np.testing.assert_array_equal(table["max_over_mean"], np.ravel(RATIOS["static"]))
     both = Imbalance(imbalance.loads, imbalance.layer_indices, 4, 2).to_pandas()
@@ -105,7 +106,9 @@ def test_a_missing_package_is_named(module: str, call: str, monkeypatch: pytest.
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [_Missing(module), *sys.meta_path])
     arguments = ("cdf",) if call == "plot" else ()
-    with pytest.raises(InputError, match=rf"^{module} is not installed; .*pip install 'trimtab\[plot\]'$"):
+    with pytest.raises(
+        InputError, match=rf"^{module} is not installed; pip install '\.\[plot\]' in Trimtab's checkout$"
+    ):
         getattr(made(), call)(*arguments)
 
 

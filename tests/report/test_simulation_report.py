@@ -111,7 +111,9 @@ def test_parts_and_memory_in_tables(results: dict[str, PolicyResult]) -> None:
 
 def test_the_answer_has_the_cost_of_imbalance_and_speed_ups(simulated: SimulatedCase) -> None:
     text = answer(simulated)
-    assert text.startswith("Imbalance costs 25% of each step on 4 ")
+    # 1 / 2.5 and 1 / 2 of the step are left with even routing.
+    assert text.startswith("Imbalance costs 60% of each step on 4 ")
+    assert " (of it, waiting 25%); trimtab " in text
     assert "; trimtab makes the step 2.00 times as fast as static and 1.25 times as fast as eplb. " in text
     assert "Perfectly even routing would make it 2.50 times as fast. " in text
     assert "With expert ids permuted, imbalance costs 50%, and trimtab is 1.50 times as fast as static" in text

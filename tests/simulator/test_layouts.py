@@ -377,7 +377,7 @@ def test_a_layout_of_ones_changes_nothing() -> None:
 
 def test_layouts_reach_all_functions() -> None:
     trace = some_trace(32)
-    layout: dict[str, Any] = {"tp": 2, "cp": 2, "pp": 4, "groups": 2, "checkpointing": "full"}
+    layout: dict[str, Any] = {"tp": 2, "cp": 2, "pp": 4, "groups": 2, "checkpointing": "full", "sampled": 1.0}
     simulated = trimtab.simulate(trace, **SETTING, **layout)
     step = simulated.outcomes["static"].simulated
     assert simulated.figures()["settings"]["layout"] == {"tp": 2, "pp": 4, "cp": 2}

@@ -77,7 +77,7 @@ class TraceSteps:
             if least < full:
                 texts.append(
                     f"Scaled from {least:,} recorded tokens to a step of {full:,}, one full micro-step of every rank; "
-                    "--step-tokens gives the step's size, --sampled 1 takes it as recorded."
+                    "give its size by --step-tokens, or take it as recorded by --sampled 1."
                 )
         if len(recorded) == 1 and not recorded[0].is_whole:
             recorded *= 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 NONE = "–"
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -53,4 +54,7 @@ def digits(value: float) -> str:
 
 def number(value: float | None, shape: str) -> str:
     """The number in a format of Python, or a dash if it is None or not finite."""
-    return NONE if value is None or not math.isfinite(value) else format(value, f"z{shape}")
+    if value is None or not math.isfinite(value):
+        return NONE
+    text = format(value, shape)
+    return text if re.search("[1-9]", text) else text.replace("-", "")
