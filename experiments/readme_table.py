@@ -66,8 +66,8 @@ def _measured() -> str:
 def _runs() -> str:
     return (
         "ran in the framework, on CPU ranks: Megatron-core, verl, slime, TRL, transformers, your own loop. Written "
-        "against the framework's source, of which parts ran: miles, ROLL, NeMo-RL, SkyRL, ms-swift. One H200 has run it, "
-        "alone and shared by two ranks; **it has not run on several GPUs**"
+        "against the framework's source, of which parts ran: miles, ROLL, NeMo-RL, SkyRL, ms-swift. One H200 has run "
+        "it, alone and shared by two ranks; **it has not run on several GPUs**"
     )
 
 

@@ -149,6 +149,7 @@ def test_groups_share_out_micro_steps_but_no_moves_and_no_optimizer() -> None:
     planning = POLICIES["trimtab"].traits.hidden_planning(
         alone.plan, alone.workload_after, trace.sequence_lengths, alone.cluster, 48
     )
-    assert (planning_s := planning.header_s + planning.round_s) > 0
+    planning_s = planning.header_s + planning.round_s
+    assert planning_s > 0
     once_s = planning_s + 24 * (moving_s + operations.optimizer_s)
     assert one_each_s == pytest.approx(once_s + (together_s - once_s) / alone.num_micro_steps, rel=1e-6)
