@@ -164,15 +164,19 @@ def test_input_errors_are_one_line_with_status_2(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_commands_without_ranks_never_import_torch(trace_file: Path, config_file: Path, tmp_path: Path) -> None:
-    """With torch and transformers blocked, everything but training works."""
+def test_commands_without_ranks_never_import_torch_or_pandas(
+    trace_file: Path, config_file: Path, tmp_path: Path
+) -> None:
+    """With torch and transformers blocked, everything but training works. Arrow would import pandas on its own."""
     simulate = ["simulate", str(trace_file), "--model", str(config_file), "--ranks", "4", "--policy", "trimtab"]
     simulate += ["--html", str(tmp_path / "page.html"), "--perfetto", str(tmp_path / "timeline.json")]
     exported = tmp_path / "trace.safetensors"
     program = f"""
 import sys
+asked = set()
 class Blocked:
     def find_spec(self, name, path=None, target=None):
+        asked.add(name)
         if name.split('.')[0] in ('torch', 'transformers', 'tokenizers'):
             raise ImportError('blocked ' + name)
 sys.meta_path.insert(0, Blocked())
@@ -184,6 +188,7 @@ assert main({simulate!r}) == 0
 assert main(['trace', 'export', {str(trace_file)!r}, '--to', 'safetensors', '-o', {str(exported)!r}]) == 0
 assert main(['trace', 'import', {str(exported)!r}, '-o', {str(tmp_path / "again.parquet")!r}]) == 0
 assert main(['analyze', {str(tmp_path / "again.parquet")!r}, '--ranks', '4']) == 0
+assert 'pandas' not in asked
 from benchmarks.harness import run_command
 planner = ['--sizes', '2/16', '--layers', '1', '--slots', '1', '--policies', 'trimtab']
 assert run_command('benchmarks.planner', planner) == 0
