@@ -274,3 +274,21 @@ def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.endswith("absent.parquet: no such file\n")
+
+
+@pytest.mark.parametrize("module", ["trimtab.cli.main", "numpy"])
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_stack(module: str, trace_file: Path) -> None:
+    """Also in an import that ignores it."""
+    program = f"""
+import contextlib, os, runpy, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ['trimtab', 'analyze', {str(trace_file)!r}]
+runpy.run_module('trimtab', run_name='__main__')
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

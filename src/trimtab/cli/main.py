@@ -6,6 +6,7 @@ import argparse
 import errno
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -16,6 +17,7 @@ from trimtab import __version__
 from trimtab.cli.parser import Parser
 from trimtab.errors import InputError, RankFailedError
 from trimtab.files import write_problem
+from trimtab.interrupts import end_now
 from trimtab.messages import show_messages, visible
 
 log = logging.getLogger("trimtab")
@@ -86,6 +88,9 @@ def run(name: str, parse: Callable[[], argparse.Namespace]) -> int:
 
         need_extra(*getattr(options, "needs", ()))
         check_outputs(options)
+        # From here on, files may be half-written.
+        if signal.getsignal(signal.SIGINT) is end_now:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         start = time.perf_counter()
         status = options.run(options) or 0
         sys.stdout.flush()

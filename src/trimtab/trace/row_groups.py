@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,7 @@ def table_of(trace: RoutingTrace, schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays([*facts, ids], schema=schema)
 
 
-def _starts(parts: Sequence[Any]) -> Array:
+def _starts(parts: Iterable[Any]) -> Array:
     """`[parts + 1]` int32, where each part starts if all are in one buffer, and the end."""
     return np.cumsum([0, *map(len, parts)], dtype=np.int32)
 
