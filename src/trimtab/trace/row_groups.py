@@ -115,7 +115,7 @@ def _numbers(values: Array) -> pa.Array:
 def _values(column: pa.Array | pa.ChunkedArray) -> Array:
     """The numbers of a column, none of which is missing, as a numpy array."""
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    dtype = np.dtype(column.type.to_pandas_dtype())
+    dtype = np.dtype(str(column.type))
     parts = [
         np.frombuffer(chunk.buffers()[1] or b"", dtype, len(chunk), chunk.offset * dtype.itemsize) for chunk in chunks
     ]
@@ -208,8 +208,6 @@ def _facts(parquet: pq.ParquetFile, groups: Sequence[int]) -> SequenceFacts:
 def _domains(column: pa.ChunkedArray) -> Array:
     """`[S]` names. Every row has the width of the longest one."""
     codes = column.unify_dictionaries().combine_chunks()
-    if isinstance(codes, pa.ChunkedArray):
-        codes = pa.concat_arrays(codes.chunks)
     _check_letters(pc.max(pc.utf8_length(codes.dictionary)).as_py() or 0)
     return np.array(codes.dictionary.to_pylist(), np.str_)[_values(codes.indices)]
 
@@ -233,7 +231,6 @@ def _windows(parquet: pq.ParquetFile, groups: Sequence[int], lengths: Array) -> 
     first = 0
     for group in groups:
         lists = _columns(parquet.read_row_group(group, [WINDOWS]))[WINDOWS].combine_chunks()
-        lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
         columns = [lists.flatten(), *lists.flatten().flatten()]
         if any(each.null_count for each in columns):
             raise InputError(f"a value of the column {WINDOWS!r} is missing")
@@ -260,8 +257,7 @@ def read_group(parquet: pq.ParquetFile, group: int, empty: RoutingTrace) -> Rout
     expected = int(facts.lengths.sum()) * token_bytes
     if claimed > 2 * expected + BYTES_A_ROW * (len(facts.lengths) + 64):
         raise InputError(f"row group {group} claims {claimed} bytes; its sequences have {expected} bytes of expert ids")
-    column = _columns(parquet.read_row_group(group, [IDS]))[IDS].combine_chunks()
-    blocks = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+    blocks = _columns(parquet.read_row_group(group, [IDS]))[IDS].combine_chunks()
     _, offsets_buffer, data = blocks.buffers()
     offsets = np.frombuffer(offsets_buffer, "<i8")[blocks.offset : blocks.offset + len(blocks) + 1]
     sizes = np.diff(offsets)

@@ -22,6 +22,8 @@ import numpy as np
 
 from trimtab.errors import InputError
 from trimtab.files import atomic_file
+from trimtab.messages import note_once
+from trimtab.trace.message_text import few_of
 from trimtab.trace.parquet_footer import read_columns
 from trimtab.trace.routing import RoutingTrace, SequenceFacts
 
@@ -160,7 +162,8 @@ def read_chunks(places: Iterable[ChunkPlace], empty: RoutingTrace) -> Iterator[R
 
 
 def named_files(source: Source, pattern: str) -> list[Path]:
-    """The files of a source: a file, a folder, a pattern, or several of these; without duplicates.
+    """The files of a source: a file, a folder, a pattern, or several of these. A file given twice is noted, and is in
+    the list once.
 
     Args:
         pattern: which files of a folder.
@@ -168,9 +171,9 @@ def named_files(source: Source, pattern: str) -> list[Path]:
     Raises:
         InputError: if there is no such file.
     """
-    sources = [source] if isinstance(source, str | os.PathLike) else source
-    found: dict[Path, None] = {}
-    for each in map(Path, sources):
+    files: dict[str, Path] = {}
+    twice: list[str] = []
+    for each in _paths(source):
         if each.is_dir():
             names = sorted(file for file in each.glob(pattern) if file.is_file() and not file.name.startswith("."))
         elif each.exists() or not glob.has_magic(str(each)):
@@ -179,8 +182,19 @@ def named_files(source: Source, pattern: str) -> list[Path]:
             names = sorted(map(Path, glob.glob(str(each))))
         if not names or not names[0].is_file():
             raise InputError(f"{each}: {f'holds no {pattern}' if each.is_dir() else 'no such file'}")
-        found |= dict.fromkeys(names)
-    return list(found)
+        twice += [str(name) for name in names if files.setdefault(os.path.realpath(name), name) is not name]
+    if twice:
+        note_once(f"given twice, and read once: {few_of(twice)}")
+    return list(files.values())
+
+
+def found_files(source: Source, files: Sequence[Path]) -> frozenset[Path]:
+    """Those of the files that are from a folder or a pattern of the source."""
+    return frozenset(files).difference(_paths(source))
+
+
+def _paths(source: Source) -> list[Path]:
+    return list(map(Path, [source] if isinstance(source, str | os.PathLike) else source))
 
 
 @contextmanager
