@@ -99,6 +99,7 @@ def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
         (["trace", "info", "absent.parquet"], "absent.parquet: no such file"),
         (["trace", "synth", "magic", "-o", "{folder}/new"], "unknown preset magic; use one of qwen3-30b-math,"),
         (["trace", "synth", "spike"], "the following arguments are required: -o"),
+        (["trace", "synth", "spike", "-o", "{folder}/a.jsonl"], "a.jsonl: would hold Parquet; name it a.parquet"),
         (["trace", "synth", "spike", "-o", "{folder}"], ": a folder; name the file to write"),
         (["trace", "synth", "spike", "-o", "{trace}/new"], "trace.parquet is not a folder that can be written to"),
         (["trace", "synth", "spike", "-o", "{folder}/new", "--top-k", "129"], "1 to the number of experts, 128"),
@@ -212,6 +213,14 @@ print(sorted({'numpy', 'numba', 'pyarrow', 'rich'} & set(sys.modules)))
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.endswith("[]\n")
     assert "analyze" in result.stdout
+
+
+def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    out, error = capsys.readouterr()
+    assert (stop.value.code, error) == (0, "")
+    assert "analyze" in out
 
 
 def test_a_locale_without_unicode_is_enough(trace_file: Path) -> None:

@@ -64,8 +64,6 @@ def test_the_budget_gives_about_the_requested_micro_steps(caplog: pytest.LogCapt
     # No less than the longest sequence of any step, and one token at least.
     for _ in range(2):
         assert budget_for([lengths(*[10] * 8)], 8, 4) == 10
-    assert notes() == [
-        "--micro-steps 4: about 1 are made; the longest sequence has 10 tokens, and sequences are not split"
-    ]
+    assert notes() == ["--micro-steps 4: about 1 are made, since the longest sequence has 10 tokens"]
     assert budget_for([lengths(10, 10), lengths(31)], 8, 4) == 31
     assert budget_for([lengths()], 2, 2) == 1

@@ -42,7 +42,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     asked = next((word for word in arguments if word in COMMANDS), "")
     return run(f"trimtab {asked}", lambda: _parse(arguments, asked))
 

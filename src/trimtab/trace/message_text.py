@@ -51,8 +51,7 @@ def clip(name: str) -> str:
 
 def few_of(names: Sequence[str]) -> str:
     """Names in one line, at most three of them: "a, b, c and 9 more"."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return printable(", ".join(names[:3]) + more)
+    return printable(", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
 
 
 def short(value: Any) -> str:

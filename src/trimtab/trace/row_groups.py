@@ -91,13 +91,10 @@ def table_of(trace: RoutingTrace, schema: pa.Schema) -> pa.Table:
     domains = pa.StringArray.from_buffers(len(names), pa.py_buffer(_starts(names)), pa.py_buffer(b"".join(names)))
     rows_W2 = np.array([row for windows in trace.windows for row in windows], np.int32).reshape(-1, 2)
     windows = pa.StructArray.from_arrays(list(map(_numbers, rows_W2.T)), fields=list(_WINDOW))
-    facts = [
-        *map(_numbers, (trace.steps, trace.prompt_lengths, trace.sequence_lengths.astype(np.int32))),
-        *map(_numbers, (trace.sequence_hashes, trace.prompt_hashes)),
-        domains,
-        pa.ListArray.from_arrays(_numbers(_starts(trace.windows)), windows),
-    ]
-    return pa.Table.from_arrays([*facts, ids], schema=schema)
+    lists = pa.ListArray.from_arrays(_numbers(_starts(trace.windows)), windows)
+    lengths = trace.sequence_lengths.astype(np.int32)
+    numbers = map(_numbers, (trace.steps, trace.prompt_lengths, lengths, trace.sequence_hashes, trace.prompt_hashes))
+    return pa.Table.from_arrays([*numbers, domains, lists, ids], schema=schema)
 
 
 def _starts(parts: Iterable[Any]) -> Array:
@@ -114,12 +111,9 @@ def _numbers(values: Array) -> pa.Array:
 
 def _values(column: pa.Array | pa.ChunkedArray) -> Array:
     """The numbers of a column, none of which is missing, as a numpy array."""
-    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    dtype = np.dtype(str(column.type))
-    parts = [
-        np.frombuffer(chunk.buffers()[1] or b"", dtype, len(chunk), chunk.offset * dtype.itemsize) for chunk in chunks
-    ]
-    return np.concatenate([np.empty(0, dtype), *parts])
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    dtype = np.dtype(str(array.type))
+    return np.frombuffer(array.buffers()[1] or b"", dtype, len(array), array.offset * dtype.itemsize).copy()
 
 
 def read_facts(

@@ -30,6 +30,7 @@ from trimtab.trace.routing import RoutingTrace, SequenceFacts
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 ROW_GROUP_BYTES = 16 << 20
+OTHER_FORMATS = (".json", ".jsonl", ".csv", ".npy", ".npz", ".safetensors", ".pt", ".pkl")
 
 
 def write_trace(trace: RoutingTrace | Iterable[RoutingTrace], path: str | os.PathLike[str]) -> None:
@@ -38,12 +39,14 @@ def write_trace(trace: RoutingTrace | Iterable[RoutingTrace], path: str | os.Pat
     Writes are atomic. Two parts are in memory at a time; all must be of one model.
 
     Raises:
-        InputError: if there is no part, or parts are of different models.
+        InputError: if there is no part, parts are of different models, or the file's name is one of another format.
     """
     import pyarrow.parquet as pq
 
     from trimtab.trace.row_groups import schema_of, table_of
 
+    if Path(path).suffix in OTHER_FORMATS:
+        raise InputError(f"{path}: would hold Parquet; name it {Path(path).stem}.parquet")
     parts = iter([trace]) if isinstance(trace, RoutingTrace) else prefetch(trace)
     first = next(parts, None)
     if first is None:

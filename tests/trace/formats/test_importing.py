@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import re
 import types
@@ -135,6 +136,7 @@ def test_a_model_supplies_facts_that_options_lack(tmp_path: Path) -> None:
         (["{folder}/utf16.jsonl", "--format", "vllm"], "utf16.jsonl: text in UTF-16; convert it to UTF-8"),
         (["{folder}/plain.jsonl"], "plain.jsonl: no response holds routed_experts.* --enable-return-routed-experts"),
         (["{folder}/nothing.bin", "{folder}/vllm.jsonl"], "nothing.bin: looks like none of vllm"),
+        (["{folder}/vllm.jsonl", "--num-experts", "16", "-o", "{folder}/a.jsonl"], "a.jsonl: would hold Parquet; name"),
         (["{folder}/unknown"], "plain.jsonl: no response holds routed_experts"),
         (["{folder}/a.parquet"], "a.parquet: a Parquet file; a routing trace needs no import"),
         (["{folder}/vllm.jsonl"], r"vllm.jsonl: line 1.*: .*largest id: 15\).* --num-experts"),
@@ -170,7 +172,7 @@ def test_invalid_arguments_give_one_line_errors(
         (tmp_path / name).write_bytes(content)
     out = tmp_path / "out" / "trace.parquet"
     words = [word.format(folder=tmp_path) for word in arguments]
-    assert main(["trace", "import", *words, "-o", str(out)]) == 2
+    assert main(["trace", "import", "-o", str(out), *words]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(message, error), error
@@ -301,6 +303,15 @@ def test_the_model_that_a_dump_names_is_the_default(tmp_path: Path, run: Callabl
         unknown = json_lines(tmp_path / "c.jsonl", [response(model=named)])
         with pytest.raises(InputError, match="number of experts per layer is unknown"):
             import_dump(unknown)
+
+
+def test_a_note_names_the_record_of_another_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "trimtab")
+    responses = [response(model=name) for name in ("qwen3-30b-a3b", "qwen3-30b-a3b", "", None, "other", "third")]
+    file = json_lines(tmp_path / "a.jsonl", responses)
+    assert import_dump(file, limits=False).num_sequences == 6
+    note = f"{file}: line 5, choice 0: of model other; those before it are of qwen3-30b-a3b"
+    assert [each for each in caplog.messages if "of model" in each] == [note]
 
 
 def test_files_beside_dumps_are_left_out_and_noted(tmp_path: Path, run: Callable[..., tuple[int, str]]) -> None:

@@ -121,8 +121,7 @@ def budget_for(steps: Iterable[Array], ranks: int, micro_steps: int) -> int:
         count = pack_by_length(largest, num_ranks=ranks, token_budget=longest).num_micro_steps
         if count < micro_steps:
             note_once(
-                f"--micro-steps {micro_steps}: about {count} are made; the longest sequence has {longest} tokens, and "
-                "sequences are not split"
+                f"--micro-steps {micro_steps}: about {count} are made, since the longest sequence has {longest} tokens"
             )
     return max(longest, budget)
 

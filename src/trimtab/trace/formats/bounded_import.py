@@ -226,7 +226,7 @@ def compile_kernels() -> None:
 
 
 def _answer(request: Any, send: Callable[[Any], None]) -> None:
-    """The child's work: sends notes, the file that is being read, `(part, summary)`s, and last a summary or an error."""
+    """The child's work: sends notes, the file that is read, `(part, summary)`s, and last a summary or an error."""
     files, form, options, summary, limits, limited = request
     compile_kernels()
     process = ProcessLimits(limits, memory=limited)

@@ -66,6 +66,7 @@ class Record:
         prompt_hash: the same of the prompt's token ids.
         step: the RL step; 0 if unknown.
         domain: kind of prompt; "" if unknown.
+        model: the model's name; "" if unknown.
         layers: the decoder layer of each layer of `ids`, if known.
         place: index of this sequence in the source's array; None for all of it.
         rows: those of the sequence among the rows at `place`; the others are padding. None for all.
@@ -85,6 +86,7 @@ class Record:
     prompt_hash: int = 0
     step: int = 0
     domain: str = ""
+    model: str = ""
     layers: tuple[int, ...] | None = None
     place: Any = None
     rows: slice | Array | None = None

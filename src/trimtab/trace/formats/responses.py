@@ -72,6 +72,7 @@ class Response:
             tokens=() if tokens[0] is None or tokens[1] is None else tokens,
             step=self.step,
             domain=self.domain,
+            model=str(self.content.get("model") or ""),
         )
 
 
