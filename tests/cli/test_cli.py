@@ -126,6 +126,10 @@ def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
         (["train", "--output", "{folder}/new", "--live", "--mode", "off"], "--mode: not allowed with argument --live"),
         (["nodes"], "the following arguments are required: WORD"),
         (["train"], "the following arguments are required: -o/--output"),
+        (
+            ["analyze", "{folder}/dumps"],
+            "dumps: holds no *.parquet; what a framework recorded is converted by: trimtab",
+        ),
         (["analyze", "a" * 300, "--ranks", "8"], "File name too long"),
         (["analyze", "{trace}", "--ranks", "5", "--json", "{folder}/new"], "--ranks 5 doesn't divide the 32 experts"),
         (["analyze", "{trace}", "--html", "{folder}", "--json", "{folder}/new"], "a folder; name the file to write"),
@@ -159,6 +163,7 @@ def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
 def test_input_errors_are_one_line_with_status_2(
     arguments: list[str], message: str, trace_file: Path, config_file: Path, tmp_path: Path, error_of: Printed
 ) -> None:
+    (tmp_path / "dumps").mkdir()
     places = {"trace": trace_file, "config": config_file, "folder": tmp_path}
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert message in error_of("-q", *(argument.format(**places) for argument in arguments))

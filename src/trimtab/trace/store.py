@@ -30,6 +30,7 @@ from trimtab.trace.routing import RoutingTrace, SequenceFacts
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 ROW_GROUP_BYTES = 16 << 20
+CONVERTED = "what a framework recorded is converted by: trimtab trace import"
 OTHER_FORMATS = (".json", ".jsonl", ".csv", ".npy", ".npz", ".safetensors", ".pt", ".pkl")
 
 
@@ -184,7 +185,8 @@ def named_files(source: Source, pattern: str) -> list[Path]:
         else:
             names = sorted(map(Path, glob.glob(str(each))))
         if not names or not names[0].is_file():
-            raise InputError(f"{each}: {f'holds no {pattern}' if each.is_dir() else 'no such file'}")
+            hint = f"; {CONVERTED}" if pattern != "*" else ""
+            raise InputError(f"{each}: {f'holds no {pattern}{hint}' if each.is_dir() else 'no such file'}")
         twice += [str(name) for name in names if files.setdefault(os.path.realpath(name), name) is not name]
     if twice:
         note_once(f"given twice, and read once: {few_of(twice)}")
@@ -242,7 +244,7 @@ def _open(file: Path) -> tuple[RoutingTrace, SequenceFacts]:
     with _naming(file):
         with file.open("rb") as start:
             if start.read(4) != b"PAR1":
-                raise InputError("not a Parquet file; what a framework recorded is converted by: trimtab trace import")
+                raise InputError(f"not a Parquet file; {CONVERTED}")
         columns = read_columns(file)
         with open_parquet(file) as parquet:
             return read_facts(parquet, file.stat().st_size, columns)
