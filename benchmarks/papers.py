@@ -36,10 +36,10 @@ from trimtab.cluster import ModelSpec, load_cluster, load_model
 from trimtab.cluster.operations import OperationCosts
 from trimtab.cores import usable_cores
 from trimtab.errors import InputError
-from trimtab.planner import SequenceCounts
+from trimtab.planner import SequenceCounts, budget_for
 from trimtab.policies import POLICIES
 from trimtab.simulator.comparison import Outcome, simulate_policy
-from trimtab.simulator.comparison_case import ComparisonCase, budget_for
+from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.memory import rank_memory, replica_pool_bytes
 from trimtab.simulator.step import StepSettings
 from trimtab.simulator.step_bound import bound_step
@@ -341,7 +341,7 @@ def comparison_case(case: PapersCase, traces: tuple[RoutingTrace, ...]) -> Compa
         model=load_model(case.model),
         sequences=steps[-1],
         earlier=steps[:-1],
-        token_budget=budget_for(steps, case.ranks, case.micro_steps),
+        token_budget=budget_for([step.lengths for step in steps], case.ranks, case.micro_steps),
         settings=StepSettings(checkpointing=True),
         measured=len(steps) - 1,
         traces=traces[1:] if case.forwards else (),

@@ -28,7 +28,7 @@ from trimtab.array_type import Array
 from trimtab.cli.options import add_options
 from trimtab.cli.parser import Parser
 from trimtab.cluster import QWEN3_30B, ClusterSpec, StepCosts
-from trimtab.planner import Placement, Schedule, SequenceCounts, pack_by_length
+from trimtab.planner import Placement, Schedule, SequenceCounts, budget_for, pack_by_length
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.step_planning import StepPlanning
 from trimtab.planner.plan.strategy import STEP
@@ -46,7 +46,6 @@ from trimtab.policies.rivals.openinstruct import OpenInstruct
 from trimtab.policies.rivals.relibra import ReLibra
 from trimtab.policies.rivals.routepack import RoutePack
 from trimtab.policies.trimtab import Trimtab
-from trimtab.simulator.comparison_case import budget_for
 from trimtab.trace import PRESETS, synthesize_preset
 
 EXAMPLES = ("--json src/trimtab/policies/planning_times.json",)
@@ -84,7 +83,8 @@ class Step:
         counted = SequenceCounts.from_trace(trace)
         earlier, sequences = (counted.select(np.flatnonzero(trace.steps == step)) for step in (0, 1))
         cluster = ClusterSpec(ranks, min(ranks, RANKS_PER_NODE), SLOTS)
-        return cls(cluster, sequences, earlier, budget_for((sequences, earlier), ranks, micro_steps))
+        budget = budget_for((sequences.lengths, earlier.lengths), ranks, micro_steps)
+        return cls(cluster, sequences, earlier, budget)
 
     def view(self, policy: Policy) -> View:
         """The input of a policy. Trimtab and others that move homes start from contiguous ones."""

@@ -18,9 +18,9 @@ from experiments.papers.measures import Case
 from experiments.papers.page import SCHEMA
 from experiments.papers.published import VARIANTS, Row, SetUp
 from trimtab.cluster import ClusterSpec, load_cluster, load_model
-from trimtab.planner import SequenceCounts
+from trimtab.planner import SequenceCounts, budget_for
 from trimtab.simulator.comparison import simulate_policy
-from trimtab.simulator.comparison_case import ComparisonCase, budget_for
+from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 
@@ -118,7 +118,7 @@ def _case(set_up: SetUp, steps: Sequence[RoutingTrace], policies: Sequence[str])
         model=load_model(set_up.model),
         sequences=parts[-1],
         earlier=tuple(parts[:-1]),
-        token_budget=budget_for(parts, set_up.ranks, set_up.micro_steps),
+        token_budget=budget_for([part.lengths for part in parts], set_up.ranks, set_up.micro_steps),
         equal_terms=set_up.equal_terms,
         traces=(steps[-1],),
     )

@@ -9,8 +9,9 @@ name, `trimtab.runtime` and `trimtab.integrations`, and needs torch.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+# As in `typing`, whose import takes half of the time in which Ctrl-C still prints a stack.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from trimtab.api.advise import AdviceResult, advise
     from trimtab.api.analyze import AnalysisComparison, AnalysisResult, analyze
@@ -68,7 +69,7 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

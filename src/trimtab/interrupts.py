@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
+
+
+def end_now(*_: object) -> None:
+    """Handler of Ctrl-C while a command is imported. Some libraries would ignore an exception then."""
+    os._exit(130)
 
 
 @contextmanager
 def interrupts_later() -> Iterator[None]:
     """Processes that this thread starts in this context get no Ctrl-C until `take_interrupts`. Here it comes at the
     context's end."""
+    # Not at the top: `trimtab` imports this file first.
+    from multiprocessing import resource_tracker
+
     # Started within, it would let interrupts through again.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from functools import cache
 
 # Control characters but newline, and those that change the direction of text.
 _CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -13,6 +14,12 @@ _CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u20
 def visible(text: str) -> str:
     """The text with control characters other than newline replaced by U+FFFD. Names in files may hold them."""
     return _CONTROL.sub("\ufffd", text)
+
+
+@cache
+def note_once(line: str) -> None:
+    """Log a line unless this process has logged it before."""
+    logging.getLogger("trimtab").info(line)
 
 
 class _Stderr(logging.Handler):

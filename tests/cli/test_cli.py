@@ -99,6 +99,7 @@ def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
         (["trace", "info", "absent.parquet"], "absent.parquet: no such file"),
         (["trace", "synth", "magic", "-o", "{folder}/new"], "unknown preset magic; use one of qwen3-30b-math,"),
         (["trace", "synth", "spike"], "the following arguments are required: -o"),
+        (["trace", "synth", "spike", "-o", "{folder}/a.jsonl"], "a.jsonl: would hold Parquet; name it a.parquet"),
         (["trace", "synth", "spike", "-o", "{folder}"], ": a folder; name the file to write"),
         (["trace", "synth", "spike", "-o", "{trace}/new"], "trace.parquet is not a folder that can be written to"),
         (["trace", "synth", "spike", "-o", "{folder}/new", "--top-k", "129"], "1 to the number of experts, 128"),
@@ -125,6 +126,10 @@ def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
         (["train", "--output", "{folder}/new", "--live", "--mode", "off"], "--mode: not allowed with argument --live"),
         (["nodes"], "the following arguments are required: WORD"),
         (["train"], "the following arguments are required: -o/--output"),
+        (
+            ["analyze", "{folder}/dumps"],
+            "dumps: holds no *.parquet; what a framework recorded is converted by: trimtab",
+        ),
         (["analyze", "a" * 300, "--ranks", "8"], "File name too long"),
         (["analyze", "{trace}", "--ranks", "5", "--json", "{folder}/new"], "--ranks 5 doesn't divide the 32 experts"),
         (["analyze", "{trace}", "--html", "{folder}", "--json", "{folder}/new"], "a folder; name the file to write"),
@@ -158,21 +163,26 @@ def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
 def test_input_errors_are_one_line_with_status_2(
     arguments: list[str], message: str, trace_file: Path, config_file: Path, tmp_path: Path, error_of: Printed
 ) -> None:
+    (tmp_path / "dumps").mkdir()
     places = {"trace": trace_file, "config": config_file, "folder": tmp_path}
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert message in error_of("-q", *(argument.format(**places) for argument in arguments))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_commands_without_ranks_never_import_torch(trace_file: Path, config_file: Path, tmp_path: Path) -> None:
-    """With torch and transformers blocked, everything but training works."""
+def test_commands_without_ranks_never_import_torch_or_pandas(
+    trace_file: Path, config_file: Path, tmp_path: Path
+) -> None:
+    """With torch and transformers blocked, everything but training works. Arrow would import pandas on its own."""
     simulate = ["simulate", str(trace_file), "--model", str(config_file), "--ranks", "4", "--policy", "trimtab"]
     simulate += ["--html", str(tmp_path / "page.html"), "--perfetto", str(tmp_path / "timeline.json")]
     exported = tmp_path / "trace.safetensors"
     program = f"""
 import sys
+asked = set()
 class Blocked:
     def find_spec(self, name, path=None, target=None):
+        asked.add(name)
         if name.split('.')[0] in ('torch', 'transformers', 'tokenizers'):
             raise ImportError('blocked ' + name)
 sys.meta_path.insert(0, Blocked())
@@ -184,6 +194,7 @@ assert main({simulate!r}) == 0
 assert main(['trace', 'export', {str(trace_file)!r}, '--to', 'safetensors', '-o', {str(exported)!r}]) == 0
 assert main(['trace', 'import', {str(exported)!r}, '-o', {str(tmp_path / "again.parquet")!r}]) == 0
 assert main(['analyze', {str(tmp_path / "again.parquet")!r}, '--ranks', '4']) == 0
+assert 'pandas' not in asked
 from benchmarks.harness import run_command
 planner = ['--sizes', '2/16', '--layers', '1', '--slots', '1', '--policies', 'trimtab']
 assert run_command('benchmarks.planner', planner) == 0
@@ -207,6 +218,14 @@ print(sorted({'numpy', 'numba', 'pyarrow', 'rich'} & set(sys.modules)))
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.endswith("[]\n")
     assert "analyze" in result.stdout
+
+
+def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    out, error = capsys.readouterr()
+    assert (stop.value.code, error) == (0, "")
+    assert "analyze" in out
 
 
 def test_a_locale_without_unicode_is_enough(trace_file: Path) -> None:
@@ -269,3 +288,21 @@ def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.endswith("absent.parquet: no such file\n")
+
+
+@pytest.mark.parametrize("module", ["trimtab.cli.main", "numpy"])
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_stack(module: str, trace_file: Path) -> None:
+    """Also in an import that ignores it."""
+    program = f"""
+import contextlib, os, runpy, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ['trimtab', 'analyze', {str(trace_file)!r}]
+runpy.run_module('trimtab', run_name='__main__')
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -138,6 +138,7 @@ def test_json_to_stdout_of_an_experiment(capsys: pytest.CaptureFixture[str]) -> 
         (["bench", "plannr"], "trimtab bench: unknown benchmark plannr; did you mean planner?"),
         (["simulate", "t", "--cluster", "h100x9"], "unknown cluster h100x9; did you mean h100x8?"),
         (["analyze", "t", "--model", "kimi-k3"], "unknown model kimi-k3; did you mean kimi-k2?"),
+        (["simulate", "t", "--gpu-hour", "2"], "--gpu-hour; it is an option of trimtab advise, trimtab rollout (see"),
         (["--jsn", "plan"], "trimtab: unknown option --jsn (see trimtab --help)"),
     ],
 )

@@ -157,7 +157,7 @@ def test_old_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     planning = check_packages("planning packages", None)
     assert planning.status == "problem"
     assert planning.text.startswith("numpy 1.25.2 is older than ")
-    assert planning.text.endswith("; pip install --upgrade 'trimtab'")
+    assert planning.text.endswith("; pip install . in Trimtab's checkout")
     training = check_packages("training packages", "train")
     assert training.status == "problem"
     assert "transformers 5.3 is older than 5." in training.text

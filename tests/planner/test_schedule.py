@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import numpy as np
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from helpers import planner_reference as reference
 from trimtab import InputError
-from trimtab.planner import pack_by_length
+from trimtab.array_type import Array
+from trimtab.messages import note_once
+from trimtab.planner import budget_for, pack_by_length
 
 
 @given(st.lists(st.integers(1, 100), max_size=60), st.integers(1, 5), st.integers(100, 400), st.integers(1, 3))
@@ -43,3 +46,24 @@ def test_ranks_of_a_micro_step_carry_alike() -> None:
 def test_a_sequence_over_the_budget_is_refused() -> None:
     with pytest.raises(InputError, match="101 tokens doesn't fit the token budget of 100"):
         pack_by_length([5, 101], num_ranks=2, token_budget=100)
+
+
+def test_the_budget_gives_about_the_requested_micro_steps(caplog: pytest.LogCaptureFixture) -> None:
+    def lengths(*tokens: int) -> Array:
+        return np.array(tokens, np.int64)
+
+    def notes() -> list[str]:
+        return [message for message in caplog.messages if "--micro-steps" in message]
+
+    caplog.set_level(logging.INFO, "trimtab")
+    note_once.cache_clear()
+    # 80 tokens in 2 * 4 places, and a tenth more; the largest step decides.
+    assert budget_for([lengths(*[10] * 8)], 2, 4) == 11
+    assert budget_for([lengths(10), lengths(*[10] * 8), lengths(5, 5)], 2, 4) == 11
+    assert not notes()
+    # No less than the longest sequence of any step, and one token at least.
+    for _ in range(2):
+        assert budget_for([lengths(*[10] * 8)], 8, 4) == 10
+    assert notes() == ["--micro-steps 4: about 1 are made, since the longest sequence has 10 tokens"]
+    assert budget_for([lengths(10, 10), lengths(31)], 8, 4) == 31
+    assert budget_for([lengths()], 2, 2) == 1

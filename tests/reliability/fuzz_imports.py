@@ -67,7 +67,7 @@ def _reader(file: Path) -> Any:
             return
         file.write_bytes(_torch_file(content[1:]) if content[0] >= _IN_TORCH_FILE else content[1:])
         try:
-            form = names[content[0] % _IN_TORCH_FILE % len(names)] or importing.common_format([file])
+            form = names[content[0] % _IN_TORCH_FILE % len(names)] or importing.common_format([file])[0]
             for part in importing.import_files([file], form, options, Summary()):
                 part.check()
         except InputError as error:

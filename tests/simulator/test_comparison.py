@@ -17,7 +17,7 @@ from trimtab.planner import SequenceCounts, pack_by_length
 from trimtab.planner.schedule.time_packing import pack_by_time
 from trimtab.policies import POLICIES, Policy, Traits, View
 from trimtab.simulator.comparison import permuted_steps, simulate_policy
-from trimtab.simulator.comparison_case import budget_for, step_of, trace_hash
+from trimtab.simulator.comparison_case import step_of, trace_hash
 from trimtab.simulator.step import StepSettings
 from trimtab.trace.permuted_experts import permute_experts
 
@@ -32,22 +32,6 @@ def test_step_of_returns_a_step_and_those_before_it() -> None:
     assert (step.steps.tolist(), earlier) == ([3, 3], [])
     with pytest.raises(InputError, match="no step 5; the trace has steps 3 to 7"):
         step_of(trace, 5)
-
-
-def test_the_budget_gives_about_the_requested_micro_steps() -> None:
-    def lengths(*tokens: int) -> SequenceCounts:
-        count = len(tokens)
-        return SequenceCounts(
-            np.zeros((count, 1, 2), np.uint16), np.array(tokens, np.int64), np.zeros((count, 1), np.int32)
-        )
-
-    # 80 tokens in 2 * 4 places, and a tenth more; the largest step decides.
-    assert budget_for([lengths(*[10] * 8)], 2, 4) == 11
-    assert budget_for([lengths(10), lengths(*[10] * 8), lengths(5, 5)], 2, 4) == 11
-    # No less than the longest sequence of any step, and one token at least.
-    assert budget_for([lengths(*[10] * 8)], 8, 4) == 10
-    assert budget_for([lengths(10, 10), lengths(31)], 8, 4) == 31
-    assert budget_for([lengths()], 2, 2) == 1
 
 
 @dataclass(frozen=True)

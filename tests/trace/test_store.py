@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,19 @@ def test_hidden_files_in_a_folder_are_ignored(tmp_path: Path) -> None:
     for name in ("b", "a", ".half"):
         (tmp_path / name).touch()
     assert named_files(tmp_path, "*") == [tmp_path / "a", tmp_path / "b"]
+
+
+def test_a_file_given_twice_is_noted_and_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By its name, in its folder, by another path or a link."""
+    caplog.set_level(logging.INFO, "trimtab")
+    file = tmp_path / "t.parquet"
+    write_trace(odd_trace(3), file)
+    (tmp_path / "latest.parquet").symlink_to(file)
+    beside = tmp_path / ".." / tmp_path.name / "t.parquet"
+    for _ in range(2):
+        assert same(read_trace([file, file, beside, tmp_path]), read_trace(file))
+    note = f"given twice, and read once: {file}, {beside}, {tmp_path / 'latest.parquet'} and 1 more"
+    assert caplog.messages == [note]
 
 
 def test_damaged_files_are_refused_or_read_whole(tmp_path: Path) -> None:

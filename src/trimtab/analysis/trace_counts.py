@@ -8,7 +8,6 @@ micro-steps. Counts of shards are added: `plan_counts`, `count_shard` in any pro
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +17,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.planner import pack_by_length
+from trimtab.planner import budget_for, pack_by_length
 from trimtab.trace import RoutingTrace, TraceReader
 from trimtab.trace.counting import count_experts
 from trimtab.trace.store import ChunkPlace, Source, read_chunks
@@ -31,8 +30,6 @@ COUNT_BYTES = 64 << 20
 # Domains with a line of their own; the smallest share one.
 MOST_DOMAINS = 32
 OTHERS = "all others"
-# Headroom above the mean, so that packing needs no more micro-steps than requested.
-SLACK = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +160,10 @@ def plan_counts(
         if step not in steps:
             raise InputError(f"{reader.name}: no step {step} with tokens; it has steps {steps[0]} to {steps[-1]}")
         steps = np.array([step])
-    budget = token_budget or _budget(reader, steps, ranks, micro_steps)
+    lengths = [facts.lengths[facts.steps == each] for each in steps]
+    budget = token_budget or max(DEFAULT_BUDGET, int(max(map(np.max, lengths))))
+    if micro_steps is not None:
+        budget = budget_for(lengths, ranks, micro_steps)
     micro_step_bytes = shape.num_layers * shape.num_experts * 4
     packed = [_pack(reader, each, ranks, budget) for each in steps]
     parts = _parts(packed, facts.lengths, ranks, budget, COUNT_BYTES // micro_step_bytes)
@@ -303,15 +303,6 @@ def summed(counts: Array, starts: Array, ends: Array) -> Array:
     for index, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         counts[start:end].sum(axis=0, dtype=np.int64, out=sums[index])
     return sums
-
-
-def _budget(reader: TraceReader, steps: Array, ranks: int, micro_steps: int | None) -> int:
-    lengths, step_S = reader.facts.lengths, reader.facts.steps
-    longest = int(lengths[np.isin(step_S, steps)].max())
-    if micro_steps is None:
-        return max(DEFAULT_BUDGET, longest)
-    most = max(int(lengths[step_S == step].sum()) for step in steps)
-    return max(longest, math.ceil(most / (ranks * micro_steps) * (1 + SLACK)))
 
 
 def _pack(reader: TraceReader, step: int, ranks: int, budget: int) -> tuple[Array, Array, int]:

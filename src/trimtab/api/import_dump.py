@@ -17,7 +17,7 @@ from trimtab.trace.formats.importing import FORMATS, import_own_files, model_lab
 from trimtab.trace.formats.normalise import Summary
 from trimtab.trace.formats.records import ImportOptions
 from trimtab.trace.message_text import printable
-from trimtab.trace.store import Source, named_files
+from trimtab.trace.store import Source, found_files, named_files
 
 log = logging.getLogger("trimtab")
 
@@ -63,10 +63,11 @@ def import_dump(
     if format is not None:
         check_choice("format", format, FORMATS)
     check_pattern(step_from)
-    given = ImportOptions(
-        num_experts=num_experts, num_layers=num_layers, top_k=top_k, step=step, step_from=step_from, domain=domain
-    )
     files = named_files(source, "*")
+    given = ImportOptions(
+        num_experts=num_experts, num_layers=num_layers, top_k=top_k, step=step, step_from=step_from, domain=domain,
+        optional=found_files(source, files),
+    )  # fmt: skip
     options = with_model(given, model or named_model(files, given), overrides)
     read = bounded_import if limits else import_own_files
     return RoutingTrace.concatenate(list(read(files, format, options, Summary())))
@@ -83,10 +84,10 @@ def check_pattern(text: str) -> None:
 
 
 def named_model(files: Sequence[Path], options: ImportOptions) -> str | None:
-    """The preset that the first file names, if the number of experts is not given; a line is logged."""
+    """The preset that the first model's name means, if the number of experts is not given; a line is logged."""
     if options.num_experts is not None:
         return None
-    label = model_label(files[0])
+    label = next(filter(None, map(model_label, files)), "")
     preset = preset_of_label(label) if label else None
     if preset:
         log.info("model: %s, as the dump names it (%s); --model gives another", preset, printable(label))

@@ -10,10 +10,9 @@ from trimtab.api.arguments import ModelSource, Overrides, check_choice, check_ru
 from trimtab.api.plan_result import PlanResult
 from trimtab.cluster import ClusterSpec, StepCosts
 from trimtab.errors import InputError
-from trimtab.planner import Placement, PlanSettings, SequenceCounts, StepPlan, Workload, pack_by_length
+from trimtab.planner import Placement, PlanSettings, SequenceCounts, StepPlan, Workload, budget_for, pack_by_length
 from trimtab.policies import POLICIES, Policy, View, make_view
 from trimtab.policies.trimtab import Trimtab
-from trimtab.simulator.comparison_case import budget_for
 from trimtab.trace import RoutingTrace, TraceReader
 from trimtab.trace.store import Source, open_trace
 
@@ -84,7 +83,7 @@ def plan(
     sequences = SequenceCounts.from_trace(step_trace)
     counting_ended = time.perf_counter()
     if micro_steps is not None:
-        token_budget = budget_for([sequences], nodes.ranks * groups, micro_steps)
+        token_budget = budget_for([sequences.lengths], nodes.ranks * groups, micro_steps)
     elif token_budget is None:
         token_budget = max(DEFAULT_BUDGET, int(sequences.lengths.max()))
     view, planned = _plan(balancer, sequences, homes, nodes, token_budget, costs)

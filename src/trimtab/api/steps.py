@@ -14,8 +14,8 @@ from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.errors import InputError
 from trimtab.figures import plural
-from trimtab.planner import SequenceCounts
-from trimtab.simulator.comparison_case import ComparisonCase, budget_for, step_of
+from trimtab.planner import SequenceCounts, budget_for
+from trimtab.simulator.comparison_case import ComparisonCase, step_of
 from trimtab.simulator.resampling import RecordedStep, ResampledTrace, cut_step, whole_steps
 from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace, TraceReader
@@ -121,7 +121,7 @@ class TraceSteps:
         steps = cut(recorded)
         counts = [each for each, _ in steps]
         if micro_steps is not None:
-            budget = budget_for(counts, cluster.ranks * settings.groups, micro_steps)
+            budget = budget_for([each.lengths for each in counts], cluster.ranks * settings.groups, micro_steps)
         else:
             longest = max(-(-int(step.counts.lengths.max(initial=1)) // pieces) for step in self.recorded)
             budget = max(DEFAULT_BUDGET, longest) if token_budget is None else token_budget

@@ -6,6 +6,7 @@ import argparse
 import errno
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -16,6 +17,7 @@ from trimtab import __version__
 from trimtab.cli.parser import Parser
 from trimtab.errors import InputError, RankFailedError
 from trimtab.files import write_problem
+from trimtab.interrupts import end_now
 from trimtab.messages import show_messages, visible
 
 log = logging.getLogger("trimtab")
@@ -40,7 +42,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     asked = next((word for word in arguments if word in COMMANDS), "")
     return run(f"trimtab {asked}", lambda: _parse(arguments, asked))
 
@@ -86,6 +88,9 @@ def run(name: str, parse: Callable[[], argparse.Namespace]) -> int:
 
         need_extra(*getattr(options, "needs", ()))
         check_outputs(options)
+        # From here on, files may be half-written.
+        if signal.getsignal(signal.SIGINT) is end_now:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         start = time.perf_counter()
         status = options.run(options) or 0
         sys.stdout.flush()

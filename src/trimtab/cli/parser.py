@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,7 +62,7 @@ class Parser(argparse.ArgumentParser):
             if name not in known and ALIASES.get(name) in known:
                 words[place] = ALIASES[name] + equals + value
             elif re.match("--?[a-zA-Z]", name) and known.keys().isdisjoint((name, name[:2])):
-                self.error(f"unknown option {name}{closest(name, known)}")
+                self.error(f"unknown option {name}{_commands_with(name) or closest(name, known)}")
         return super().parse_known_args(list(self._names_apart(words)), namespace)
 
     def _names_apart(self, words: Sequence[str]) -> Iterator[str]:
@@ -85,6 +86,14 @@ class Parser(argparse.ArgumentParser):
             if action.choices is not None and name not in action.choices:
                 option = "/".join(action.option_strings) or str(action.metavar).lower()
                 self.error(unknown(option, name, action.choices))
+
+
+def _commands_with(option: str) -> str:
+    """The commands that have an option, as a clause; empty if none has."""
+    main = import_module("trimtab.cli.main")
+    commands = main.make_parser(main.COMMANDS)._subparsers._group_actions[0].choices
+    names = [parser.prog for parser in commands.values() if option in parser._option_string_actions]
+    return f"; it is an option of {', '.join(names)}" if names else ""
 
 
 def _is_name(word: str, option: argparse.Action) -> bool:

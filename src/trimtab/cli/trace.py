@@ -35,7 +35,7 @@ from trimtab.trace.formats.importing import FORMATS, import_own_files
 from trimtab.trace.formats.normalise import Summary
 from trimtab.trace.formats.records import ImportOptions
 from trimtab.trace.statistics import layer_skew
-from trimtab.trace.store import named_files
+from trimtab.trace.store import found_files, named_files
 
 
 def add(commands: Any) -> None:
@@ -189,7 +189,7 @@ def _rows(summary: Summary, seconds: float) -> list[tuple[str, str]]:
 
 def _import_options(options: argparse.Namespace, files: Sequence[Path]) -> ImportOptions:
     """The options, completed by the facts of the model."""
-    found = ImportOptions(**given(options, ImportOptions))
+    found = ImportOptions(**given(options, ImportOptions), optional=found_files(options.source, files))
     check_pattern(found.step_from)
     return with_model(found, found.model or named_model(files, found), getattr(options, "overrides", ()))
 

@@ -7,7 +7,7 @@ from trimtab.planner.plan.step_plan import StepPlan
 from trimtab.planner.plan.step_planning import plan_step
 from trimtab.planner.plan.workload import Workload
 from trimtab.planner.planner import Planner, plan_schedule, plan_sequences
-from trimtab.planner.schedule.schedule import Schedule, pack_by_length
+from trimtab.planner.schedule.schedule import Schedule, budget_for, pack_by_length
 from trimtab.planner.schedule.sequence_counts import SequenceCounts
 
 # An older name.
@@ -23,6 +23,7 @@ __all__ = [
     "SequenceCounts",
     "StepPlan",
     "Workload",
+    "budget_for",
     "pack_by_length",
     "plan_schedule",
     "plan_sequences",

@@ -11,12 +11,13 @@ from trimtab.cluster import Layout
 from trimtab.cluster.parallel_layout import SELECTIVE
 from trimtab.figures import plural
 from trimtab.planner import SequenceCounts
+from trimtab.planner.schedule.schedule import SLACK
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import bytes_text
 from trimtab.report.policies_table import sweep_table
 from trimtab.report.tables import Facts
 from trimtab.simulator.comparison import FIRST_PLACEMENT_STEPS, Outcome, fits, operations
-from trimtab.simulator.comparison_case import SLACK, ComparisonCase
+from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.memory import ways_to_fit
 from trimtab.simulator.recorded_operations import KINDS
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase

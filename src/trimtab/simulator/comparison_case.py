@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,9 +15,6 @@ from trimtab.simulator.resampling import LEAST_SEQUENCES, ResampledTrace
 from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace
 from trimtab.trace.permuted_experts import permute_experts, permute_trace
-
-# Headroom above the mean tokens of a micro-step, so that packing needs no more micro-steps than requested.
-SLACK = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,14 +112,6 @@ def step_of(trace: RoutingTrace, step: int | None) -> tuple[RoutingTrace, list[R
         raise InputError(f"there is no step {chosen}; the trace has steps {steps[0]} to {steps[-1]}")
     parts = [trace.select(np.flatnonzero(trace.steps == each)) for each in steps[steps <= chosen]]
     return parts[-1], parts[:-1]
-
-
-def budget_for(sequences: Iterable[SequenceCounts], ranks: int, micro_steps: int) -> int:
-    """Token budget with which each of these steps has about `micro_steps` micro-steps on `ranks` ranks."""
-    steps = list(sequences)
-    most = max(int(part.lengths.sum()) for part in steps)
-    longest = max(int(part.lengths.max(initial=1)) for part in steps)
-    return max(longest, math.ceil(most / (ranks * micro_steps) * (1 + SLACK)))
 
 
 def trace_hash(trace: RoutingTrace) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,11 @@ def printable(text: str, replacement: str = "?") -> str:
 def clip(name: str) -> str:
     """A name from a file, printable and at most 80 characters long."""
     return printable(name[:80]) + ("..." if len(name) > 80 else "")
+
+
+def few_of(names: Sequence[str]) -> str:
+    """Names in one line, at most three of them: "a, b, c and 9 more"."""
+    return printable(", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
 
 
 def short(value: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,19 +87,33 @@ def table_of(trace: RoutingTrace, schema: pa.Schema) -> pa.Table:
         trace.num_sequences,
         [None, pa.py_buffer(trace.sequence_starts * token_bytes), pa.py_buffer(coded)],
     )
-    facts = [
-        pa.array(trace.steps),
-        pa.array(trace.prompt_lengths),
-        pa.array(trace.sequence_lengths.astype(np.int32)),
-        pa.array(trace.sequence_hashes),
-        pa.array(trace.prompt_hashes),
-        pa.array(trace.domains.tolist(), pa.string()),
-        pa.array(
-            [[{"version": version, "rows": rows} for version, rows in windows] for windows in trace.windows],
-            _SCHEMA.field(WINDOWS).type,
-        ),
-    ]
-    return pa.Table.from_arrays([*facts, ids], schema=schema)
+    names = [name.encode() for name in trace.domains.tolist()]
+    domains = pa.StringArray.from_buffers(len(names), pa.py_buffer(_starts(names)), pa.py_buffer(b"".join(names)))
+    rows_W2 = np.array([row for windows in trace.windows for row in windows], np.int32).reshape(-1, 2)
+    windows = pa.StructArray.from_arrays(list(map(_numbers, rows_W2.T)), fields=list(_WINDOW))
+    lists = pa.ListArray.from_arrays(_numbers(_starts(trace.windows)), windows)
+    lengths = trace.sequence_lengths.astype(np.int32)
+    numbers = map(_numbers, (trace.steps, trace.prompt_lengths, lengths, trace.sequence_hashes, trace.prompt_hashes))
+    return pa.Table.from_arrays([*numbers, domains, lists, ids], schema=schema)
+
+
+def _starts(parts: Iterable[Any]) -> Array:
+    """`[parts + 1]` int32, where each part starts if all are in one buffer, and the end."""
+    return np.cumsum([0, *map(len, parts)], dtype=np.int32)
+
+
+# `pa.array` and `to_numpy` import pandas where it is installed, and ignore Ctrl-C during that import.
+def _numbers(values: Array) -> pa.Array:
+    """The values as an Arrow array."""
+    buffers = [None, pa.py_buffer(np.ascontiguousarray(values))]
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), buffers)
+
+
+def _values(column: pa.Array | pa.ChunkedArray) -> Array:
+    """The numbers of a column, none of which is missing, as a numpy array."""
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    dtype = np.dtype(str(array.type))
+    return np.frombuffer(array.buffers()[1] or b"", dtype, len(array), array.offset * dtype.itemsize).copy()
 
 
 def read_facts(
@@ -167,19 +181,19 @@ def _facts(parquet: pq.ParquetFile, groups: Sequence[int]) -> SequenceFacts:
     # Files of earlier versions have no column of prompts.
     has_prompts = PROMPT in parquet.schema_arrow.names
     table = _columns(parquet.read_row_groups(groups, [*_FACTS, PROMPT] if has_prompts else _FACTS))
-    lengths = table["num_tokens"].to_numpy().astype(np.int64)
+    lengths = _values(table["num_tokens"]).astype(np.int64)
     if lengths.min(initial=0) < 0:
         raise InputError(f"sequence {int(lengths.argmin())} claims {lengths.min()} tokens")
     for name, what in (("step", "step"), ("prompt_length", "prompt length")):
-        values = table[name].to_numpy()
+        values = _values(table[name])
         if values.min(initial=0) < 0:
             raise InputError(f"sequence {int(values.argmin())} has {what} {values.min()}; it should be at least 0")
     return SequenceFacts(
         lengths=lengths,
-        prompt_lengths=table["prompt_length"].to_numpy(),
-        steps=table["step"].to_numpy(),
-        sequence_hashes=table["sequence_hash"].to_numpy(),
-        prompt_hashes=table[PROMPT].to_numpy() if has_prompts else np.zeros(len(lengths), np.uint64),
+        prompt_lengths=_values(table["prompt_length"]),
+        steps=_values(table["step"]),
+        sequence_hashes=_values(table["sequence_hash"]),
+        prompt_hashes=_values(table[PROMPT]) if has_prompts else np.zeros(len(lengths), np.uint64),
         domains=_domains(table["domain"]),
         windows=windows_array(_windows(parquet, groups, lengths)),
     )
@@ -188,10 +202,8 @@ def _facts(parquet: pq.ParquetFile, groups: Sequence[int]) -> SequenceFacts:
 def _domains(column: pa.ChunkedArray) -> Array:
     """`[S]` names. Every row has the width of the longest one."""
     codes = column.unify_dictionaries().combine_chunks()
-    if isinstance(codes, pa.ChunkedArray):
-        codes = pa.concat_arrays(codes.chunks)
     _check_letters(pc.max(pc.utf8_length(codes.dictionary)).as_py() or 0)
-    return np.array(codes.dictionary.to_pylist(), np.str_)[codes.indices.to_numpy()]
+    return np.array(codes.dictionary.to_pylist(), np.str_)[_values(codes.indices)]
 
 
 def _check_letters(longest: int) -> None:
@@ -213,14 +225,14 @@ def _windows(parquet: pq.ParquetFile, groups: Sequence[int], lengths: Array) -> 
     first = 0
     for group in groups:
         lists = _columns(parquet.read_row_group(group, [WINDOWS]))[WINDOWS].combine_chunks()
-        lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
-        versions, rows = (lists.flatten().field(index) for index in range(2))
-        if lists.flatten().null_count or versions.null_count or rows.null_count:
+        columns = [lists.flatten(), *lists.flatten().flatten()]
+        if any(each.null_count for each in columns):
             raise InputError(f"a value of the column {WINDOWS!r} is missing")
-        ends = np.cumsum(pc.list_value_length(lists).to_numpy())
+        rows_W2 = np.stack(list(map(_values, columns[1:])), axis=1)
+        ends = np.cumsum(_values(lists.value_lengths()))
         for index in np.flatnonzero(np.diff(ends, prepend=0)).tolist():
             part = slice(ends[index - 1] if index else 0, ends[index])
-            windows = tuple(zip(versions[part].to_pylist(), rows[part].to_pylist(), strict=True))
+            windows = tuple(map(tuple, rows_W2[part].tolist()))
             check_windows(windows, first + index, lengths[first + index])
             found[first + index] = windows
         first += parquet.metadata.row_group(group).num_rows
@@ -239,8 +251,7 @@ def read_group(parquet: pq.ParquetFile, group: int, empty: RoutingTrace) -> Rout
     expected = int(facts.lengths.sum()) * token_bytes
     if claimed > 2 * expected + BYTES_A_ROW * (len(facts.lengths) + 64):
         raise InputError(f"row group {group} claims {claimed} bytes; its sequences have {expected} bytes of expert ids")
-    column = _columns(parquet.read_row_group(group, [IDS]))[IDS].combine_chunks()
-    blocks = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+    blocks = _columns(parquet.read_row_group(group, [IDS]))[IDS].combine_chunks()
     _, offsets_buffer, data = blocks.buffers()
     offsets = np.frombuffer(offsets_buffer, "<i8")[blocks.offset : blocks.offset + len(blocks) + 1]
     sizes = np.diff(offsets)

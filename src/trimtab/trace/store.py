@@ -23,12 +23,16 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.files import atomic_file
+from trimtab.messages import note_once
+from trimtab.trace.message_text import few_of
 from trimtab.trace.parquet_footer import read_columns
 from trimtab.trace.routing import RoutingTrace, SequenceFacts
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 ROW_GROUP_BYTES = 16 << 20
+CONVERTED = "what a framework recorded is converted by: trimtab trace import"
+OTHER_FORMATS = (".json", ".jsonl", ".csv", ".npy", ".npz", ".safetensors", ".pt", ".pkl")
 
 
 def write_trace(trace: RoutingTrace | Iterable[RoutingTrace], path: str | os.PathLike[str]) -> None:
@@ -37,12 +41,14 @@ def write_trace(trace: RoutingTrace | Iterable[RoutingTrace], path: str | os.Pat
     Writes are atomic. Two parts are in memory at a time; all must be of one model.
 
     Raises:
-        InputError: if there is no part, or parts are of different models.
+        InputError: if there is no part, parts are of different models, or the file's name is one of another format.
     """
     import pyarrow.parquet as pq
 
     from trimtab.trace.row_groups import schema_of, table_of
 
+    if Path(path).suffix in OTHER_FORMATS:
+        raise InputError(f"{path}: would hold Parquet; name it {Path(path).stem}.parquet")
     parts = iter([trace]) if isinstance(trace, RoutingTrace) else prefetch(trace)
     first = next(parts, None)
     if first is None:
@@ -169,7 +175,8 @@ def read_chunks(places: Iterable[ChunkPlace], empty: RoutingTrace) -> Iterator[R
 
 
 def named_files(source: Source, pattern: str) -> list[Path]:
-    """The files of a source: a file, a folder, a pattern, or several of these; without duplicates.
+    """The files of a source: a file, a folder, a pattern, or several of these. A file given twice is noted, and is in
+    the list once.
 
     Args:
         pattern: which files of a folder.
@@ -177,9 +184,9 @@ def named_files(source: Source, pattern: str) -> list[Path]:
     Raises:
         InputError: if there is no such file.
     """
-    sources = [source] if isinstance(source, str | os.PathLike) else source
-    found: dict[Path, None] = {}
-    for each in map(Path, sources):
+    files: dict[str, Path] = {}
+    twice: list[str] = []
+    for each in _paths(source):
         if each.is_dir():
             names = sorted(file for file in each.glob(pattern) if file.is_file() and not file.name.startswith("."))
         elif each.exists() or not glob.has_magic(str(each)):
@@ -187,9 +194,21 @@ def named_files(source: Source, pattern: str) -> list[Path]:
         else:
             names = sorted(map(Path, glob.glob(str(each))))
         if not names or not names[0].is_file():
-            raise InputError(f"{each}: {f'holds no {pattern}' if each.is_dir() else 'no such file'}")
-        found |= dict.fromkeys(names)
-    return list(found)
+            hint = f"; {CONVERTED}" if pattern != "*" else ""
+            raise InputError(f"{each}: {f'holds no {pattern}{hint}' if each.is_dir() else 'no such file'}")
+        twice += [str(name) for name in names if files.setdefault(os.path.realpath(name), name) is not name]
+    if twice:
+        note_once(f"given twice, and read once: {few_of(twice)}")
+    return list(files.values())
+
+
+def found_files(source: Source, files: Sequence[Path]) -> frozenset[Path]:
+    """Those of the files that are from a folder or a pattern of the source."""
+    return frozenset(files).difference(_paths(source))
+
+
+def _paths(source: Source) -> list[Path]:
+    return list(map(Path, [source] if isinstance(source, str | os.PathLike) else source))
 
 
 @contextmanager
@@ -234,7 +253,7 @@ def _open(file: Path) -> tuple[RoutingTrace, SequenceFacts]:
     with _naming(file):
         with file.open("rb") as start:
             if start.read(4) != b"PAR1":
-                raise InputError("not a Parquet file; what a framework recorded is converted by: trimtab trace import")
+                raise InputError(f"not a Parquet file; {CONVERTED}")
         columns = read_columns(file)
         with open_parquet(file) as parquet:
             return read_facts(parquet, file.stat().st_size, columns)

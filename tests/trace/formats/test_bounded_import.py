@@ -268,7 +268,7 @@ def test_every_file_has_limits_of_its_own(
         list(bounded_import(files, form, TOP_2, Summary(), limits))
     files[1].write_bytes(files[0].read_bytes())
     begun: list[Path] = []
-    assert common_format(files, begun.append) == form
+    assert common_format(files, begin=begun.append) == (form, files)
     assert begun == files
 
 

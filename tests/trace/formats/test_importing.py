@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import re
 import types
@@ -107,7 +108,8 @@ def test_options_override_the_metadata_of_arrays(tmp_path: Path) -> None:
 
 def test_a_model_supplies_facts_that_options_lack(tmp_path: Path) -> None:
     def known(**options: Any) -> ImportOptions:
-        return _import_options(argparse.Namespace(step=2, domain="maths", **options), [tmp_path / "absent.jsonl"])
+        files = [tmp_path / "absent.jsonl"]
+        return _import_options(argparse.Namespace(source=files, step=2, domain="maths", **options), files)
 
     config = {"model_type": "deepseek_v3", "n_routed_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 4}
     config |= {"first_k_dense_replace": 1, "hidden_size": 8, "moe_intermediate_size": 8, "intermediate_size": 8}
@@ -130,6 +132,12 @@ def test_a_model_supplies_facts_that_options_lack(tmp_path: Path) -> None:
         (["{folder}/both.json"], "both.json: could be sglang or megatron; say which it is with --format"),
         (["{folder}/nothing.bin"], r"nothing.bin: looks like none of vllm, sglang.*recording of routes turned on"),
         (["{folder}/empty.jsonl"], "empty.jsonl: an empty file"),
+        (["{folder}/utf16.jsonl"], "utf16.jsonl: text in UTF-16; convert it to UTF-8"),
+        (["{folder}/utf16.jsonl", "--format", "vllm"], "utf16.jsonl: text in UTF-16; convert it to UTF-8"),
+        (["{folder}/plain.jsonl"], "plain.jsonl: no response holds routed_experts.* --enable-return-routed-experts"),
+        (["{folder}/nothing.bin", "{folder}/vllm.jsonl"], "nothing.bin: looks like none of vllm"),
+        (["{folder}/vllm.jsonl", "--num-experts", "16", "-o", "{folder}/a.jsonl"], "a.jsonl: would hold Parquet; name"),
+        (["{folder}/unknown"], "plain.jsonl: no response holds routed_experts"),
         (["{folder}/a.parquet"], "a.parquet: a Parquet file; a routing trace needs no import"),
         (["{folder}/vllm.jsonl"], r"vllm.jsonl: line 1.*: .*largest id: 15\).* --num-experts"),
         (["{folder}/vllm.jsonl", "--num-experts", "4"], "vllm.jsonl: line 1, .*they should be 0 to 3"),
@@ -154,14 +162,17 @@ def test_invalid_arguments_give_one_line_errors(
     contents = {
         "nothing.bin": b"\x00\x01\x02 nothing", "both.json": b'{"meta_info": 1, "layer": 2, "top_indices": []}',
         "empty.jsonl": b"", "a.parquet": b"PAR1 and so on", "vllm.jsonl": DUMPS["vllm:jsonl"].content,
-        "sglang.jsonl": DUMPS["sglang:int32"].content,
+        "sglang.jsonl": DUMPS["sglang:int32"].content, "utf16.jsonl": '{"routed_experts": 1}'.encode("utf-16"),
+        "plain.jsonl": b'{"choices": [{"token_ids": [1]}]}', "unknown/plain.jsonl": b'{"choices": []}' * 9,
+        "unknown/README.txt": b"two dumps",
     }  # fmt: skip
     (tmp_path / "folder").mkdir()
+    (tmp_path / "unknown").mkdir()
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     out = tmp_path / "out" / "trace.parquet"
     words = [word.format(folder=tmp_path) for word in arguments]
-    assert main(["trace", "import", *words, "-o", str(out)]) == 2
+    assert main(["trace", "import", "-o", str(out), *words]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(message, error), error
@@ -294,8 +305,32 @@ def test_the_model_that_a_dump_names_is_the_default(tmp_path: Path, run: Callabl
             import_dump(unknown)
 
 
+def test_a_note_names_the_record_of_another_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "trimtab")
+    responses = [response(model=name) for name in ("qwen3-30b-a3b", "qwen3-30b-a3b", "", None, "other", "third")]
+    file = json_lines(tmp_path / "a.jsonl", responses)
+    assert import_dump(file, limits=False).num_sequences == 6
+    note = f"{file}: line 5, choice 0: of model other; those before it are of qwen3-30b-a3b"
+    assert [each for each in caplog.messages if "of model" in each] == [note]
+
+
+def test_files_beside_dumps_are_left_out_and_noted(tmp_path: Path, run: Callable[..., tuple[int, str]]) -> None:
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    for name in ("A.txt", "B.txt", "_SUCCESS", "metrics.json"):
+        (folder / name).write_text('{"model": "mixtral-8x7b"}' if name == "metrics.json" else "")
+    file = json_lines(folder / "r.jsonl", [response()])
+    status, notes = run(folder)
+    note = "left out, since they look like no known format: A.txt, B.txt, _SUCCESS and 1 more"
+    assert (status, note in notes.splitlines()) == (0, True)
+    assert read_trace(tmp_path / "out" / "t.parquet").num_sequences == 1
+    assert import_dump(folder / "*", limits=False).model == "qwen3-30b-a3b"
+    with pytest.raises(InputError, match=r"A\.txt: an empty file"):
+        import_dump([file, folder / "A.txt"], limits=False)
+
+
 def test_text_is_no_model(tmp_path: Path) -> None:
-    text = json.dumps({"text": 'the "model": "mixtral-8x7b"', "model": "glm-4.5-air"})
+    text = json.dumps({"text": 'the "model": "mixtral-8x7b"', "model": "glm-4.5-air", "routed_experts": []})
     (tmp_path / "a.jsonl").write_text(text)
     assert model_label(tmp_path / "a.jsonl") == "glm-4.5-air"
     assert model_label(tmp_path / "absent") == model_label(tmp_path) == ""

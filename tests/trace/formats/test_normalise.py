@@ -230,7 +230,7 @@ def test_bad_records_are_refused(record: Record, known: ImportOptions, message: 
 def test_records_of_different_models_are_refused() -> None:
     with pytest.raises(InputError, match="no sequences"):
         joined([], EIGHT)
-    with pytest.raises(InputError, match=r"b: .*different models"):
+    with pytest.raises(InputError, match=r"b: it has 1 layers, .*, but a has .*: they are of different models"):
         joined([Record(GOOD, "a"), Record(GOOD[:, :1], "b")], EIGHT)
     with pytest.raises(InputError, match="different models"):
         joined([Record(GOOD, "a", layers=(1, 2)), Record(GOOD, "b", layers=(1, 3))], EIGHT)

@@ -19,6 +19,9 @@ from trimtab.trace.message_text import reason
 _READ_AT_ONCE = 8 << 20
 _HEAD = 1 << 20
 _GZIP = b"\x1f\x8b"
+# Of the first two bytes of text in UTF-16, as PowerShell writes.
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+UTF16 = "text in UTF-16; convert it to UTF-8, for example with: iconv -f UTF-16 -t UTF-8"
 _BLANK = re.compile(r"\s*")
 # Decoder errors of text that may only be incomplete: at the end, or inside a string.
 _NEAR_END = 16
@@ -160,6 +163,7 @@ def _naming_damage() -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 text ({error.reason})") from None
+        is_utf16 = error.object[:2] in UTF16_MARKS
+        raise InputError(UTF16 if is_utf16 else f"not UTF-8 text ({error.reason})") from None
     except (EOFError, OSError, zlib.error) as error:
         raise InputError(f"can't be read ({reason(error)})") from None

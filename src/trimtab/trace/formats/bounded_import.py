@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import InputError
-from trimtab.messages import show_messages
+from trimtab.messages import note_once, show_messages
 from trimtab.trace.formats.importing import common_format, import_files, trace_of
 from trimtab.trace.formats.megatron import ids_at_end
 from trimtab.trace.formats.normalise import Summary
@@ -106,6 +106,8 @@ def bounded_import(
                             watch.begin(file)
                     case InputError():
                         raise answer
+                    case str():
+                        note_once(answer)
                     case Summary():
                         vars(summary).update(vars(answer))
                         return
@@ -224,7 +226,7 @@ def compile_kernels() -> None:
 
 
 def _answer(request: Any, send: Callable[[Any], None]) -> None:
-    """The child's work: answers are the file that is being read, `(part, summary)`s, and last a summary or an error."""
+    """The child's work: sends notes, the file that is read, `(part, summary)`s, and last a summary or an error."""
     files, form, options, summary, limits, limited = request
     compile_kernels()
     process = ProcessLimits(limits, memory=limited)
@@ -242,7 +244,7 @@ def _answer(request: Any, send: Callable[[Any], None]) -> None:
 
     try:
         begin(file)
-        summary.format = form or common_format(files, begin)
+        summary.format, files = (form, files) if form else common_format(files, options.optional, begin, send)
         for part in import_files(files, summary.format, options, summary, begin):
             send((part, summary))
         send(summary)

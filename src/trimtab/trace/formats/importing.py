@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from trimtab.errors import InputError
-from trimtab.trace.containers.json_values import json_head
+from trimtab.messages import note_once
+from trimtab.trace.containers.json_values import UTF16, UTF16_MARKS, json_head
 from trimtab.trace.formats import arrays, megatron, nemo_rl, sglang, sglang_recorder, slime, token_imbalance, verl, vllm
 from trimtab.trace.formats.dump_fields import damaged_values
 from trimtab.trace.formats.normalise import Summary, normalise
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
-from trimtab.trace.message_text import printable, reason
+from trimtab.trace.formats.responses import NO_ROUTES
+from trimtab.trace.message_text import few_of, printable, reason
 from trimtab.trace.routing import RoutingTrace
 
 LONGEST_REASON = 500  # characters
@@ -51,41 +53,77 @@ FORMATS: dict[str, Format] = {
 }
 
 
+class UnknownFormatError(InputError):
+    """A file looks like no format."""
+
+
 def format_of(path: Path) -> str:
-    """The name of the format that a file looks like. Raises InputError if it looks like none, or like several."""
-    if not path.stat().st_size:
-        raise InputError(f"{path}: an empty file")
+    """The name of the format that a file looks like.
+
+    Raises:
+        UnknownFormatError: if it looks like none.
+        InputError: if it looks like several.
+    """
     fitting = [name for name, form in FORMATS.items() if form.recognise(path)]
     if not fitting:
-        with path.open("rb") as file:
-            if file.read(4) == b"PAR1":
-                raise InputError(f"{path}: a Parquet file; a routing trace needs no import")
-        raise InputError(
-            f"{path}: looks like none of {', '.join(FORMATS)}; was recording of routes turned on? If so, say which it "
-            "is with --format"
-        )
+        raise UnknownFormatError(f"{path}: {_unknown(path)}")
     if len(fitting) > 1:
         raise InputError(f"{path}: could be {' or '.join(fitting)}; say which it is with --format")
     return fitting[0]
 
 
-def common_format(files: Sequence[Path], begin: Callable[[Path], None] = lambda file: None) -> str:
-    """The format that all files look like.
+def _unknown(path: Path) -> str:
+    """What is wrong with a file that looks like no format, and what would be right."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if not start:
+        return "an empty file"
+    if start == b"PAR1":
+        return "a Parquet file; a routing trace needs no import"
+    if start[:2] in UTF16_MARKS:
+        return UTF16
+    head = json_head(path)
+    if b'"choices"' in head or b'"token_ids"' in head:
+        return NO_ROUTES
+    names = ", ".join(FORMATS)
+    return f"looks like none of {names}; was recording of routes turned on? If so, say which it is with --format"
+
+
+def common_format(
+    files: Sequence[Path],
+    optional: Collection[Path] = (),
+    begin: Callable[[Path], None] = lambda file: None,
+    note: Callable[[str], None] = note_once,
+) -> tuple[str, list[Path]]:
+    """The format that all files look like, and the files without optional ones that look like none.
 
     Args:
         begin: called with each file before it is read.
+        note: called with a line that names the files that are left out.
 
     Raises:
-        InputError: as `format_of`, or if they differ.
+        InputError: as `format_of`, if no file is left, or if formats differ.
     """
-    first = ""
+    forms: dict[Path, str] = {}
+    unknown: dict[Path, InputError] = {}
     for file in files:
         begin(file)
-        other = format_of(file)
-        first = first or other
-        if other != first:
-            raise InputError(f"{files[0]} looks like {first}, {file} like {other}; import them one by one")
-    return first
+        try:
+            forms[file] = format_of(file)
+        except UnknownFormatError as error:
+            unknown[file] = error
+            if file not in optional:
+                raise
+    if not forms:
+        # A dump is larger than what is beside it.
+        raise unknown[max(unknown, key=lambda file: file.stat().st_size)]
+    if unknown:
+        note(f"left out, since they look like no known format: {few_of([file.name for file in unknown])}")
+    (first, form), *others = forms.items()
+    for file, other in others:
+        if other != form:
+            raise InputError(f"{first} looks like {form}, {file} like {other}; import them one by one")
+    return form, list(forms)
 
 
 def import_files(
@@ -118,16 +156,17 @@ def import_own_files(
     files: Sequence[Path], form: str | None, options: ImportOptions, summary: Summary
 ) -> Iterator[RoutingTrace]:
     """As `bounded_import`, for files that are trusted: in this process, without limits."""
-    summary.format = form or common_format(files)
+    summary.format, files = (form, files) if form else common_format(files, options.optional)
     yield from import_files(files, summary.format, options, summary)
 
 
 def model_label(path: Path) -> str:
     """The model that a JSON file names near its start, as servers do in each response; "" if it names none.
 
-    Little of the file is read.
+    Little of the file is read. Other files than responses may name another model.
     """
-    found = _MODEL.search(json_head(path)) if path.is_file() else None
+    head = json_head(path) if path.is_file() else b""
+    found = _MODEL.search(head) if b"routed_experts" in head else None
     return found[1].decode("utf-8", "replace") if found else ""
 
 

@@ -16,9 +16,10 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
+from trimtab.messages import note_once
 from trimtab.trace.formats.dump_fields import damaged_values
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record, missing_id
-from trimtab.trace.message_text import at_place, printable
+from trimtab.trace.message_text import at_place, clip, printable
 from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
 from trimtab.trace.store import ROW_GROUP_BYTES
 
@@ -81,6 +82,7 @@ def normalise(
     layout: _Layout | None = None
     early: list[tuple[Record, Array]] = []
     waiting: list[tuple[Record, Array]] = []
+    models: list[str] = []
     size = 0
     for item in items:
         if isinstance(item, Dropped):
@@ -93,6 +95,10 @@ def normalise(
             _check_form(item, ids)
             layout = layout or _layout_of(item, ids, options)
             token_ids = item.token_ids
+        if len(models) < 2 and item.model not in ("", *models):
+            models.append(item.model)
+            if len(models) == 2:
+                note_once(f"{item.where}: of model {clip(models[1])}; those before it are of {clip(models[0])}")
         padding = len(block) - len(ids) if item.padding is None else item.padding
         if padding:
             summary.dropped["padding rows"] += padding
@@ -122,12 +128,14 @@ class _Layout:
     """The layout of a dump's records, and of the model.
 
     Attributes:
+        where: the record that it is from.
         axis: layers of a record.
         columns: `[L]` int64, indices of the MoE layers among them.
         dense: indices of the others.
         layer_indices: `[L]` decoder layers.
     """
 
+    where: str
     axis: int
     columns: Array
     dense: Array
@@ -176,6 +184,7 @@ def _layout_of(record: Record, ids: Array, options: ImportOptions) -> _Layout | 
     if top_k > options.num_experts:
         raise InputError(f"it has top-{top_k} routing; there are {options.num_experts} experts")
     return _Layout(
+        where=record.where,
         axis=axis,
         columns=columns,
         dense=np.setdiff1d(np.arange(axis), columns),
@@ -220,7 +229,7 @@ def _routes(record: Record, ids: Array, layout: _Layout, summary: Summary) -> Ar
         record.layers is not None and not np.array_equal(record.layers, layout.layer_indices)
     ):
         raise InputError(
-            f"{record.where}: it has {ids.shape[1]} layers, top-{ids.shape[2]}; sequences before it have "
+            f"{record.where}: it has {ids.shape[1]} layers, top-{ids.shape[2]}, but {layout.where} has "
             f"{layout.axis}, top-{layout.top_k}: they are of different models"
         )
     rows = len(ids)

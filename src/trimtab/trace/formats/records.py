@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +29,7 @@ class ImportOptions:
         step_from: a regular expression with one group, the step of records without one, searched in their file's path;
             "" for none.
         sampled: the part of each step's sequences that the dump holds, above 0 to 1.
+        optional: files that are left out, and noted, if they look like no format.
     """
 
     num_experts: int | None = None
@@ -39,6 +41,7 @@ class ImportOptions:
     domain: str = ""
     step_from: str = ""
     sampled: float = 1.0
+    optional: frozenset[Path] = frozenset()
 
     def with_default(self, other: ImportOptions) -> ImportOptions:
         """These facts, and those of `other` where these are unknown."""
@@ -63,6 +66,7 @@ class Record:
         prompt_hash: the same of the prompt's token ids.
         step: the RL step; 0 if unknown.
         domain: kind of prompt; "" if unknown.
+        model: the model's name; "" if unknown.
         layers: the decoder layer of each layer of `ids`, if known.
         place: index of this sequence in the source's array; None for all of it.
         rows: those of the sequence among the rows at `place`; the others are padding. None for all.
@@ -82,6 +86,7 @@ class Record:
     prompt_hash: int = 0
     step: int = 0
     domain: str = ""
+    model: str = ""
     layers: tuple[int, ...] | None = None
     place: Any = None
     rows: slice | Array | None = None

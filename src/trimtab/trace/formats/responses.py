@@ -18,6 +18,10 @@ from trimtab.trace.formats.records import Dropped, ImportOptions, Record, requir
 from trimtab.trace.message_text import kind_of, reason, short
 
 ROUTES = "routed_experts"
+NO_ROUTES = (
+    "no response holds routed_experts; vLLM and SGLang return them with --enable-return-routed-experts, SGLang if the "
+    "request says return_routed_experts"
+)
 WITHOUT_ROUTES = Dropped("responses without routed_experts")
 # Keys under which clients store a server's response with data of the request, outermost first.
 _WRAPPERS = ("response", "body", "result")
@@ -68,6 +72,7 @@ class Response:
             tokens=() if tokens[0] is None or tokens[1] is None else tokens,
             step=self.step,
             domain=self.domain,
+            model=str(self.content.get("model") or ""),
         )
 
 
@@ -131,11 +136,7 @@ def tokens(value: Any) -> Array | None:
 
 def require_routes(items: Iterable[Record | Dropped]) -> Iterator[Record | Dropped]:
     """Yields the same items; raises InputError if no response has routes."""
-    return require_records(
-        items,
-        "no response holds routed_experts; vLLM and SGLang return them with --enable-return-routed-experts, SGLang if "
-        "the request says return_routed_experts",
-    )
+    return require_records(items, NO_ROUTES)
 
 
 def decode_routes(value: Any, options: ImportOptions, dtype: str = "int32") -> Array:
