@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from helpers.forked_files import ForkedFiles
 from helpers.numba_cache import cache_folder
@@ -26,9 +27,9 @@ if "NUMBA_CACHE_DIR" not in os.environ:
     os.environ["NUMBA_CACHE_DIR"] = str(cache_folder())
 # Before anything of Trimtab is imported.
 _recorder = CallRecorder(Path(os.environ[FOLDER])) if FOLDER in os.environ else None
-# No test is timed.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# The same examples every time, and nothing that depends on the machine's speed; or random ones.
+hypothesis.settings.load_profile("ci")
+hypothesis.settings.register_profile("nightly", hypothesis.settings.get_profile("ci"), derandomize=False)
 # Sessions check sampled weights as each micro-step begins; ranks inherit it.
 os.environ.setdefault("TRIMTAB_VERIFY_WEIGHTS", "1")
 
@@ -40,6 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Runs files in processes of their own if `--forks` is given; notes calls if `make mutants` asks for it."""
+    if not config.getoption("--hypothesis-profile"):
+        # Examples depend on the test alone, not on constants of the modules that are imported by then.
+        providers._get_local_constants = lambda: providers._local_constants
     if _recorder is not None:
         config.pluginmanager.register(_recorder)
     if config.option.forks:

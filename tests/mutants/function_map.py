@@ -252,7 +252,7 @@ class FunctionMap:
             "PYTHONPATH": str(copy / "src"),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        command = [sys.executable, "-m", "pytest", f"--forks={workers}", "-m", OF_CHANGES, "--hypothesis-profile=ci"]
+        command = [sys.executable, "-m", "pytest", f"--forks={workers}", "-m", OF_CHANGES]
         log = MAP.parent / "record.log"
         with log.open("w") as output:
             ended = subprocess.run(
