@@ -15,7 +15,6 @@ from hypothesis.internal.conjecture import providers
 from helpers.forked_files import ForkedFiles
 from helpers.numba_cache import cache_folder
 from mutants.function_map import FOLDER, CallRecorder
-from nightly import mark_nightly
 
 if TYPE_CHECKING:
     from helpers.rank_pool import RankPool
@@ -51,8 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start ranks or a browser are `slow`; some are `nightly`."""
-    mark_nightly(items)
+    """Tests that start ranks or a browser are `slow`."""
     for item in items:
         if {"pool", "browser"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")

@@ -35,10 +35,12 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.nightly
 def test_a_transformers_loop_is_balanced_in_every_step() -> None:
     assert len(run_balanced("transformers_loop.py")) == 2
 
 
+@pytest.mark.nightly
 def test_supervised_fine_tuning_learns_and_is_balanced_from_live_routing() -> None:
     losses = run_balanced("sft_live.py", lines=60, smaller=5)
     assert len(losses) == 6
@@ -51,6 +53,7 @@ def test_a_layer_of_ones_own_learns_and_is_balanced_under_torchrun() -> None:
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.nightly
 def test_a_megatron_loop_learns_and_is_balanced_under_torchrun() -> None:
     losses = run_balanced("megatron_loop.py", *TORCHRUN)
     assert len(losses) == 4
@@ -58,6 +61,7 @@ def test_a_megatron_loop_learns_and_is_balanced_under_torchrun() -> None:
     assert all(abs(first) < 1e-4 and second < -1e-3 for first, second in zip(losses[::2], losses[1::2], strict=True))
 
 
+@pytest.mark.nightly
 def test_a_trl_script_learns_and_is_balanced_under_torchrun() -> None:
     assert len(run_balanced("trl_grpo.py", *TORCHRUN)) == 6
 

@@ -112,6 +112,7 @@ def test_a_problem_gets_one_line_and_status_1(
     assert error.count("\n") == 1
 
 
+@pytest.mark.nightly
 @runs_on_ranks()
 def test_the_micro_step_detects_a_broken_path() -> None:
     with mock.patch.object(GradientReturns, "_add"):

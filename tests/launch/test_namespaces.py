@@ -68,6 +68,7 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.nightly
 @needs_nodes
 def test_only_links_between_nodes_are_limited(tmp_path: Path) -> None:
     run_job(*JOB, "report", str(tmp_path / "seen.json"), link_mbit=100)

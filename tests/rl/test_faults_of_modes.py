@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from helpers.examples import examples
+from helpers.examples import examples, nightly_except
 from helpers.rank_pool import on_ranks
 from helpers.runs import MODES, assert_same_run, metrics_of, of_mode, open_responses, stopped_after
 from trimtab.planner import Placement
@@ -67,7 +67,7 @@ def undisturbed(folder: Path) -> Callable[[str], tuple[Path, list[float]]]:
 Undisturbed = Callable[[str], tuple[Path, list[float]]]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", nightly_except(MODES, "live"))
 def test_runs_of_a_mode_do_what_others_do_not(mode: str, undisturbed: Undisturbed) -> None:
     """So that faults meet moved experts, replicas of the router's choices, and responses that are open."""
     out, _ = undisturbed(mode)
@@ -93,7 +93,7 @@ def train_until_killed(config: TrainConfig, victim: int, seconds: float) -> None
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", nightly_except(MODES, "t-ppo"))
 def test_a_run_whose_rank_is_killed_continues_the_same(
     mode: str, undisturbed: Undisturbed, folder: Path, tmp_path: Path
 ) -> None:
@@ -169,7 +169,7 @@ def train_disturbed(config: TrainConfig, seed: int) -> None:
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", nightly_except(MODES, "disaggregated"))
 def test_elapsed_time_and_the_clock_change_nothing(
     mode: str, undisturbed: Undisturbed, folder: Path, tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_random_plans_equal_the_single_process(groups: int) -> None:
     """On groups of scattered ranks: with homes that move, replicas on both paths, clipping and optimizer steps."""
     seeds = range(examples(short=4, long=24))
@@ -298,6 +298,7 @@ def peak_of_planning(groups: int, counts_mb: int) -> tuple[float, float]:
     return dist.get_rank(), (peak - before) / load.counts_MLE.nbytes
 
 
+@pytest.mark.nightly
 def test_no_rank_s_memory_grows_with_the_number_of_groups() -> None:
     few, many = (
         dict(on_ranks(peak_of_planning, (groups, 4), ranks=groups, patched="memory is traced")) for groups in (2, 16)
