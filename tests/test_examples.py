@@ -18,11 +18,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 STEP = re.compile(r"step \d+: .*loss (\S+), (\d+) replicas, max_vio (\S+) before, (\S+) (?:planned|after)")
 
 
-def run_balanced(name: str, *launcher: str, lines: int = 120, smaller: float = 1) -> list[float]:
+def run_balanced(name: str, *launcher: str, smaller: float = 1) -> list[float]:
     """Losses of the steps of an example, whose max_vio replicas make so many times smaller or more."""
-    path = EXAMPLES / name
-    assert len(path.read_text().splitlines()) <= lines
-    output = run(*launcher, str(path))
+    output = run(*launcher, str(EXAMPLES / name))
     steps = [match.groups() for line in output.splitlines() if (match := STEP.fullmatch(line))]
     assert sum(int(replicas) for _, replicas, _, _ in steps) > 0
     assert all(float(after) < float(before) / smaller for _, _, before, after in steps)
@@ -42,7 +40,7 @@ def test_a_transformers_loop_is_balanced_in_every_step() -> None:
 
 @pytest.mark.nightly
 def test_supervised_fine_tuning_learns_and_is_balanced_from_live_routing() -> None:
-    losses = run_balanced("sft_live.py", lines=60, smaller=5)
+    losses = run_balanced("sft_live.py", smaller=5)
     assert len(losses) == 6
     assert losses[-1] < losses[0] / 4
 
@@ -68,7 +66,6 @@ def test_a_trl_script_learns_and_is_balanced_under_torchrun() -> None:
 
 def test_the_first_example_plans_a_trace_without_torch() -> None:
     path = ROOT / "example.py"
-    assert len(path.read_text().splitlines()) <= 40
     program = (
         f"import runpy, sys; sys.modules['torch'] = None; runpy.run_path({str(path)!r}, run_name='__main__'); "
         "assert sys.modules['torch'] is None"
