@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ if "NUMBA_CACHE_DIR" not in os.environ:
     os.environ["NUMBA_CACHE_DIR"] = str(cache_folder())
 # Before anything of Trimtab is imported.
 _recorder = CallRecorder(Path(os.environ[FOLDER])) if FOLDER in os.environ else None
+# Commands print the same whether they compile kernels or find them.
+logging.getLogger("trimtab").addFilter(lambda record: "compiling kernels" not in record.getMessage())
 # The same examples every time, and nothing that depends on the machine's speed; or random ones.
 hypothesis.settings.load_profile("ci")
 hypothesis.settings.register_profile("nightly", hypothesis.settings.get_profile("ci"), derandomize=False)

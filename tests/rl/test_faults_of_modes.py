@@ -98,7 +98,7 @@ def test_a_run_whose_rank_is_killed_continues_the_same(
     mode: str, undisturbed: Undisturbed, folder: Path, tmp_path: Path
 ) -> None:
     straight, seconds = undisturbed(mode)
-    seed = time.time_ns() % 1_000_000
+    seed = examples(short=1, long=time.time_ns() % 1_000_000)
     rng = random.Random(seed)
     killed = 0
     for _ in range(examples(short=1, long=8)):
@@ -174,7 +174,7 @@ def test_elapsed_time_and_the_clock_change_nothing(
     mode: str, undisturbed: Undisturbed, folder: Path, tmp_path: Path
 ) -> None:
     straight, _ = undisturbed(mode)
-    seed = time.time_ns() % 1_000_000
+    seed = examples(short=1, long=time.time_ns() % 1_000_000)
     print(f"seed {seed}")
     on_ranks(train_disturbed, (config_of(mode, folder, tmp_path), seed), ranks=2)
     assert_same_run(tmp_path, straight, STEPS)
