@@ -27,10 +27,10 @@ test-fast: .venv/.ready  ## run the tests that start no ranks, commands or brows
 	$(PYTEST) -m '$(OF_CHANGES) and not slow' $(addprefix --ignore=,$(WIDE))
 
 test-long: .venv/.ready  ## run tests with many more random examples and combinations (may take an hour)
-	TRIMTAB_TESTS=long $(PYTEST) -m 'long or longer'
+	TRIMTAB_TESTS=long $(PYTEST) --hypothesis-profile=nightly -m 'long or longer'
 
-nightly: .venv/.ready  ## what takes too long for every change: more cases, long tests, verl, installations, mistakes, faults and fuzzing
-	$(PYTEST) -m 'long or nightly'
+nightly: .venv/.ready  ## what takes too long for every change: more cases, random examples, long tests, verl, installations, mistakes, faults and fuzzing
+	$(PYTEST) --hypothesis-profile=nightly -m 'long or nightly or hypothesis'
 	$(MAKE) test-verl test-te test-backward-thread test-install mutants reliability
 
 test-install: .venv/.ready  ## install the wheel with newest and oldest dependencies on every Python here, run README's commands (about 30 minutes)

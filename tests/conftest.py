@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from helpers.forked_files import ForkedFiles
 from helpers.numba_cache import cache_folder
 from mutants.function_map import FOLDER, CallRecorder
-from nightly import mark_nightly
 
 if TYPE_CHECKING:
     from helpers.rank_pool import RankPool
@@ -26,9 +27,11 @@ if "NUMBA_CACHE_DIR" not in os.environ:
     os.environ["NUMBA_CACHE_DIR"] = str(cache_folder())
 # Before anything of Trimtab is imported.
 _recorder = CallRecorder(Path(os.environ[FOLDER])) if FOLDER in os.environ else None
-# No test is timed.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# Commands print the same whether they compile kernels or find them.
+logging.getLogger("trimtab").addFilter(lambda record: "compiling kernels" not in record.getMessage())
+# The same examples every time, and nothing that depends on the machine's speed; or random ones.
+hypothesis.settings.load_profile("ci")
+hypothesis.settings.register_profile("nightly", hypothesis.settings.get_profile("ci"), derandomize=False)
 # Sessions check sampled weights as each micro-step begins; ranks inherit it.
 os.environ.setdefault("TRIMTAB_VERIFY_WEIGHTS", "1")
 
@@ -40,6 +43,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Runs files in processes of their own if `--forks` is given; notes calls if `make mutants` asks for it."""
+    if not config.getoption("--hypothesis-profile"):
+        # Examples depend on the test alone, not on constants of the modules that are imported by then.
+        providers._get_local_constants = lambda: providers._local_constants
     if _recorder is not None:
         config.pluginmanager.register(_recorder)
     if config.option.forks:
@@ -47,8 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start ranks or a browser are `slow`; some are `nightly`."""
-    mark_nightly(items)
+    """Tests that start ranks or a browser are `slow`."""
     for item in items:
         if {"pool", "browser"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")

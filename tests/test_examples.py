@@ -18,11 +18,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 STEP = re.compile(r"step \d+: .*loss (\S+), (\d+) replicas, max_vio (\S+) before, (\S+) (?:planned|after)")
 
 
-def run_balanced(name: str, *launcher: str, lines: int = 120, smaller: float = 1) -> list[float]:
+def run_balanced(name: str, *launcher: str, smaller: float = 1) -> list[float]:
     """Losses of the steps of an example, whose max_vio replicas make so many times smaller or more."""
-    path = EXAMPLES / name
-    assert len(path.read_text().splitlines()) <= lines
-    output = run(*launcher, str(path))
+    output = run(*launcher, str(EXAMPLES / name))
     steps = [match.groups() for line in output.splitlines() if (match := STEP.fullmatch(line))]
     assert sum(int(replicas) for _, replicas, _, _ in steps) > 0
     assert all(float(after) < float(before) / smaller for _, _, before, after in steps)
@@ -35,12 +33,14 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.nightly
 def test_a_transformers_loop_is_balanced_in_every_step() -> None:
     assert len(run_balanced("transformers_loop.py")) == 2
 
 
+@pytest.mark.nightly
 def test_supervised_fine_tuning_learns_and_is_balanced_from_live_routing() -> None:
-    losses = run_balanced("sft_live.py", lines=60, smaller=5)
+    losses = run_balanced("sft_live.py", smaller=5)
     assert len(losses) == 6
     assert losses[-1] < losses[0] / 4
 
@@ -51,6 +51,7 @@ def test_a_layer_of_ones_own_learns_and_is_balanced_under_torchrun() -> None:
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.nightly
 def test_a_megatron_loop_learns_and_is_balanced_under_torchrun() -> None:
     losses = run_balanced("megatron_loop.py", *TORCHRUN)
     assert len(losses) == 4
@@ -58,13 +59,13 @@ def test_a_megatron_loop_learns_and_is_balanced_under_torchrun() -> None:
     assert all(abs(first) < 1e-4 and second < -1e-3 for first, second in zip(losses[::2], losses[1::2], strict=True))
 
 
+@pytest.mark.nightly
 def test_a_trl_script_learns_and_is_balanced_under_torchrun() -> None:
     assert len(run_balanced("trl_grpo.py", *TORCHRUN)) == 6
 
 
 def test_the_first_example_plans_a_trace_without_torch() -> None:
     path = ROOT / "example.py"
-    assert len(path.read_text().splitlines()) <= 40
     program = (
         f"import runpy, sys; sys.modules['torch'] = None; runpy.run_path({str(path)!r}, run_name='__main__'); "
         "assert sys.modules['torch'] is None"

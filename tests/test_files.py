@@ -34,7 +34,7 @@ def reading(pipe: Path) -> Iterator[list[bytes]]:
     thread = threading.Thread(target=lambda: content.append(pipe.read_bytes()), daemon=True)
     thread.start()
     yield content
-    thread.join(10)
+    thread.join(60)
 
 
 def names_in(folder: Path) -> list[str]:

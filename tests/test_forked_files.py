@@ -113,7 +113,7 @@ def test_commands_are_those_of_new_processes(tmp_path: Path, monkeypatch: pytest
             time.sleep(0.01)
         os.close(write)
         # At its end, since nobody else holds the other end.
-        assert select.select([read], [], [], 20.0)[0] == [read]
+        assert select.select([read], [], [], 60.0)[0] == [read]
     finally:
         waiting.kill()
     assert waiting.wait() == -signal.SIGKILL

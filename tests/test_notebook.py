@@ -1,4 +1,4 @@
-"""The notebook runs from its dump to a figure, in ten cells, without stored outputs."""
+"""The notebook runs from its dump to a figure, and has no stored outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def test_every_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     matplotlib.use("agg")
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    assert len(cells) == 10
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
     names: dict[str, Any] = {}
     for place, text in enumerate(code):

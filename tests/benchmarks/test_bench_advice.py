@@ -10,6 +10,7 @@ from rich.console import Console
 from benchmarks import advice
 
 
+@pytest.mark.nightly
 def test_a_small_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     small = {
         "BARS": {48: 0.5}, "SCALED_PRESETS": ("qwen3-30b-math",), "SCALED_LAYERS": 1, "SCALED_RANKS": 4,

@@ -44,6 +44,7 @@ def test_grouped_products() -> None:
         torch.testing.assert_close(weight.main_grad, (1 + like.grad).float())  # type: ignore[attr-defined]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_figures(tmp_path: Path) -> None:
     words = ["--layers", "1", "2", "--micro-batches", "2", "--rounds", "2", "--json"]

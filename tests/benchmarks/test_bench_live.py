@@ -128,6 +128,7 @@ def test_predictors_are_summed_up_by_median() -> None:
     assert summarise_predictors(cases) == [key | {"hit_rate": 0.3, "used": 1.0, "token_straggler_cut": 0.5}]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_small_run_times_all_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "live.json"

@@ -64,6 +64,7 @@ def test_rounds_that_are_off_widen_the_interval_but_hardly_move_the_figure() -> 
     assert high == pytest.approx(8.0)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_small_run_plans_every_seed_and_computes_the_same_gradients(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -43,6 +43,7 @@ CASE = PapersCase("h100x8", "gpt-oss-120b", 16, 2, 2, "qwen3-30b-math", permuted
 FIGURES = Path(__file__).parents[2] / "docs" / "benchmarks" / "step-time.json"
 
 
+@pytest.mark.nightly
 def test_cases_are_drawn_from_the_whole_grid() -> None:
     drawn = draw_cases(1000)
     assert len({case.name for case in drawn}) == 1000
@@ -55,6 +56,7 @@ def test_cases_are_drawn_from_the_whole_grid() -> None:
     assert draw_cases(36) == drawn[:36] == PapersBenchmark(count=36).cases()
 
 
+@pytest.mark.nightly
 def test_only_chooses_cases_by_name() -> None:
     chosen = PapersBenchmark(only="kimi").cases()
     assert chosen
@@ -87,6 +89,7 @@ def test_a_case_is_all_steps_of_its_trace_but_the_first() -> None:
     assert comparison_case(rack, traces).cluster.ranks_per_node == 64
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_command_writes_figures_of_the_simulated_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ def run_with_some_rewards(settings: TppoBenchmark) -> None:
         run_benchmark(settings)
 
 
+@pytest.mark.nightly
 def test_a_small_run_writes_figures_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = TppoBenchmark(
         seeds=1, trained_tokens=40, places=8, samples=2, window=4, max_new_tokens=8, evaluations=2, held_out=2,

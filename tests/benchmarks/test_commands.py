@@ -64,6 +64,7 @@ def test_capture(tmp_path: Path, printed: Printed, monkeypatch: pytest.MonkeyPat
     assert RoutingRecord.begin.__qualname__ == "RoutingRecord.begin"
 
 
+@pytest.mark.nightly
 def test_transfer(tmp_path: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     smaller = replace(transfer.CPU, models=transfer.CPU.models[:1], overlap_s=0.01)
     monkeypatch.setattr(transfer, "CPU", smaller)

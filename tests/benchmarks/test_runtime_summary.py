@@ -69,6 +69,7 @@ def test_several_nodes_are_compared_with_a_plan_that_ignores_them() -> None:
     assert summarise_steps(times, [[1.2], [1.2]])["speedup_vs_node_blind"] == pytest.approx(1.25)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_small_run_has_every_seed_and_explains_its_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

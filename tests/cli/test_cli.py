@@ -89,8 +89,7 @@ def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
         assert error_of("bench", name, "--json", "some file") == (
             f"trimtab bench {name}: run this in a clone of the repository instead: {command}\n"
         )
-    files = {path.stem for path in BENCHMARK_FILES.glob("*.py") if "def add_to(" in path.read_text()}
-    assert files >= {name.replace("-", "_") for name in BENCHMARKS}
+        assert (BENCHMARK_FILES / f"{name.replace('-', '_')}.py").exists()
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_a_file_in_a_removed_working_directory(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_full_standard_output_is_one_line(trace_file: Path) -> None:
     for more in ([], ["--json", "-"]):
-        command = [*MAIN, "trace", "info", str(trace_file), *more]
+        command = [*MAIN, "trace", "info", "-q", str(trace_file), *more]
         with Path("/dev/full").open("w") as full:
             ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
         assert ended.returncode == 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.examples import examples
+from helpers.examples import examples, nightly_except
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
 from trimtab.cli.main import main
@@ -61,7 +61,7 @@ MISTAKES: dict[str, tuple[str, str, Any]] = {
 """By the finding that has it: what is replaced in the integration."""
 
 
-@pytest.mark.parametrize("finding", MISTAKES)
+@pytest.mark.parametrize("finding", nightly_except(MISTAKES, "exports", "checkpoint", "steps"))
 @runs_on_ranks(2, "megatron")
 def test_mistakes_are_found(finding: str) -> None:
     import importlib

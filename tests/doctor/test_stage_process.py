@@ -80,7 +80,7 @@ def test_a_hang_is_a_result_with_the_stacks_of_all_ranks(tmp_path: Path) -> None
     start = f"no result after {timeout_s} s, it was killed; rank 0 in _wait_for_rows (runtime/rows/exchange.py:"
     assert finding.text.startswith(start)
     assert "rank 1 in _on_rank (doctor/gpu/stage_process.py" in finding.text
-    assert timeout_s <= result.seconds < timeout_s + 15
+    assert timeout_s <= result.seconds < timeout_s + 100
     of_rank = dump_of(result).split("---- ")
     assert re.match(r"rank 0 \(process \d+\)", of_rank[1])
     assert "in exchange_rows" in of_rank[1]

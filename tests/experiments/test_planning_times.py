@@ -59,6 +59,7 @@ def test_times_of_parts_are_recovered_from_steps() -> None:
     assert fit_parts(us) == pytest.approx(expected | of_instances)
 
 
+@pytest.mark.nightly
 def test_a_tiny_run_writes_times_of_every_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {
         "SIZES": ((2, 8), (4, 8)), "MICRO_STEPS": (1, 2), "LAYERS": (2, 3), "TOKENS_PER_RANK": 512, "MEAN_LENGTH": 128,

@@ -27,6 +27,7 @@ def test_both_pages_show_the_stored_figures() -> None:
     assert figures["step"] == simulated.STEP
 
 
+@pytest.mark.nightly
 def test_a_small_run_gives_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     size: dict[str, Any] = {
         "num_sequences": 32, "mean_length": 24, "max_length": 40, "num_layers": 1, "num_steps": 2,

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from helpers.equality import relative_error
+from helpers.examples import nightly_except
 from helpers.live_runs import quotas_of_few
 from helpers.moe_families import MODEL_TYPES, NUM_EXPERTS, TOP_K, all_chosen, random_model, small_config
 from helpers.random_plans import random_plan, random_schedule, random_trace
@@ -202,7 +203,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", nightly_except(CASES, CASES[3], CASES[9]))
 @runs_on_ranks()
 def test_random_plans_equal_all_to_all(saved: Path, case: Case, tmp_path: Path) -> None:
     """In recompute and update, over optimizer steps, with gradients reduced after every micro-step or once; and the

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -85,6 +86,7 @@ def loss_of(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
     return F.cross_entropy(logits[counted], tokens[:, 1:][counted], reduction="sum") / 100
 
 
+@pytest.mark.nightly
 @runs_on_ranks()
 @mock.patch.object(balancer, "choose_quotas", quotas_of_few)
 def test_live_micro_steps_of_every_family_train_as_unbalanced_ones() -> None:

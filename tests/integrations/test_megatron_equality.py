@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.accelerator import LAZY
-from helpers.examples import examples
+from helpers.examples import examples, nightly_except
 from helpers.megatron_runs import Layout, MegatronCase, compare_runs
 from helpers.rank_pool import on_ranks
 
@@ -107,13 +107,16 @@ ON_LATE_DEVICES = [
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", nightly_except(LAYOUTS, "EP 2 x expert-DP 2", "PP 2 x EP 2", "TP 2 x EP 2", "CP 2 x EP 2")
+)
 def test_balanced_models_train_as_megatron_s_own(name: str) -> None:
     """From recorded routing, and in live micro-steps."""
     layout, cases = LAYOUTS[name], [*cases_of(name), *MORE.get(name, []), *LIVE.get(name, [])]
     on_ranks(compare, (layout, cases), ranks=layout.ranks, patched="megatron")
 
 
+@pytest.mark.nightly
 @pytest.mark.longer
 def test_balanced_models_train_as_megatron_s_own_if_the_device_is_late() -> None:
     on_ranks(compare, (LAYOUTS["EP 2"], ON_LATE_DEVICES), ranks=2, patched="megatron", ways=LAZY)

@@ -156,7 +156,9 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize("layout", [EP_2, PIPELINE], ids=["EP 2", "PP 2 x EP 2"])
+@pytest.mark.parametrize(
+    "layout", [EP_2, pytest.param(PIPELINE, marks=pytest.mark.nightly)], ids=["EP 2", "PP 2 x EP 2"]
+)
 def test_every_known_exporter_is_logical_or_raises(layout: Layout) -> None:
     on_ranks(check_exporters, (layout,), ranks=layout.ranks, patched="megatron")
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.accelerator import LAZY
-from helpers.examples import examples
+from helpers.examples import examples, nightly_except
 from helpers.megatron_exporters import bridge_pairs, slime_lists, verl_pairs
 from helpers.megatron_moves import (
     BY_POSITION,
@@ -66,8 +66,12 @@ def on_megatron(function: Any, *args: Any, ranks: int, ways: str = "") -> None:
 
 @pytest.mark.longer
 @pytest.mark.parametrize(
-    ("layout", "ways"), [*((layout, "") for layout in LAYOUTS), *examples(short=[], long=[("EP 2", LAZY)])]
-)
+    ("layout", "ways"),
+    nightly_except(
+        [*((layout, "") for layout in LAYOUTS), *examples(short=[], long=[("EP 2", LAZY)])],
+        ("EP 2", ""), ("TP 2 x EP 2", ""),
+    ),
+)  # fmt: skip
 def test_models_with_moves_train_as_models_without(layout: str, ways: str) -> None:
     cases = examples(short=CASES_OF[layout][: 1 if ways else None], long=CASES + MORE)
     on_megatron(train, LAYOUTS[layout], cases, ranks=LAYOUTS[layout].ranks, ways=ways)
@@ -91,7 +95,10 @@ def train(layout: Layout, cases: list[MegatronCase]) -> None:
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("saved", ["EP 2, Adam", *examples(short=["PP 2 x EP 2"], long=list(LAYOUTS))])
+@pytest.mark.parametrize(
+    "saved",
+    nightly_except(["EP 2, Adam", *examples(short=["PP 2 x EP 2"], long=list(LAYOUTS))], "EP 2, Adam"),
+)
 def test_checkpoints_are_those_of_models_without_moves(saved: str, tmp_path: Path) -> None:
     """Megatron without Trimtab loads them, on other ranks and stages too; with plain Adam on the same only."""
     layout = LAYOUTS[saved.removesuffix(", Adam")]
@@ -111,7 +118,7 @@ def test_checkpoints_by_position_bring_experts_home(layout: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("layout", examples(short=["EP 2 x expert-DP 2"], long=list(LAYOUTS)))
-@pytest.mark.parametrize("keeps_plan", [False, True])
+@pytest.mark.parametrize("keeps_plan", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_checkpoints_that_assume_a_constant_structure_have_moved_experts(
     layout: str, keeps_plan: bool, tmp_path: Path
 ) -> None:

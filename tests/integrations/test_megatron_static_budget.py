@@ -73,7 +73,7 @@ def hybrid_buffer() -> Any:
     return fused_a2a._hybrid_ep_buffer
 
 
-@pytest.mark.parametrize("limit", ["exact", "max_rows_per_rank"])
+@pytest.mark.parametrize("limit", ["exact", pytest.param("max_rows_per_rank", marks=pytest.mark.nightly)])
 @runs_on_ranks()
 def test_no_row_of_twenty_steps_is_dropped(state: State, limit: str) -> None:
     with static_buffers():

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.examples import nightly_except
 from helpers.live_runs import quotas_of_few
 from helpers.nemo_rl_stand_in import WORKERS, micro_batch, nemo_rl_modules
 from helpers.plugin_runs import differences, plans_at_random
@@ -105,7 +106,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", nightly_except(CASES, "packed, CP", "packed, TP"))
 @runs_on_ranks()
 def test_steps_are_those_of_nemo_rl_s_own_replay(state: State, case: str) -> None:
     """Padding and last tokens are not read, so that these are known, though they have no routes."""

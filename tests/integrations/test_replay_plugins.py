@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.examples import examples
+from helpers.examples import examples, nightly_except
 from helpers.plugin_runs import differences, plans_at_random
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
 from helpers.rank_tests import runs_on_ranks
@@ -85,7 +85,7 @@ def models_of(package: str, layout: Any = None, recipe: str | None = None) -> It
         yield Models(framework, layout, recipe)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", nightly_except(PACKAGES, "miles"))
 @runs_on_ranks()
 def test_a_rollout_is_that_of_the_framework_s_own_replay(state: State, package: str) -> None:
     """Reference, log-probabilities and two optimizer steps; routes of the rollout, then routes of its own recording."""
@@ -108,6 +108,7 @@ def test_a_rollout_is_that_of_the_framework_s_own_replay(state: State, package: 
             assert not session.have_moved
 
 
+@pytest.mark.nightly
 @pytest.mark.longer
 @pytest.mark.parametrize("package", examples(short=("slime",), long=PACKAGES))
 def test_chunks_of_an_interleaved_pipeline(package: str) -> None:
@@ -126,7 +127,7 @@ def _run_interleaved(package: str) -> None:
         assert all(step["moe/replicas"] > 0 for step in logged)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", nightly_except(PACKAGES, "miles"))
 @runs_on_ranks()
 def test_shadow_and_off_change_no_bit(state: State, package: str) -> None:
     del state
@@ -174,7 +175,7 @@ def test_live_mode_needs_no_recorded_routing(state: State, package: str, recipe:
         assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", nightly_except(PACKAGES, "slime"))
 @runs_on_ranks()
 def test_critics_run_as_without_the_plugin(state: State, package: str) -> None:
     del state
@@ -187,7 +188,7 @@ def test_critics_run_as_without_the_plugin(state: State, package: str) -> None:
         assert max(differences(found, expected).values()) == 0
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", nightly_except(PACKAGES, "slime"))
 @runs_on_ranks()
 def test_groups_are_destroyed_and_created_again_between_steps(state: State, package: str) -> None:
     """As a trainer with --offload-train sleeps, WORLD included."""

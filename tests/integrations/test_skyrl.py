@@ -100,7 +100,9 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any], limit: float =
     assert max(errors.values()) <= limit, max(errors, key=errors.__getitem__)
 
 
-@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"context": 2}], ids=["", "TP", "CP"])
+@pytest.mark.parametrize(
+    "layout", [{}, {"tensor": 2}, pytest.param({"context": 2}, marks=pytest.mark.nightly)], ids=["", "TP", "CP"]
+)
 @runs_on_ranks()
 def test_steps_are_those_of_skyrl_s_own_replay(state: State, layout: dict[str, Any]) -> None:
     """Padding and last tokens are not read, and the routes of all others are those that SkyRL replays."""
@@ -234,7 +236,7 @@ def test_live_mode_needs_no_recorded_routing(state: State) -> None:
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("dense_stage", [False, True])
+@pytest.mark.parametrize("dense_stage", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_stages_of_a_pipeline(dense_stage: bool) -> None:
     on_ranks(_run_pipeline, (dense_stage,), ranks=4, patched="megatron")
 

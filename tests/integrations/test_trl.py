@@ -21,6 +21,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from helpers.accelerator import LAZY
 from helpers.equality import relative_error
+from helpers.examples import nightly_except
 from helpers.moe_families import MODEL_TYPES, random_model, small_config
 from helpers.rank_tests import runs_on_ranks
 from helpers.trl_runs import Result, Run, accelerate_ranks, make_trainer, random_rollout, train, worst
@@ -68,7 +69,13 @@ def compare(run: Run, folder: Path) -> tuple[Result, Any]:
     return balanced, trainer
 
 
-@pytest.mark.parametrize(("name", "ways"), [*((name, "") for name in RUNS), ("reentrant checkpointing", LAZY)])
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    nightly_except(
+        [*((name, "") for name in RUNS), ("reentrant checkpointing", LAZY)],
+        *((name, "") for name in RUNS if name not in ("iterations, checkpointing", "two generations to an update")),
+    ),
+)
 @on_trl_ranks
 def test_gradients_are_those_of_trl(name: str, ways: str, tmp_path: Path) -> None:
     check_with_moves(RUNS[name], tmp_path)
@@ -85,6 +92,7 @@ def test_gradients_are_those_of_trl_on_one_rank(tmp_path: Path) -> None:
     compare(RUNS["iterations, checkpointing"], tmp_path)
 
 
+@pytest.mark.nightly
 @on_trl_ranks
 def test_gradients_of_every_loss_and_family_are_those_of_trl(tmp_path: Path) -> None:
     for loss, family in zip(LOSSES, itertools.cycle(MODEL_TYPES)):

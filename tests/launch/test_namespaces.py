@@ -68,6 +68,7 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.nightly
 @needs_nodes
 def test_only_links_between_nodes_are_limited(tmp_path: Path) -> None:
     run_job(*JOB, "report", str(tmp_path / "seen.json"), link_mbit=100)
@@ -96,10 +97,10 @@ def test_only_links_between_nodes_are_limited(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("test $RANK = 2 && kill -KILL $$; sleep 60", r"rank 2 \(process \d+\) was killed by SIGKILL"),
-        ("test $RANK = 2 && kill -STOP $$; sleep 60", r"rank 2 \(process \d+\) has been suspended for 2 s"),
-        ("test $RANK = 1 && exit 7; sleep 60", r"rank 1 \(process \d+\) ended with exit status 7"),
-        ("test $RANK = 3 && exit 7; sleep 1; exit 1", r"rank 3 \(process \d+\) ended with exit status 7"),
+        ("test $RANK = 2 && kill -KILL $$; sleep 600", r"rank 2 \(process \d+\) was killed by SIGKILL"),
+        ("test $RANK = 2 && kill -STOP $$; sleep 600", r"rank 2 \(process \d+\) has been suspended for 2 s"),
+        ("test $RANK = 1 && exit 7; sleep 600", r"rank 1 \(process \d+\) ended with exit status 7"),
+        ("test $RANK = 3 && exit 7; sleep 20; exit 1", r"rank 3 \(process \d+\) ended with exit status 7"),
     ],
 )
 def test_rank_that_ends_without_a_report_ends_the_job(
@@ -109,7 +110,7 @@ def test_rank_that_ends_without_a_report_ends_the_job(
     start = time.monotonic()
     with pytest.raises(RankFailedError, match=message):
         run_job("sh", "-c", script)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 300
 
 
 @needs_nodes
@@ -150,11 +151,11 @@ def test_all_processes_end_with_the_launcher(number: signal.Signals, tmp_path: P
             assert len(made) == 2
             assert made <= namespaces_in_use() - before
             launcher.send_signal(number)
-            launcher.wait(20)
+            launcher.wait(60)
         finally:
             launcher.kill()
     assert launcher.returncode == (130 if number == signal.SIGINT else -number)
-    wait_for(lambda: made.isdisjoint(namespaces_in_use()), 20, "a process still runs")
+    wait_for(lambda: made.isdisjoint(namespaces_in_use()), 60, "a process still runs")
 
 
 def test_error_messages_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,6 @@ import pytest
 
 from helpers.processor_time import descendants_of, seconds_of
 from mutants.copies import ROOT, copy_repository
-from nightly import is_left_out
 
 MAP = ROOT / "out" / "mutants" / "blocks.json"
 # The tests of `make test`.
@@ -220,9 +219,6 @@ class FunctionMap:
         self.functions: dict[str, set[str]] = {}
         for value in self._files.values():
             for test, (seconds, fixtures, numbers) in value["tests"].items():
-                # The list may be longer than when it was recorded.
-                if is_left_out(test):
-                    continue
                 self.seconds[test], self.functions[test] = seconds, {self._names[number] for number in numbers}
                 self.fixtures[test] = {f"{test.partition('::')[0]}::{name}": s for name, s in fixtures.items()}
 
@@ -252,7 +248,7 @@ class FunctionMap:
             "PYTHONPATH": str(copy / "src"),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        command = [sys.executable, "-m", "pytest", f"--forks={workers}", "-m", OF_CHANGES, "--hypothesis-profile=ci"]
+        command = [sys.executable, "-m", "pytest", f"--forks={workers}", "-m", OF_CHANGES]
         log = MAP.parent / "record.log"
         with log.open("w") as output:
             ended = subprocess.run(

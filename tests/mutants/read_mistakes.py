@@ -1,16 +1,18 @@
 """`said_of`: what someone who read a mistake that no trial noticed said of it, in `read_mistakes.json`.
 
 It is the name of a test, on which the mistake is tried from then on, or why the mistake changes no result.
+`outdated_remarks`: those of lines that have changed since.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 from mutants.copies import ROOT
-from mutants.mutations import Mutation
+from mutants.mutations import Mutation, find_mutations, read_signatures
 
 READ = Path(__file__).with_suffix(".json")
 
@@ -30,6 +32,16 @@ def change_of(mutation: Mutation, source: bytes) -> str:
     after = source[start : mutation.start] + mutation.new.encode() + source[mutation.end : end]
     old, new = (" ".join(text.decode().split()) for text in (before, after))
     return f"{mutation.function}: {old} -> {new}"
+
+
+def outdated_remarks(files: Mapping[str, bytes]) -> list[str]:
+    """Remarks on mistakes that can't be made in these files, because a line has changed."""
+    signatures, outdated = read_signatures(files.values()), []
+    for file, of_file in _read().items():
+        source = files.get(file, b"")
+        made = {change_of(mistake, source) for mistake in find_mutations(file, source, signatures)}
+        outdated += [f"{file}: {change}" for change in of_file if change not in made]
+    return outdated
 
 
 @cache

@@ -27,7 +27,7 @@ from helpers.processor_time import NO_PROGRESS, TOO_LONG
 from mutants.copies import ROOT, copy_kernels, copy_repository
 from mutants.function_map import MAP, FunctionMap
 from mutants.mutations import Mutation, find_mutations, read_signatures
-from mutants.read_mistakes import said_of
+from mutants.read_mistakes import READ, outdated_remarks, said_of
 from mutants.selection import Selection
 from mutants.trial import Trial
 
@@ -57,8 +57,11 @@ class Result:
 
 def draw(count: int, seed: int, only: str = "") -> list[Mutation]:
     """Mistakes drawn at random from all of src, or from the files whose path contains `only`."""
-    files = {str(path.relative_to(ROOT)): path.read_bytes() for path in sorted((ROOT / "src").rglob("*.py"))}
-    return draw_from(files, count, seed, only)
+    return draw_from(_sources(), count, seed, only)
+
+
+def _sources() -> dict[str, bytes]:
+    return {str(path.relative_to(ROOT)): path.read_bytes() for path in sorted((ROOT / "src").rglob("*.py"))}
 
 
 def draw_from(files: Mapping[str, bytes], count: int, seed: int, only: str = "") -> list[Mutation]:
@@ -221,6 +224,8 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder()))
     lock = _lock()
+    for remark in outdated_remarks(_sources()):
+        print(f"{READ.name} has a remark on a line that has changed: {remark}", flush=True)
     start = time.perf_counter()
     functions = FunctionMap()
     if missing := functions.missing():

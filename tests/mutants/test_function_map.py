@@ -113,14 +113,13 @@ def test_seconds_of_a_fixture_are_those_of_all_tests_that_share_it(tmp_path: Pat
     assert ran == {"test_first": ["prepare"], "test_second": ["prepare", "use"], "test_alone": []}
 
 
-def test_tests_that_make_test_leaves_out_are_not_in_the_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = "tests/runtime/test_live.py"
-    kept, left_out = (f"{file}::test_any_choice_equals_the_single_process[{case}]" for case in ("quota", "feplb"))
-    tests: dict[str, Any] = {name: (1.0, {}, [0]) for name in (kept, left_out, f"{file}::test_other")}
-    stored = {file: {"digest": digest_of(file), "tests": tests}, "tests/test_files.py": {"digest": "", "tests": tests}}
+def test_files_that_have_changed_are_recorded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    same, changed = "tests/runtime/test_live.py", "tests/test_files.py"
+    tests: dict[str, Any] = {f"{same}::test_one": (1.0, {}, [0])}
+    stored = {same: {"digest": digest_of(same), "tests": tests}, changed: {"digest": "", "tests": tests}}
     monkeypatch.setattr(function_map, "MAP", tmp_path / "map.json")
     function_map.MAP.write_text(json.dumps({"names": ["a.py:f"], "files": stored}))
     known = FunctionMap()
-    assert known.functions == {kept: {"a.py:f"}, f"{file}::test_other": {"a.py:f"}}
-    assert file not in known.missing()
-    assert "tests/test_files.py" in known.missing()
+    assert known.functions == {f"{same}::test_one": {"a.py:f"}}
+    assert same not in known.missing()
+    assert changed in known.missing()

@@ -115,7 +115,7 @@ class Trial:
             sys.dont_write_bytecode = True
             self._choose_kernels()
             verdict = _Verdict()
-            options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=ci", *self._tests]
+            options = ["-x", "-q", "-p", "no:cacheprovider", *self._tests]
             if self._stale:
                 # While kernels are compiled, ranks and commands are too late for some tests.
                 options += ["-m", "not slow"]

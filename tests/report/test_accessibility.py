@@ -69,12 +69,12 @@ def violations(page: Any, axe_script: str) -> list[tuple[str, str]]:
     examples(
         short=[
             ("simulation", "light", 1280),
-            ("simulation", "dark", 390),
-            ("training", "dark", 1280),
+            pytest.param("simulation", "dark", 390, marks=pytest.mark.nightly),
+            pytest.param("training", "dark", 1280, marks=pytest.mark.nightly),
             ("analysis", "light", 390),
             ("advice", "dark", 390),
-            ("comparison", "light", 1280),
-            ("comparison", "dark", 390),
+            pytest.param("comparison", "light", 1280, marks=pytest.mark.nightly),
+            pytest.param("comparison", "dark", 390, marks=pytest.mark.nightly),
         ],
         long=list(itertools.product(PAGES, ["light", "dark"], [1280, 390])),
     ),

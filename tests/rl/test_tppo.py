@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.examples import nightly_except
 from helpers.live_runs import quotas_of_few
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from helpers.trainers import (
@@ -168,7 +169,7 @@ def test_only_tokens_of_a_loss_have_logits(folder: Path) -> None:
     trainer.close()
 
 
-@pytest.mark.parametrize("value_model", get_args(ValueModelName))
+@pytest.mark.parametrize("value_model", nightly_except(get_args(ValueModelName), "trunk"))
 @runs_on_ranks()
 def test_a_run_resumes_in_the_middle_of_responses_bit_for_bit(folder: Path, value_model: ValueModelName) -> None:
     settings: dict[str, Any] = {"window": 2, "max_new_tokens": 7, "learning_rate": 1e-3, "value_model": value_model}

@@ -119,6 +119,7 @@ def test_the_report_shows_the_measured_figures(run: tuple[Path, str]) -> None:
             assert [layer for layer, _ in groupby(layer for _, layer in mine)] == layers
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_can_be_trained_on_under_torchrun(run: tuple[Path, str], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     more = ["--model", str(run[0] / "checkpoints" / "step-00002"), "--warm-start-steps", "0", "--steps", "1"]

@@ -154,6 +154,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     pool.forget()
 
 
+@pytest.mark.hypothesis
 @pytest.mark.longer
 def test_any_loop_equals_one_process(pool: RankPool) -> None:
     machine = type("AnyLoopOnRanks", (AnyLoop,), {"pool": pool})
@@ -162,11 +163,8 @@ def test_any_loop_equals_one_process(pool: RankPool) -> None:
         settings=settings(
             max_examples=examples(short=10, long=75),
             stateful_step_count=examples(short=30, long=60),
-            deadline=None,
-            database=None,
             suppress_health_check=list(HealthCheck),
             phases=examples(short=[Phase.generate], long=[Phase.generate, Phase.shrink]),
-            print_blob=True,
         ),
     )
 

@@ -213,15 +213,23 @@ def test_a_long_wait_is_told_once_with_its_call_and_ranks() -> None:
     session, _, _ = make()
     Step(1, moves=False).apply(session)
     messages: list[str] = []
+    store = dist.distributed_c10d._get_default_store()
+
+    def emit(record: logging.LogRecord) -> None:
+        messages.append(record.getMessage())
+        store.set("told", "")
+
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = emit  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lockstep, "COMPARE_AFTER_S", 0.2)
         logging.getLogger("trimtab").addHandler(handler)
-        for tell_after_s in (0.1, 60):
-            patch.setattr(lockstep, "TELL_AFTER_S", tell_after_s)
+        for tell_after_s in (0.1, 600):
+            patch.setattr(lockstep, "TELL_AFTER_S", 600 if session.rank else tell_after_s)
             if session.rank:
-                time.sleep(1)
+                # Rank 0 has waited for long enough, and in the second round for no shorter.
+                store.wait(["told"])
+                time.sleep(0.5)
             with session.micro_step(0):
                 pass
         logging.getLogger("trimtab").removeHandler(handler)

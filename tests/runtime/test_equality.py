@@ -20,18 +20,18 @@ from helpers.rank_pool import on_ranks
 @pytest.mark.parametrize(
     ("ranks", "groups", "dtype", "short", "long", "options"),
     [
-        (2, 1, torch.float64, 8, 128, {}),
+        pytest.param(2, 1, torch.float64, 8, 128, {}, marks=pytest.mark.nightly),
         (3, 1, torch.float64, 2, 32, {}),
         (4, 1, torch.float64, 2, 40, {}),
         (4, 2, torch.float64, 2, 40, {}),
         (2, 1, torch.float32, 2, 16, {}),
-        (2, 1, torch.float64, 4, 64, {"listed": True}),
+        pytest.param(2, 1, torch.float64, 4, 64, {"listed": True}, marks=pytest.mark.nightly),
         (3, 1, torch.float64, 2, 24, {"listed": True}),
-        (4, 2, torch.float64, 2, 24, {"listed": True}),
+        pytest.param(4, 2, torch.float64, 2, 24, {"listed": True}, marks=pytest.mark.nightly),
         (2, 1, torch.float32, 2, 16, {"listed": True}),
         # Nodes of random sizes: replicas from other nodes are sent as messages.
-        (2, 1, torch.float64, 4, 12, {"one_sided": True}),
-        (4, 1, torch.float64, 4, 12, {"one_sided": True, "listed": True}),
+        pytest.param(2, 1, torch.float64, 4, 12, {"one_sided": True}, marks=pytest.mark.nightly),
+        pytest.param(4, 1, torch.float64, 4, 12, {"one_sided": True, "listed": True}, marks=pytest.mark.nightly),
     ],
 )
 def test_random_plans_equal_the_single_process(

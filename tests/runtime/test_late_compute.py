@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 from helpers import any_loop, late_device
 from helpers.accelerator import LAZY
 from helpers.equality import Case, compare_cases
-from helpers.examples import examples
+from helpers.examples import examples, nightly_except
 from helpers.late_compute import PendingReadError
 from helpers.late_device import LATE_COMPUTE
 from helpers.loop_state import RUNS
@@ -91,8 +92,9 @@ def compare(cases: list[Case], mode: str, peers: bool, mutant: str = "") -> tupl
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("mode", LATE_COMPUTE)
-@pytest.mark.parametrize("peers", [True, False])
+@pytest.mark.parametrize(
+    ("peers", "mode"), nightly_except(product([True, False], LATE_COMPUTE), (True, "lazy"), (False, "early"))
+)
 def test_random_plans_equal_the_single_process(mode: str, peers: bool) -> None:
     cases = [Case(seed) for seed in range(2, 2 + examples(short=1, long=20))]
     for queued, reused in on_ranks(compare, (cases, mode, peers), ranks=2, ways="thread"):
@@ -107,7 +109,7 @@ def test_random_plans_find_mutants(mutant: str, mode: str) -> None:
         on_ranks(compare, ([Case(seed) for seed in range(2, 8)], mode, True, mutant), ranks=2)
 
 
-@pytest.mark.parametrize("seed", [4, 5, 12])
+@pytest.mark.parametrize("seed", nightly_except([4, 5, 12], 12))
 @runs_on_ranks()
 def test_loops_in_which_other_ranks_read_the_parameters(seed: int) -> None:
     """Experts move, optimizers step, weights are replaced and written, and the session sleeps."""
@@ -137,7 +139,7 @@ def test_loops_in_which_other_ranks_read_the_parameters(seed: int) -> None:
         loop.session.close()
 
 
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("ways", [LAZY])
 @pytest.mark.longer
 @runs_on_ranks()

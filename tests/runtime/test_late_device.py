@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import HashStore
 
 from helpers import late_device
 from helpers.equality import Case, compare_cases
-from helpers.examples import examples
+from helpers.examples import examples, nightly_except
 from helpers.late_streams import Event
 from helpers.live_runs import LiveCase, compare_live
 from helpers.rank_pool import on_ranks
@@ -89,7 +89,7 @@ def compare_in_all_modes(cases: list[Case]) -> None:
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (3, 4), (4, 4)])
+@pytest.mark.parametrize(("ranks", "count"), nightly_except([(2, 4), (3, 4), (4, 4)], (2, 4)))
 def test_random_plans_equal_the_single_process(ranks: int, count: int) -> None:
     """Half of the cases of 4 ranks have two expert-parallel groups."""
     seeds = range(examples(short=count, long=20 * count))
@@ -408,7 +408,7 @@ def compare_live_on_late_device(cases: list[LiveCase]) -> None:
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("policy", ["quota", "feplb", "predict"])
+@pytest.mark.parametrize("policy", nightly_except(["quota", "feplb", "predict"], "predict"))
 def test_live_calls_equal_the_single_process(policy: str) -> None:
     cases = [LiveCase(seed, policy, at_once=seed % 2 == 0, random=policy != "predict") for seed in range(8)]
     on_ranks(compare_live_on_late_device, (cases,), ranks=2, ways="thread")

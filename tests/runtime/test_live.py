@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from helpers.equality import CHECKPOINTING
-from helpers.examples import examples
+from helpers.examples import examples, nightly_except
 from helpers.live_runs import LiveCase, compare_live
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
@@ -28,8 +29,7 @@ def compare_policy(cases: list[LiveCase]) -> None:
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "policy"), nightly_except(product([2, 4], POLICIES), (2, "auto"), (4, "feplb")))
 def test_live_micro_steps_equal_the_single_process(policy: str, ranks: int) -> None:
     first = POLICIES.index(policy) + 1
     cases = [
@@ -44,7 +44,7 @@ def test_live_micro_steps_equal_the_single_process(policy: str, ranks: int) -> N
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("policy", ["quota", "feplb"])
+@pytest.mark.parametrize("policy", ["quota", pytest.param("feplb", marks=pytest.mark.nightly)])
 def test_any_choice_equals_the_single_process(policy: str) -> None:
     cases = [
         LiveCase(seed, policy, run_block=CHECKPOINTING[seed % 4], at_once=seed % 2 == 0, random=True)

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from helpers.equality import relative_error
-from helpers.examples import examples
+from helpers.examples import examples, nightly_except
 from helpers.micro_steps import ORDERS, MicroStepCase, compare_micro_steps
 from helpers.moe_model import Shape, TinyMoE
 from helpers.planned_steps import make
@@ -28,7 +28,9 @@ RUNS = ("plain", "checkpoint", "reentrant checkpoint", "nested checkpoint")
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize(("ranks", "groups", "count"), [(2, 1, 8), (3, 1, 2), (4, 1, 2), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "groups", "count"), nightly_except([(2, 1, 8), (3, 1, 2), (4, 1, 2), (4, 2, 2)], (4, 2, 2))
+)
 def test_rows_of_any_micro_steps_in_any_order(ranks: int, groups: int, count: int) -> None:
     """Slices of sequences, unknown routes, rows that deviate, several active micro-steps, chunks, both dispatchers."""
     rng = np.random.default_rng(ranks + groups)

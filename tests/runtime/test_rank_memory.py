@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from helpers import late_device
 from helpers.equality import relative_error
+from helpers.examples import nightly_except
 from helpers.moe_model import TinyMoE
 from helpers.planned_steps import Step, make, rows_of
 from helpers.random_plans import random_plan
@@ -55,7 +56,10 @@ def compare(model: TinyMoE, whole: TinyMoE, homes: list[int], tolerance: float) 
 
 @pytest.mark.parametrize(
     ("compute_dtype", "most"),
-    [(None, None), (torch.bfloat16, None), (None, "parameters"), (torch.bfloat16, "parameters")],
+    nightly_except(
+        [(None, None), (torch.bfloat16, None), (None, "parameters"), (torch.bfloat16, "parameters")],
+        (torch.bfloat16, "parameters"),
+    ),
 )
 @runs_on_ranks(4)
 def test_rounds_of_sleep_plan_and_training_keep_nothing(
@@ -94,7 +98,7 @@ def test_rounds_of_sleep_plan_and_training_keep_nothing(
 
 def bytes_left(most: float) -> int:
     """Bytes of tensors, after some seconds if there are more than `most`: a thread may hold some for a moment."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (found := tensor_bytes()) > most and time.monotonic() < deadline:
         time.sleep(0.05)
     return found

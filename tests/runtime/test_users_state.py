@@ -165,7 +165,9 @@ def test_optimizer_state_from_before_a_move_is_refused(shape: Shape) -> None:
         optimizer.load_state_dict(state_now)
 
 
-@SHAPES
+@pytest.mark.parametrize(
+    "shape", [SHAPE, LISTED, pytest.param(MIXED, marks=pytest.mark.nightly)], ids=["stacks", "lists", "both"]
+)
 @runs_on_ranks()
 def test_averages_by_name_move_with_the_experts(shape: Shape) -> None:
     session, model, reference = make(shape=shape)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from trimtab.cluster import StepCosts
 from trimtab.planner import SequenceCounts, pack_by_length
 from trimtab.planner.schedule.time_packing import pack_by_time
 from trimtab.policies import POLICIES, Policy, Traits, View
+from trimtab.simulator import comparison
 from trimtab.simulator.comparison import permuted_steps, simulate_policy
 from trimtab.simulator.comparison_case import step_of, trace_hash
 from trimtab.simulator.step import StepSettings
@@ -155,16 +156,19 @@ def test_all_balancers_but_static_get_sequences_packed_by_time() -> None:
 
 
 def test_planning_time_is_in_microseconds_of_an_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
     class Slow(Spy):
         def plan(self, view: View) -> StepPlan:
-            time.sleep(0.05)
+            clock[0] += 0.05
             return super().plan(view)
 
+    monkeypatch.setattr(comparison, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setitem(POLICIES, "slow", Slow())
     outcome = simulate_policy(some_case(token_budget=40), "slow")
     instances = outcome.plan.num_micro_steps * outcome.plan.num_layers
     assert instances > 1
-    assert 0.05 <= outcome.plan_us * 1e-6 * instances < 5
+    assert outcome.plan_us * 1e-6 * instances == pytest.approx(0.05)
 
 
 @pytest.mark.usefixtures("spies")

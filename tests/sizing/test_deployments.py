@@ -66,7 +66,7 @@ def simulated_s(
     return (ends[rounds] - ends[skipped]) / (rounds - skipped)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     experts=some.floats(0.2, 5), exchange=some.floats(0, 2), outer=some.floats(0, 1.5), layers=some.integers(32, 60),
     micro_batches=some.integers(2, 4),

@@ -195,7 +195,7 @@ def test_the_next_part_is_computed_while_the_last_is_used() -> None:
 
     coming = prefetch(parts())
     assert next(coming) == 0
-    assert made.wait(10)
+    assert made.wait(60)
     assert list(coming) == [1]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from trimtab import __version__
 from trimtab.integrations.megatron.option_tables import never_run, options_of
 from trimtab.integrations.options import PluginOptions
 
@@ -39,7 +40,7 @@ def first_line(framework: str, options: PluginOptions, config: Any, notes: Seque
     ranks = getattr(config, "expert_model_parallel_size", 1)
     remarks = ["this plugin has never run on a GPU", *never_run(options_of(config)).values(), *notes]
     return (
-        f"Trimtab {_version('trimtab')} in {packages}: mode={options.mode} slots_per_rank={options.slots_per_rank}, "
+        f"Trimtab {__version__} in {packages}: mode={options.mode} slots_per_rank={options.slots_per_rank}, "
         f"{experts} experts on {ranks} ranks; {'; '.join(remarks)}"
     )
 
