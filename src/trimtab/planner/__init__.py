@@ -7,8 +7,9 @@ from trimtab.planner.plan.step_plan import StepPlan
 from trimtab.planner.plan.step_planning import plan_step
 from trimtab.planner.plan.workload import Workload
 from trimtab.planner.planner import Planner, plan_schedule, plan_sequences
-from trimtab.planner.schedule.schedule import Schedule, budget_for, pack_by_length
+from trimtab.planner.schedule.schedule import Schedule, pack_by_length
 from trimtab.planner.schedule.sequence_counts import SequenceCounts
+from trimtab.planner.schedule.token_budget import budget_for
 
 # An older name.
 GroupPlans = PlannedStep

@@ -11,7 +11,7 @@ from trimtab.cluster import Layout
 from trimtab.cluster.parallel_layout import SELECTIVE
 from trimtab.figures import plural
 from trimtab.planner import SequenceCounts
-from trimtab.planner.schedule.schedule import SLACK
+from trimtab.planner.schedule.token_budget import SLACK
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import bytes_text
 from trimtab.report.policies_table import sweep_table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +11,8 @@ import numpy.typing as npt
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
-from trimtab.messages import note_once
 
 NOWHERE = np.int64(-1)
-# Headroom above the mean tokens of a micro-step, so that packing needs no more micro-steps than requested.
-SLACK = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,27 +99,6 @@ def pack_by_length(
         rank[members] = place % num_ranks
         mini_batch_of_micro_step += [batch] * (num_places // num_ranks)
     return Schedule(micro_step, rank, np.asarray(mini_batch_of_micro_step, np.int32), num_ranks)
-
-
-def budget_for(steps: Iterable[Array], ranks: int, micro_steps: int) -> int:
-    """Token budget with which steps have about `micro_steps` micro-steps on `ranks` ranks.
-
-    A line is logged if a sequence is too long for that.
-
-    Args:
-        steps: `[S]` tokens of the sequences of each step. The step with most tokens decides.
-    """
-    steps = list(steps)
-    largest = max(steps, key=np.sum)
-    longest = max(int(lengths.max(initial=1)) for lengths in steps)
-    budget = math.ceil(int(largest.sum()) / (ranks * micro_steps) * (1 + SLACK))
-    if longest > budget:
-        count = pack_by_length(largest, num_ranks=ranks, token_budget=longest).num_micro_steps
-        if count < micro_steps:
-            note_once(
-                f"--micro-steps {micro_steps}: about {count} are made, since the longest sequence has {longest} tokens"
-            )
-    return max(longest, budget)
 
 
 def _fill_places(lengths: Array, num_ranks: int, token_budget: int) -> tuple[Array, int]:
