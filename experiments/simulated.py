@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 START, RESULTS = ROOT / "docs" / "start.md", ROOT / "docs" / "results.md"
 TRACES = ("qwen3-30b-math", "qwen3-30b-mixed")
 SIZE: dict[str, Any] = {"num_sequences": 2048, "mean_length": 1024, "max_length": 4096, "num_layers": 8, "num_steps": 2}
-STEP: dict[str, Any] = {"cluster": "h100x8", "ranks": 16, "slots": 2, "micro_steps": 32, "checkpointing": "full"}
+STEP: dict[str, Any] = {"cluster": "h100x8", "ranks": 16, "slots": 2, "micro_steps": 32, "checkpointing": True}
 SWEEP: dict[str, Any] = {"ranks": [8, 16, 32], "slots": [1, 2], "micro_steps": [8, 32]}
 DISPATCHERS = ("tokens", "rows")
 # Figures of a balancer that are stored.
