@@ -36,6 +36,7 @@ class LiveCase:
         padded: feed rows that belong to no token.
         by_messages: replicas inside a node are sent as messages.
         listed: expert tensors are lists of Parameters.
+        twice: each forward has two backwards.
     """
 
     seed: int
@@ -47,6 +48,7 @@ class LiveCase:
     padded: bool = False
     by_messages: bool = False
     listed: bool = False
+    twice: bool = False
 
 
 STEPS = 3
@@ -114,10 +116,10 @@ def _compare(case: LiveCase) -> int:
                     part = F.cross_entropy(chosen, labels[rows], reduction="sum") / len(tokens)
                     loss += part.detach()
                     if not case.at_once:
-                        part.backward()
+                        _backward(part, case.twice)
                 parts.append(part)
             for part in parts if case.at_once else ():
-                part.backward()
+                _backward(part, case.twice)
             session.finish_gradients(model.replicated())
             dist.all_reduce(loss)
             assert relative_error(loss, expected_loss.detach()) < 1e-12, (case, "loss")
@@ -136,6 +138,13 @@ def _compare(case: LiveCase) -> int:
     dist.all_reduce(timed)
     assert bool(timed > 0) == (replicas > 0), (case, "times of home experts")
     return replicas
+
+
+def _backward(loss: torch.Tensor, twice: bool) -> None:
+    if twice:
+        (loss / 4).backward(retain_graph=True)
+        loss = loss * 3 / 4
+    loss.backward()
 
 
 def quotas_of_few(counts_RE: Array, home_E: Array, limits: Limits) -> InstanceReplicas:

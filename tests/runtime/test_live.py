@@ -53,6 +53,15 @@ def test_any_choice_equals_the_single_process(policy: str) -> None:
     on_ranks(compare_policy, (cases,), ranks=3)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_forward_may_have_several_backwards(policy: str) -> None:
+    cases = [
+        LiveCase(seed, policy, run_block=run, at_once=seed % 2 == 0, twice=True)
+        for seed, run in enumerate(CHECKPOINTING, 3)
+    ]
+    on_ranks(compare_policy, (cases,), ranks=2)
+
+
 @runs_on_ranks()
 def test_auto_uses_the_policy_whose_forwards_are_the_fastest() -> None:
     """In proportion to their rows, each of which takes a second of a clock that nothing else advances."""

@@ -99,7 +99,8 @@ class LayerCall:
 
     Args:
         layout: the layout; kept until the forward ends.
-        routes: routes of the micro-step; None outside of micro-steps. Kept until the backward ends.
+        routes: routes of the micro-step; None outside of micro-steps. Kept until the backward ends, of a balanced live
+            call as long as its graph.
         live: the choice of a balanced live call.
 
     Attributes:
@@ -251,8 +252,9 @@ class LayerCall:
                 memory.zero_()
 
     def end_backward(self) -> None:
-        """Call it when the layer's backward ends."""
-        self.routes = None
+        """Call it when the layer's backward ends. Choices of live calls are kept for another backward of the graph."""
+        if self._live is None:
+            self.routes = None
 
     def join_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Add gradients of replicas to those of the home experts, `[E / R, ...]` for each stacked tensor."""
