@@ -275,6 +275,33 @@ def test_experts_stay_if_their_optimizers_have_made_different_numbers_of_steps(i
 
 
 @runs_on_ranks(2, "megatron")
+def test_a_reference_that_is_swapped_in_by_position_is_refused_while_experts_are_away() -> None:
+    """Frameworks load a reference's weights into the same Parameters, and run passes without plans."""
+    use_layout(EP_2)
+    pair = Pair(EP_2, MegatronCase(adam=True))
+    tokens_MBS = pair.tokens()
+    reference = [parameter.detach().clone() for chunk in pair.moving.chunks for parameter in chunk.parameters()]
+    pair.train(2)
+    pair.move(everywhere=True)
+    assert pair.session.have_moved
+    with torch.no_grad():
+        expected = pair.moving.run(pair.function, tokens_MBS, forward_only=True)
+        mine = [parameter.detach().clone() for chunk in pair.moving.chunks for parameter in chunk.parameters()]
+
+        def load(values: list[torch.Tensor]) -> None:
+            parameters = [parameter for chunk in pair.moving.chunks for parameter in chunk.parameters()]
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.data.copy_(value)
+
+        load(reference)
+        with pytest.raises(RuntimeError, match=r"were replaced while .* enter session.first_homes\(\)"):
+            pair.moving.run(pair.function, tokens_MBS, forward_only=True)
+        load(mine)
+        assert pair.moving.run(pair.function, tokens_MBS, forward_only=True) == expected
+    pair.session.remove()
+
+
+@runs_on_ranks(2, "megatron")
 def test_rehome_moves_experts_and_makes_no_replicas() -> None:
     """Three experts of rank 0 have all tokens; with one of them on rank 1 the step takes less time."""
     from trimtab.integrations.megatron import balance

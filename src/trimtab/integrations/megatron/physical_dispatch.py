@@ -76,6 +76,8 @@ class PlannedDispatcher:
                 f"MoE layer {self._layer.index}: its router did not ask router_replay for the plan's experts, in "
                 f"{_own_topk(self._router)}; let it call router_replay.get_replay_topk(), as Megatron's own does"
             )
+        if routes is None:
+            self._layer.check_own_weights()
         if ids is None or routes is None or not is_balanced:
             return self.plain.dispatch_preprocess(hidden, *self._by_position(routing_map, probs))
         problem = None
