@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
@@ -34,7 +35,8 @@ from helpers.moved_experts import (
 )
 from helpers.planned_steps import SHAPE, Step, make
 from helpers.rank_tests import runs_on_ranks
-from trimtab.errors import InputError
+from trimtab.errors import InputError, RanksDisagreeError
+from trimtab.planner import Placement
 from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.transfer.ring import ReplicaRing
 
@@ -418,6 +420,52 @@ def test_optimizers_that_mix_the_experts_of_a_stack_are_refused() -> None:
     counting.step()
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in saved(model).items())
+
+
+class Switched(torch.optim.SGD):
+    """SGD whose option `by_norm` lets it use the norm of a whole tensor."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    scale = parameter.grad.norm() if group["by_norm"] else 1.0
+                    parameter.data.sub_(parameter.grad / scale, alpha=group["lr"])
+
+
+def other_homes(session: Session) -> Placement:
+    return Placement(session.placement.home[:, ::-1].copy())
+
+
+@runs_on_ranks()
+def test_an_option_that_lets_an_optimizer_mix_experts_is_noticed_before_the_next_move() -> None:
+    session, model, _ = make()
+    optimizer = Switched(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["by_norm"] = False
+    session.register_optimizers(optimizer)
+    session.move(other_homes(session))
+    optimizer.param_groups[0]["by_norm"] = True
+    with pytest.raises(InputError, match="Switched updates an expert by the other experts of its stack"):
+        session.move(other_homes(session))
+
+
+@pytest.mark.parametrize("differs", ["lr of an expert", "lr of a rank's experts"])
+@runs_on_ranks()
+def test_experts_whose_optimizers_have_other_settings_do_not_move(differs: str) -> None:
+    """An expert that moves gets the settings of another one's group."""
+    session, model, _ = make(shape=LISTED)
+    parameters = list(model.parameters())
+    one = list(session.layers[0].parameters)[:1]
+    if differs.startswith("lr of a rank"):
+        one = [parameter for layer in session.layers for parameter in layer.parameters] if dist.get_rank() else []
+    others = [parameter for parameter in parameters if all(parameter is not each for each in one)]
+    groups: list[dict[str, Any]] = [{"params": others}]
+    if one:
+        groups.append({"params": one, "lr": 0.0})
+    session.register_optimizers(torch.optim.SGD(groups, lr=0.1))
+    words = "the parameter group of MoE layer 0, expert tensor 0 is |optimizer state of MoE layer 0"
+    with pytest.raises((InputError, RanksDisagreeError), match=words):
+        session.move(other_homes(session))
 
 
 @runs_on_ranks()

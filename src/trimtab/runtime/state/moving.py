@@ -82,7 +82,9 @@ def check_movable(layers: Sequence[HomeExperts], places_L: Sequence[ExpertPlaces
         InputError: if state of an expert can't move; see `ExpertState` and `KeptState`.
         RuntimeError: if a gradient that no optimizer has used would be lost.
     """
-    for layer in _moved(layers, places_L):
+    moved = _moved(layers, places_L)
+    state.check_elementwise(moved)
+    for layer in moved:
         if layer.known.returns_to is not None:
             raise RuntimeError(f"the experts of MoE layer {layer.index} can't move within first_homes()")
         if state.gradients_wait(layer):

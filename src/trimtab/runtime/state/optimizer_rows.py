@@ -67,8 +67,15 @@ class ExpertState:
             InputError: if the state can't move.
         """
         tensor = self._held(layer, t)
-        is_stack = isinstance(tensor, torch.Tensor)
-        return [describe_state(each, parameters_of(tensor)[0], is_stack=is_stack) for each in self._optimizers]
+        is_stack, first = isinstance(tensor, torch.Tensor), parameters_of(tensor)[0]
+        return [
+            (describe_state(each, first, is_stack=is_stack), settings_of(each, [first])) for each in self._optimizers
+        ]
+
+    def check_elementwise(self, layers: Sequence[HomeExperts]) -> None:
+        """Check each optimizer with its settings now. Raises InputError as `check_elementwise`."""
+        for optimizer in self._optimizers:
+            check_elementwise(optimizer, layers)
 
     def rows(self, layer: HomeExperts) -> list[StateRows]:
         """State of which this rank has whole rows, in the same order on all ranks. Raises InputError as `form`."""
@@ -145,20 +152,37 @@ def state_by_row(
         Stacks `[H, ...]`, or lists of H tensors.
 
     Raises:
-        InputError: as `expert_state`; if the states of a list's Parameters differ in keys, shapes, dtypes or numbers.
+        InputError: as `expert_state`; if the states of a list's Parameters differ in keys, shapes, dtypes or numbers,
+            or the settings of their parameter groups differ.
     """
     if isinstance(tensor, torch.Tensor):
         rows = expert_state(optimizer, tensor, is_stack=True)
         return [rows[key] for key in sorted(rows)]
     states = [expert_state(optimizer, parameter, is_stack=False) for parameter in tensor]
-    first, *others = (describe_state(optimizer, parameter, is_stack=False) for parameter in tensor)
-    for expert, other in zip(home[1:], others, strict=True):
-        if other != first:
-            raise InputError(
-                f"{type(optimizer).__name__}: the state of {where} is {other or 'empty'} for expert {expert} and "
-                f"{first or 'empty'} for expert {home[0]}; experts can move only if it is equal"
-            )
+    kinds = {
+        "state": [describe_state(optimizer, parameter, is_stack=False) for parameter in tensor],
+        "parameter group": settings_of(optimizer, tensor),
+    }
+    for kind, (first, *others) in kinds.items():
+        for expert, other in zip(home[1:], others, strict=True):
+            if other != first:
+                raise InputError(
+                    f"{type(optimizer).__name__}: the {kind} of {where} is {other or 'empty'} for expert {expert} and "
+                    f"{first or 'empty'} for expert {home[0]}; experts can move only if it is equal"
+                )
     return [[state[key] for state in states] for key in sorted(states[0])]
+
+
+def settings_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> list[dict[str, str]]:
+    """For each Parameter the settings of its group as text, without tensors; empty if the optimizer has no such one."""
+    place = {id(parameter): place for place, parameter in enumerate(parameters)}
+    settings: list[dict[str, str]] = [{} for _ in parameters]
+    for group in optimizer.param_groups:
+        texts = {key: str(value) for key, value in sorted(group.items()) if key not in ("params", "param_names")}
+        for parameter in group["params"]:
+            if id(parameter) in place:
+                settings[place[id(parameter)]] = texts
+    return settings
 
 
 def describe_state(
