@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -43,16 +44,34 @@ from trimtab.trace import RoutingTrace
 State = dict[str, Any]
 
 
-def begin(state: State, seed: int, checked: bool, top_k: int, frozen: frozenset[int]) -> None:
-    """Start another loop on the ranks of a pool."""
+def begin(
+    state: State, seed: int, checked: bool, top_k: int, frozen: frozenset[int], per_rank: int = 2,
+    frozen_before: bool = False, on_threads: bool = False,
+) -> None:  # fmt: skip
+    """Start another loop on the ranks of a pool.
+
+    Args:
+        on_threads: each plan and what follows until the next one run on a thread of their own, which then ends.
+    """
     if "loop" in state:
         state.pop("loop").session.close()
-    state["loop"] = start(seed, checked, top_k=top_k, frozen=frozen)
+    loop = state["loop"] = start(
+        seed, checked, top_k=top_k, frozen=frozen, per_rank=per_rank, frozen_before=frozen_before
+    )
+    loop.on_threads = on_threads
 
 
 def call(state: State, function: Callable[..., None], *args: Any) -> list[int]:
     """`begin`, or an action of the loop that it has started. Returns the forwards whose backward may follow."""
-    function(state if function is begin else state["loop"], *args)
+    if function is begin:
+        begin(state, *args)
+    elif (loop := state["loop"]).on_threads:
+        if loop.thread is None or function is plan:
+            loop.end_thread()
+            loop.thread = ThreadPoolExecutor(1)
+        loop.thread.submit(function, loop, *args).result()
+    else:
+        function(loop, *args)
     return sorted(state["loop"].pending)
 
 
@@ -63,6 +82,8 @@ def start(
     *,
     top_k: int = 2,
     frozen: frozenset[int] = frozenset(),
+    per_rank: int = 2,
+    frozen_before: bool = False,
     **settings: Any,
 ) -> Loop:
     """A new model in a new session, with a first plan.
@@ -71,6 +92,8 @@ def start(
         checked: let the session verify weights.
         group: of the session; all ranks by default.
         frozen: layers whose experts are not trained.
+        per_rank: experts of a rank.
+        frozen_before: nothing before the first experts is trained, so that their input needs no gradient.
         settings: others of the session.
     """
     torch.set_num_threads(1)
@@ -78,7 +101,7 @@ def start(
     torch.manual_seed(seed)
     ranks = dist.get_world_size()
     lists = ((), ("down",), ALL_LISTS)[seed % 3]
-    shape = Shape(layers=int(rng.integers(2, 4)), experts=ranks * 2, top_k=top_k, hidden=4, width=4, lists=lists)
+    shape = Shape(layers=int(rng.integers(2, 4)), experts=ranks * per_rank, top_k=top_k, hidden=4, width=4, lists=lists)
     slots = int(rng.integers(1, 3))
     session = Session(
         num_experts=shape.experts, slots_per_rank=slots, ring_layers=int(rng.integers(2, 4)),
@@ -94,9 +117,11 @@ def start(
         for layer, block in enumerate(either.moe_blocks()):
             for parameter in block.expert_parameters():
                 parameter.requires_grad_(layer not in frozen)
+        for module in (either.embed, either.mixes[0], either.moe_blocks()[0].router) if frozen_before else ():
+            module.requires_grad_(False)
     first, second = (torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.1, foreach=False) for m in (reference, model))
     session.register_optimizers(second)
-    loop = Loop(session, model, reference, (first, second), slots)
+    loop = Loop(session, model, reference, (first, second), slots, frozen_before)
     loop.averages = tuple({n: p.detach().clone() for n, p in m.named_parameters()} for m in (model, reference))
     session.register_state(model, loop.averages[0])
     plan(loop, seed)
@@ -195,6 +220,7 @@ def forward(
     skipped: frozenset[int] = frozenset(),
     inference: bool = False,
     deviates: int | None = None,
+    padded: bool = False,
 ) -> None:
     """A micro-step's forward.
 
@@ -204,24 +230,32 @@ def forward(
         at_once: run the backward inside the micro-step.
         inference: run in inference mode.
         deviates: some tokens get other ids than the recorded ones, drawn with this seed. One rank announces it.
+        padded: layers are given rows of no token, too.
     """
+    run = loop.may_run(run)
     if loop.offloaded_parameters is not None:
         with pytest.raises(InputError, match="has no memory now"), loop.session.micro_step(index):
             pass
         return
     mine = loop.rows(index, loop.session.rank)
     rows = loop.rows(index)
+    # Without the first, a middle and the last row.
+    places = torch.arange(len(mine))
+    positions = places + 1 + (places >= len(mine) // 2) if padded else None
     with torch.inference_mode() if inference else torch.set_grad_enabled(number is not None):
         chosen = None if deviates is None else loop.chosen_ids(deviates)
         expected, expected_logits = loop.expect(rows, run, skipped, False, chosen)
         loop.model.run_block, loop.model.skipped = run, skipped
         if chosen is not None:
             layers = range(len(loop.session.layers))
-            loop.model.chosen_ids = [torch.from_numpy(chosen[mine.numpy(), layer]) for layer in layers]
+            ids = [torch.from_numpy(chosen[mine.numpy(), layer]) for layer in layers]
+            if positions is not None:
+                ids = [torch.full((len(mine) + 3, each.shape[1]), -1).index_copy(0, positions, each) for each in ids]
+            loop.model.chosen_ids = ids
         before = loop.session.counters.deviating_rows
         is_announced = deviates is not None and deviates % loop.session.num_ranks == loop.session.rank
-        with loop.session.micro_step(index, may_deviate=is_announced):
-            loss, logits = loop.loss(loop.model, mine)
+        with loop.session.micro_step(index, positions=positions, may_deviate=is_announced):
+            loss, logits = loop.loss(loop.model, mine, positions)
             if number is not None:
                 carried_out = loop.session.mode in ("plan", "static")
                 loop.pending[number] = Pending(loss, expected, loop.changes, carried_out)
@@ -248,7 +282,7 @@ def _count_deviating(chosen_NLK: np.ndarray, recorded_NLK: np.ndarray, skipped: 
 @action
 def live(loop: Loop, seed: int, run: str, number: int | None) -> None:
     """A forward outside any micro-step, on the router's choice: evaluation, generation, another loss."""
-    rng = np.random.default_rng(seed)
+    run, rng = loop.may_run(run), np.random.default_rng(seed)
     rank_of = rng.integers(0, loop.session.num_ranks, len(loop.tokens))
     rows, mine = torch.arange(len(loop.tokens)), torch.from_numpy(np.flatnonzero(rank_of == loop.session.rank))
     with torch.set_grad_enabled(number is not None):
@@ -266,8 +300,8 @@ STALE = r"another plan was applied|modified by an inplace|changed within"
 
 
 @action
-def backward(loop: Loop, number: int) -> None:
-    """The backward of a pending forward, outside any micro-step. It fails if the forward is out of date."""
+def backward(loop: Loop, number: int, twice: bool = False) -> None:
+    """The backward of a pending forward, outside any micro-step, or two. It fails if the forward is out of date."""
     pending = loop.pending[number]
     before, now = pending.changes, loop.changes
     if before.weights != now.weights or (pending.is_planned and before.plans != now.plans):
@@ -284,15 +318,30 @@ def backward(loop: Loop, number: int) -> None:
             assert re.search(STALE, str(error))
             zero_gradients(loop, True)
     else:
-        _backward(loop, number)
+        _backward(loop, number, twice)
 
 
-def _backward(loop: Loop, number: int) -> None:
+def _backward(loop: Loop, number: int, twice: bool = False) -> None:
     pending = loop.pending.pop(number)
-    pending.loss.backward()
+    loss = pending.loss
+    if twice:
+        (loss / 4).backward(retain_graph=True)
+        loss = loss * 3 / 4
+    loss.backward()
     if loop.is_finished and not has_gradients(loop.reference):
         loop.is_finished = False  # Adding to zeros is allowed.
     pending.expected.backward()
+    loop.has_mixed_gradients |= loop.is_finished
+
+
+@action
+def touch(loop: Loop, rank: int) -> None:
+    """A backward without MoE layers, on one rank alone."""
+    if loop.session.rank == rank % loop.session.num_ranks:
+        loop.model.head.bias.sum().backward()
+    if loop.is_finished and not has_gradients(loop.reference):
+        loop.is_finished = False
+    loop.reference.head.bias.sum().backward()
     loop.has_mixed_gradients |= loop.is_finished
 
 
@@ -320,7 +369,7 @@ def fail(loop: Loop, index: int, run: str, block: int, where: str) -> None:
                 loss.backward()
         loss.backward()
 
-    loop.model.before_block, loop.model.run_block, loop.model.skipped = hook, run, frozenset()
+    loop.model.before_block, loop.model.run_block, loop.model.skipped = hook, loop.may_run(run), frozenset()
     with pytest.raises(ExpectedError):
         run_both()
     loop.model.before_block = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NamedTuple
@@ -57,6 +58,7 @@ class Loop:
 
     Attributes:
         unread_T: `[T]` bool, tokens of the trace whose output is not used.
+        frozen_before: whether nothing before the first experts is trained.
         writes: how often `write` changed the weights.
         pending: forwards whose backward has not run, by number.
         is_finished: whether gradients are complete.
@@ -66,6 +68,7 @@ class Loop:
         has_stepped: whether the model's optimizer has.
         saved: state dicts of the model and its optimizer, of the reference and its, and the model's weights in order of
             experts; None if there are none.
+        on_threads, thread: whether actions run on short-lived threads, and the present one.
     """
 
     session: Session
@@ -73,6 +76,7 @@ class Loop:
     reference: TinyMoE
     optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer]
     slots: int
+    frozen_before: bool = False
     trace: RoutingTrace = field(init=False)
     schedule: Schedule = field(init=False)
     unread_T: np.ndarray = field(init=False)
@@ -87,6 +91,17 @@ class Loop:
     has_stepped: bool = False
     averages: tuple[dict[str, torch.Tensor], ...] = ()
     saved: tuple[dict[str, Any], ...] | None = None
+    on_threads: bool = False
+    thread: ThreadPoolExecutor | None = None
+
+    def end_thread(self) -> None:
+        """End the thread of actions."""
+        if self.thread is not None:
+            self.thread.shutdown()
+
+    def may_run(self, run: str) -> str:
+        """The way to run a block: a reentrant checkpoint has no gradients if its inputs need none."""
+        return run.replace("reentrantly ", "").replace("reentrant ", "") if self.frozen_before else run
 
     def rows(self, index: int, rank: int | None = None) -> torch.Tensor:
         """The tokens of a micro-step, of one rank or all."""
@@ -95,9 +110,15 @@ class Loop:
             chosen = chosen & (self.schedule.rank == rank)
         return rows_of(self.trace, np.flatnonzero(chosen))
 
-    def loss(self, model: TinyMoE, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss of the tokens that are read, and their logits."""
-        is_read, logits = torch.from_numpy(~self.unread_T[rows.numpy()]), model(self.tokens[rows])
+    def loss(
+        self, model: TinyMoE, rows: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss of the tokens that are read, and their logits. The model gets them at these positions, among others."""
+        batch = self.tokens[rows]
+        if positions is not None:
+            batch = torch.zeros(len(rows) + 3, dtype=batch.dtype).index_copy(0, positions, batch)
+        is_read, logits = torch.from_numpy(~self.unread_T[rows.numpy()]), model(batch)
+        logits = logits if positions is None else logits[positions]
         logits, labels = logits[is_read], self.labels[rows][is_read]
         return F.cross_entropy(logits, labels, reduction="sum") / len(self.tokens), logits
 

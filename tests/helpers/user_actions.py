@@ -208,13 +208,17 @@ def run_other_weights(loop: Loop, seed: int) -> None:
 
 
 @action
-def wrap_in_ddp(loop: Loop) -> None:
-    """Data parallelism over all parameters is refused in the first backward; the loop goes on without it."""
+def wrap_in_ddp(loop: Loop, views: bool = False) -> None:
+    """Data parallelism over all parameters is refused in the first backward; the loop goes on without it.
+
+    Args:
+        views: gradients are views of its buckets; else it changes them in place.
+    """
     mine = [parameter.detach().clone() for parameter in loop.model.parameters()]
     zero_gradients(loop, True)
     loop.pending.clear()
     loop.model.run_block, loop.model.skipped = "plain", frozenset()
-    whole = DistributedDataParallel(loop.model)
+    whole = DistributedDataParallel(loop.model, gradient_as_bucket_view=views)
     for parameter, value in zip(loop.model.parameters(), mine, strict=True):
         parameter.data.copy_(value)
     loss = whole(loop.tokens).sum()

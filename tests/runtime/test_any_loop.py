@@ -50,24 +50,27 @@ class AnyLoop(RuleBasedStateMachine):
             error.add_note(f"to run this loop again: {json.dumps([self.pool.ranks, *self.done])}")
             raise
 
-    @initialize(seed=seeds, checked=st.booleans())
-    def start(self, seed: int, checked: bool) -> None:
+    @initialize(seed=seeds, checked=st.booleans(), per_rank=st.integers(2, 3), frozen_before=st.booleans(),
+                on_threads=st.booleans())  # fmt: skip
+    def start(self, seed: int, checked: bool, per_rank: int, frozen_before: bool, on_threads: bool) -> None:
         self.checked = checked
-        self.do(any_loop.begin, seed, checked, 1 if seed % 4 == 3 else 2, FROZEN_LAYERS[seed % 5])
+        top_k, frozen = 1 if seed % 4 == 3 else 2, FROZEN_LAYERS[seed % 5]
+        self.do(any_loop.begin, seed, checked, top_k, frozen, per_rank, frozen_before, on_threads)
 
     @rule(seed=seeds, moves=st.booleans(), mode=st.sampled_from(["plan", "plan", "plan", "static", "shadow", "off"]))
     def plan(self, seed: int, moves: bool, mode: str) -> None:
         self.do(any_loop.plan, seed, moves, mode, loop_state.ROWS[seed % 4])
 
-    @rule(index=micro_steps, run=runs, skipped=st.frozensets(st.integers(0, 2), max_size=1), deviates=deviations)
-    def forward(self, index: int, run: str, skipped: frozenset[int], deviates: int | None) -> None:
+    @rule(index=micro_steps, run=runs, skipped=st.frozensets(st.integers(0, 2), max_size=1), deviates=deviations,
+          padded=st.booleans())  # fmt: skip
+    def forward(self, index: int, run: str, skipped: frozenset[int], deviates: int | None, padded: bool) -> None:
         self.number += 1
-        self.do(any_loop.forward, index, run, self.number, False, skipped, False, deviates)
+        self.do(any_loop.forward, index, run, self.number, False, skipped, False, deviates, padded)
 
-    @rule(index=micro_steps, run=runs, deviates=deviations)
-    def forward_and_backward(self, index: int, run: str, deviates: int | None) -> None:
+    @rule(index=micro_steps, run=runs, deviates=deviations, padded=st.booleans())
+    def forward_and_backward(self, index: int, run: str, deviates: int | None, padded: bool) -> None:
         self.number += 1
-        self.do(any_loop.forward, index, run, self.number, True, frozenset(), False, deviates)
+        self.do(any_loop.forward, index, run, self.number, True, frozenset(), False, deviates, padded)
 
     @rule(index=micro_steps, run=runs, seed=seeds, deviates=deviations)
     def recompute(self, index: int, run: str, seed: int, deviates: int | None) -> None:
@@ -79,9 +82,13 @@ class AnyLoop(RuleBasedStateMachine):
         self.do(any_loop.live, seed, run, self.number if with_backward else None)
 
     @precondition(lambda self: self.pending)
-    @rule(data=st.data())
-    def backward(self, data: st.DataObject) -> None:
-        self.do(any_loop.backward, data.draw(st.sampled_from(self.pending)))
+    @rule(data=st.data(), twice=st.booleans())
+    def backward(self, data: st.DataObject, twice: bool) -> None:
+        self.do(any_loop.backward, data.draw(st.sampled_from(self.pending)), twice)
+
+    @rule(rank=st.integers(0, 3))
+    def touch(self, rank: int) -> None:
+        self.do(any_loop.touch, rank)
 
     @rule(index=micro_steps, run=runs, block=st.integers(0, 1), where=st.sampled_from(["forward", "inside", "outside"]))
     def fail(self, index: int, run: str, block: int, where: str) -> None:
@@ -129,9 +136,9 @@ class AnyLoop(RuleBasedStateMachine):
     def run_other_weights(self, seed: int) -> None:
         self.do(user_actions.run_other_weights, seed)
 
-    @rule()
-    def wrap_in_ddp(self) -> None:
-        self.do(user_actions.wrap_in_ddp)
+    @rule(views=st.just(False))
+    def wrap_in_ddp(self, views: bool) -> None:
+        self.do(user_actions.wrap_in_ddp, views)
 
     @rule(change=st.sampled_from([user_actions.repoint, user_actions.offload, user_actions.onload]))
     def change_memory(self, change: Any) -> None:
