@@ -359,6 +359,8 @@ def fail(loop: Loop, index: int, run: str, block: int, where: str) -> None:
         if at == block:
             if where == "forward":
                 stop()
+            if not x.requires_grad:
+                x = x.detach().requires_grad_()
             x.register_hook(stop)
         return x
 
