@@ -14,7 +14,7 @@ from trimtab.analysis.trace_comparison import check_comparable
 from trimtab.api.analyze import AnalysisComparison, AnalysisResult, analyze
 from trimtab.api.steps import MOST_STEPS
 from trimtab.cli.options import add_options, given, need_extra, positive
-from trimtab.cli.output import write_figures
+from trimtab.cli.output import compile_planners, write_figures
 from trimtab.cli.run_options import add_run, add_simulated_steps
 from trimtab.figures import plural
 from trimtab.report.analysis_tables import analysis_tables
@@ -53,6 +53,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     if options.figures:
         need_extra("matplotlib", extra="plot")
+    compile_planners(["trimtab"])
     if options.compare:
         # Before anything is counted.
         readers = [open_trace(trace) for trace in (options.trace, options.compare)]

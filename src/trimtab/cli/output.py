@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,22 @@ FILES = ("output", "json", "html", "perfetto", "frontier", "picture", "page", "f
 FOLDERS = ("figures",)
 # Options that name files to read, with the pattern of files in a folder.
 SOURCES = {"trace": "*.parquet", "compare": "*.parquet", "source": "*", "settings": "*"}
+# Code that uses the kernels of balancers.
+PLANNING = """
+from trimtab import plan
+from trimtab.trace import synthesize
+
+trace = synthesize(num_sequences=64, sequence_length=32, num_layers=2, num_experts=16, top_k=2, zipf=1.5)
+for policy in {names}:
+    plan(trace, ranks=8, ranks_per_node=4, token_budget=128, policy=policy)
+"""
+
+
+def compile_planners(names: Sequence[str]) -> None:
+    """Compile the kernels of balancers in a second process, if this one has to compile."""
+    from trimtab.kernels import compile_beside
+
+    compile_beside(PLANNING.format(names=list(names)))
 
 
 def check_outputs(options: argparse.Namespace) -> None:

@@ -14,10 +14,9 @@ from trimtab.api.arguments import GROUPS_MEET
 from trimtab.api.simulate import ALL, MAIN_POLICIES, simulate
 from trimtab.api.steps import MOST_STEPS
 from trimtab.cli.options import add_options, given
-from trimtab.cli.output import write_figures
+from trimtab.cli.output import compile_planners, write_figures
 from trimtab.cli.run_options import add_run, add_simulated_steps
 from trimtab.cluster.parallel_layout import SHARDINGS
-from trimtab.kernels import compile_beside
 from trimtab.policies import POLICIES
 from trimtab.report.sections import simulation_tables
 from trimtab.report.simulation import timelines
@@ -27,14 +26,6 @@ log = logging.getLogger("trimtab")
 # Balancers whose kernels take longest to compile. A second process compiles them, while this one compiles those of the
 # simulator and of other balancers.
 COMPILED_BESIDE = ("routepack", "trimtab")
-PLANNING = """
-from trimtab import plan
-from trimtab.trace import synthesize
-
-trace = synthesize(num_sequences=64, sequence_length=32, num_layers=2, num_experts=16, top_k=2, zipf=1.5)
-for policy in {names}:
-    plan(trace, ranks=8, ranks_per_node=4, token_budget=128, policy=policy)
-"""
 
 
 def add(commands: Any) -> None:
@@ -64,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     if options.perfetto:
         check_name(options.perfetto)
     given_names = getattr(options, "policies", MAIN_POLICIES)
-    compile_beside(PLANNING.format(names=[name for name in COMPILED_BESIDE if {name, ALL} & {*given_names}]))
+    compile_planners([name for name in COMPILED_BESIDE if {name, ALL} & {*given_names}])
     with Progress(transient=True) as progress:
         update = partial(progress.update, progress.add_task("counting", total=None))
         result = simulate(
