@@ -159,7 +159,7 @@ def state_by_row(
         rows = expert_state(optimizer, tensor, is_stack=True)
         return [rows[key] for key in sorted(rows)]
     states = [expert_state(optimizer, parameter, is_stack=False) for parameter in tensor]
-    kinds = {
+    kinds: dict[str, list[Any]] = {
         "state": [describe_state(optimizer, parameter, is_stack=False) for parameter in tensor],
         "parameter group": settings_of(optimizer, tensor),
     }
