@@ -11,6 +11,7 @@ import pytest
 import trimtab
 from trimtab.cluster import ModelSpec
 from trimtab.planner import SequenceCounts
+from trimtab.report.simulation import scale_note
 from trimtab.simulator.resampling import RecordedStep, whole_steps
 from trimtab.trace import RoutingTrace, synthesize
 
@@ -73,7 +74,8 @@ def test_a_single_scaled_step_has_another_drawing_as_its_past() -> None:
     result = trimtab.simulate(part_of_a_step(), **RUN, policies="eplb,trimtab", token_budget=1024)
     assert len(result.case.earlier) == 1
     assert result.case.knows_past
-    assert any("eplb plans from another drawing of the same prompts" in text for text in result.case.assumed)
+    assert result.case.past_is_drawn
+    assert "balancers know another drawing of it" in scale_note(result.case)
     assert "times as fast as eplb" in repr(result)
     assert result.outcomes["eplb"].replicas_per_instance > 0
     drawn, past = result.case.sequences, result.case.earlier[0]
@@ -81,6 +83,7 @@ def test_a_single_scaled_step_has_another_drawing_as_its_past() -> None:
     assert not np.array_equal(drawn.counts_SLE, past.counts_SLE)
     whole = trimtab.simulate(part_of_a_step(), **RUN, policies="eplb", token_budget=64)
     assert not whole.case.earlier
+    assert not whole.case.past_is_drawn
 
 
 @pytest.mark.parametrize("half", [0, 1])

@@ -64,8 +64,8 @@ class TraceSteps:
         return replace(self, recorded=tuple(_with_layers(step, layers) for step in self.recorded))
 
     def _completed(self, full: int) -> tuple[TraceSteps, tuple[str, ...]]:
-        """Steps of `full` tokens or more, if nobody says how large they are, and a past of a single scaled step; with a
-        sentence on each.
+        """Steps of `full` tokens or more, if nobody says how large they are, with a sentence that says so; and a past
+        of a single scaled step.
 
         That past is another drawing from the same prompts: nearer to a real step before than half of the prompts are to
         the other half, since the correction of scaled steps holds for it, too.
@@ -81,10 +81,6 @@ class TraceSteps:
                 )
         if len(recorded) == 1 and not recorded[0].is_whole:
             recorded *= 2
-            texts.append(
-                "The trace has one step, so eplb plans from another drawing of the same prompts; record a second step "
-                "for the real one before."
-            )
         return replace(self, recorded=recorded, is_stated=True), tuple(texts)
 
     def case(
@@ -140,6 +136,7 @@ class TraceSteps:
                 traces=tuple(trace for _, trace in steps[-self.measured :]),
                 recorded=self.sequences if whole.is_scaled else None,
                 assumed=assumed,
+                past_is_drawn=len(whole.recorded) > len(self.recorded),
             )
 
         if not whole.is_scaled:

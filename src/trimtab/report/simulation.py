@@ -75,7 +75,7 @@ def setting_facts(source: str, trace: RoutingTrace, simulated: SimulatedCase) ->
             f"{source}, step {trace.steps[0]}: {plural(trace.num_tokens, 'token')}, "
             f"{plural(trace.num_sequences, 'sequence')}",
         ),
-        ("steps", f"{case.measured}, after {plural(len(case.steps) - case.measured, 'step')} that balancers know"),
+        ("steps", f"{case.measured}, after {_known_steps(case)} that balancers know"),
         ("model", f"{case.model.name}; the trace has {trace.shape_text}"),
         ("cluster", f"{plural(cluster.ranks, 'rank')}, {cluster.ranks_per_node} per node, {cluster.name}"),
         ("dispatcher", DISPATCH_TEXTS[cluster.dispatch_forwards]),
@@ -93,6 +93,10 @@ def setting_facts(source: str, trace: RoutingTrace, simulated: SimulatedCase) ->
         ),
         *([("host memory", f"{bytes_text(mirror)} per node for mirrored experts")] if mirror else []),
     )
+
+
+def _known_steps(case: ComparisonCase) -> str:
+    return "another drawing of it" if case.past_is_drawn else plural(len(case.steps) - case.measured, "step")
 
 
 def layout_facts(settings: StepSettings) -> Facts:
@@ -261,10 +265,11 @@ def scale_note(case: ComparisonCase) -> str:
     if case.recorded is None:
         return "The trace is taken as whole steps; where it has a part of each, give --step-tokens or --sampled."
     tokens = int(case.sequences.lengths.sum())
+    past = " The trace has one step, so balancers know another drawing of it as the one before."
     return (
         f"Scaled to steps of {tokens:,} tokens: prompts are drawn with all their answers, with replacement, from "
         f"{plural(case.recorded, 'recorded sequence')} or more a step, and the skew that this adds is removed "
-        "(2 f(all) - f(half))."
+        f"(2 f(all) - f(half)).{past if case.past_is_drawn else ''}"
     )
 
 

@@ -37,6 +37,7 @@ class ComparisonCase:
         halves: the same case from each half of the recorded prompts, if the steps were resampled. The seconds of
             balancers are then those of a step without the skew that resampling adds.
         recorded: fewest recorded sequences of a measured step, if the steps were resampled; else None.
+        past_is_drawn: whether `earlier` is another drawing of a trace's single step.
         assumed: sentences on what nobody stated, each with the option that changes it.
     """
 
@@ -52,6 +53,7 @@ class ComparisonCase:
     traces: tuple[RoutingTrace | ResampledTrace, ...] = ()
     halves: tuple[ComparisonCase, ...] = ()
     recorded: int | None = None
+    past_is_drawn: bool = False
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
