@@ -141,7 +141,9 @@ def held_out(count: int, cut_count: int) -> Figures:
         sequences = ranks * HELD_MICRO_STEPS * BUDGET // MEAN_LENGTH
         trace = _trace(preset, sequences, HELD_LAYERS, ADVISED + JUDGED, seed=100 + seed)
         known = trace.select(np.flatnonzero(trace.steps < ADVISED))
-        advise = partial(trimtab.advise, model=MODEL, ranks=ranks, dispatcher=dispatcher, token_budget=BUDGET)
+        advise = partial(
+            trimtab.advise, model=MODEL, ranks=ranks, dispatcher=dispatcher, token_budget=BUDGET, checkpointing=False
+        )
         verdict = advise(known).advice
         cluster = load_cluster("h100x8", ranks=ranks)
         cluster = replace(cluster, dispatch_forwards=DISPATCHERS[dispatcher])

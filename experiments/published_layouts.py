@@ -80,7 +80,7 @@ def _step(recipe: Mapping[str, Any], data_ranks: int, micro_batches: int) -> tup
     result = trimtab.simulate(
         trace, model=model, ranks=recipe["ep"], groups=recipe["gpus"] // (recipe["ep"] * recipe["pp"]),
         tp=recipe["tp"], pp=recipe["pp"], token_budget=SEQUENCE_TOKENS // recipe["tp"], recompute=False, slots=0,
-        policies="static",
+        policies="static", sampled=1.0, checkpointing=False,
     )  # fmt: skip
     static = result.outcomes["static"]
     return static.simulated.step_time_s, static.peak_bytes
