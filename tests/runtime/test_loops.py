@@ -189,6 +189,26 @@ def test_each_step_may_run_on_a_thread_of_its_own(run: str) -> None:
 
 
 @runs_on_ranks()
+def test_a_layer_of_a_thread_that_has_ended_is_not_recomputed_without_its_micro_step() -> None:
+    loop = start()
+
+    def late() -> None:
+        value = torch.ones((), requires_grad=True)
+        for _ in range(2000):
+            value = value + 1
+        forward(loop, 0, "reentrant checkpoint", 0)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(late).result()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(any_loop.plan, loop, 6).result()
+        thread.submit(forward, loop, 0, "reentrant checkpoint").result()
+        error = thread.submit(loop.pending.pop(0).loss.backward).exception()
+    assert isinstance(error, RuntimeError)
+    assert "under an earlier plan, on a thread that has ended" in str(error)
+
+
+@runs_on_ranks()
 def test_new_memory_at_the_same_address_is_detected() -> None:
     """Other values in new memory at the same address, as an allocator may return it."""
     loop = start()

@@ -196,7 +196,12 @@ class Backward:
         return forward.routes()
 
     def _check_other_threads(self, number: int) -> None:
-        """Raises RuntimeError if the node may be of an earlier plan's micro-step that another running thread began."""
+        """Raises RuntimeError if the node may be of a micro-step that another thread began, perhaps one that ended."""
+        if _this_thread() is self._thread and number >= next_node():
+            raise RuntimeError(
+                "a checkpointed layer is recomputed whose forward ran under an earlier plan, on a thread that has "
+                "ended; call backward() before the next plan"
+            )
         for thread, forwards in self._forwards_of.items():
             if thread is not self._thread and any(forward.start <= number < forward.end for forward in forwards):
                 raise RuntimeError(
