@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from helpers import any_loop, loop_state
-from helpers.any_loop import start, update
+from helpers.any_loop import start, update, zero
 from helpers.loop_state import Loop
 from helpers.rank_tests import runs_on_ranks
+from helpers.user_actions import change_session
 from trimtab.errors import InputError
 from trimtab.runtime.state.weight_watch import OptimizerWatch
 
@@ -102,6 +103,49 @@ def test_gradient_that_no_rank_has_stays_none() -> None:
     before = loop.model.head.weight.detach().clone()
     loop.optimizers[1].step()
     assert torch.equal(before, loop.model.head.weight)
+
+
+def to_main_grad(parameter: torch.nn.Parameter) -> Any:
+    """As frameworks do: a hook on the node that accumulates a gradient adds it to another tensor. Returns the hook, and
+    the node, since a new one would have no hook."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    main_grad = torch.zeros_like(parameter)
+
+    def add(*_: object) -> None:
+        assert parameter.grad is not None
+        main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return node.register_hook(add), node
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@runs_on_ranks()
+def test_a_hook_that_moves_gradients_is_refused_in_every_step(steps: int) -> None:
+    loop = start()
+    for _ in range(steps):
+        update(loop)
+        any_loop.step(loop)
+    hooks = [to_main_grad(expert) for layer in loop.session.homes for expert in layer.parameters]
+    with pytest.raises(RuntimeError, match="a hook has moved the gradient of an expert tensor"):
+        update(loop, 1)
+    for hook, _ in hooks:
+        hook.remove()
+    zero(loop)
+    update(loop, 2)
+    any_loop.step(loop)
+
+
+@runs_on_ranks()
+def test_hooks_of_earlier_sessions_do_not_pile_up() -> None:
+    loop = start()
+    for seed in (4, 5):
+        update(loop)
+        any_loop.step(loop)
+        change_session(loop, seed)
+    update(loop)
+    expert = loop.session.homes[0].parameters[0]
+    assert len(expert._post_accumulate_grad_hooks or ()) == 1
 
 
 CALLS: dict[str, Callable[[Loop], object]] = {

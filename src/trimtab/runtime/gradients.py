@@ -74,7 +74,6 @@ class SessionGradients(SessionBase):
                 sum_gradients(experts, topology.expert_dp_group)
             sum_gradients(dense, topology.data)
         accumulation.finish(summed)
-        self._experts.gradients.is_thorough = False
         self._experts.optimizers.finish(dense, experts)
         self._experts.changed = True
 
