@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +106,7 @@ def test_gradient_that_no_rank_has_stays_none() -> None:
     assert torch.equal(before, loop.model.head.weight)
 
 
-def to_main_grad(parameter: torch.nn.Parameter) -> Any:
+def to_main_grad(parameter: torch.nn.Parameter, keeps: bool) -> Any:
     """As frameworks do: a hook on the node that accumulates a gradient adds it to another tensor. Returns the hook, and
     the node, since a new one would have no hook."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -114,24 +115,30 @@ def to_main_grad(parameter: torch.nn.Parameter) -> Any:
     def add(*_: object) -> None:
         assert parameter.grad is not None
         main_grad.add_(parameter.grad)
-        parameter.grad = None
+        if not keeps:
+            parameter.grad = None
 
     return node.register_hook(add), node
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 @runs_on_ranks()
-def test_a_hook_that_moves_gradients_is_refused_in_every_step(steps: int) -> None:
+def test_a_hook_that_moves_or_copies_gradients_is_refused_in_every_step(steps: int) -> None:
     loop = start()
     for _ in range(steps):
         update(loop)
         any_loop.step(loop)
-    hooks = [to_main_grad(expert) for layer in loop.session.homes for expert in layer.parameters]
-    with pytest.raises(RuntimeError, match="a hook has moved the gradient of an expert tensor"):
-        update(loop, 1)
-    for hook, _ in hooks:
-        hook.remove()
-    zero(loop)
+    plan = loop.session.step_plan
+    for layer, keeps in itertools.product(loop.session.homes, (False, True)):
+        has_replicas = bool(len(plan.replicas_of(1, layer.index)))
+        hooks = [to_main_grad(expert, keeps) for expert in layer.parameters]
+        if has_replicas or not keeps:
+            message = "a hook on an expert tensor" if has_replicas else "a hook has moved the gradient"
+            with pytest.raises(RuntimeError, match=f"MoE layer {layer.index}: {message}"):
+                update(loop, 1)
+        for hook, _ in hooks:
+            hook.remove()
+        zero(loop)
     update(loop, 2)
     any_loop.step(loop)
 

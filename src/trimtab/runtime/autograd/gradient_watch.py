@@ -84,10 +84,13 @@ def _is_ours(hook: object) -> bool:
     return isinstance(getattr(hook, "__self__", None), GradientWatch)
 
 
-def has_hooks(parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter has hooks on its gradient, but for those of this module."""
+def has_hooks(parameter: torch.nn.Parameter, node: torch.autograd.graph.Node) -> bool:
+    """Whether a parameter, or the node that accumulates its gradient, has hooks that are not of this module."""
+    handle = node.register_hook(lambda *_: None)
+    num_on_node = len(handle.hooks_dict_ref() or ())
+    handle.remove()
     hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    return bool(parameter._backward_hooks) or not all(map(_is_ours, hooks))
+    return num_on_node > 1 or bool(parameter._backward_hooks) or not all(map(_is_ours, hooks))
 
 
 def _state(parameter: torch.nn.Parameter) -> tuple[int, int] | None:

@@ -44,6 +44,12 @@ class _Arrival:
     count: int
     waits: list[Wait]
 
+    def wait(self) -> None:
+        """Wait for the transfers, once: a second wait for a message of gloo never ends."""
+        waits, self.waits = self.waits, []
+        for wait in waits:
+            wait()
+
 
 class ReplicaRing:
     """The buffers of the ring, and the transfers into them.
@@ -123,9 +129,7 @@ class ReplicaRing:
     def complete(self) -> None:
         """Wait for all transfers in progress, before weights change."""
         for arrival in self._held.values():
-            for wait in arrival.waits:
-                wait()
-            arrival.waits = []
+            arrival.wait()
         self._wait_for_sends(lambda _: True)
 
     def end(self, micro_step: int) -> None:
@@ -253,8 +257,7 @@ class ReplicaRing:
                 return buffer
         oldest = next(key for key in self._held if key not in needed)
         arrival = self._held.pop(oldest)
-        for wait in arrival.waits:
-            wait()
+        arrival.wait()
         return arrival.buffer
 
 
