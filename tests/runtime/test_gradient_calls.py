@@ -155,6 +155,27 @@ def test_hooks_of_earlier_sessions_do_not_pile_up() -> None:
     assert len(expert._post_accumulate_grad_hooks or ()) == 1
 
 
+@pytest.mark.parametrize("which", ["dense", "experts", "an expert tensor"])
+@runs_on_ranks()
+def test_frozen_tensors_may_keep_their_last_gradients(which: str) -> None:
+    loop = start()
+    update(loop)
+    any_loop.step(loop, None)
+    dense, experts = loop.model.replicated(), [p for layer in loop.session.homes for p in layer.parameters]
+    frozen = {"dense": dense[:2], "experts": experts, "an expert tensor": experts[:1]}[which]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    for _ in range(2):
+        for parameter in loop.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = None
+        with loop.session.micro_step(0):
+            loop.loss(loop.model, loop.rows(0, loop.session.rank))[0].backward()
+        loop.session.finish_gradients(dense)
+    with pytest.raises(RuntimeError, match=SUMMED):
+        loop.session.finish_gradients(dense)
+
+
 CALLS: dict[str, Callable[[Loop], object]] = {
     "finish_gradients": lambda loop: loop.session.finish_gradients(loop.model.replicated()),
     "micro_step": lambda loop: loop.session.micro_step(0).__enter__(),

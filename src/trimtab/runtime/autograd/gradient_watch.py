@@ -118,7 +118,7 @@ class Accumulation:
     gradients that are unchanged since the start of the forward are tested.
 
     Args:
-        experts: returns the session's expert parameters.
+        experts: returns the session's expert parameters that are trained.
 
     Attributes:
         is_open: whether a backward has run since gradients were summed.
@@ -191,8 +191,8 @@ class Accumulation:
         self._states = {p: (weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None}
 
     def _is_unchanged(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether a gradient has not been written to since states were stored."""
-        if parameter not in self._states or parameter.grad is None:
+        """Whether a gradient has not been written to since states were stored. Frozen parameters may keep theirs."""
+        if parameter not in self._states or parameter.grad is None or not parameter.requires_grad:
             return False
         gradient, version = self._states[parameter]
         return gradient() is parameter.grad and parameter.grad._version == version
