@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from helpers import any_loop, loop_state
-from helpers.any_loop import start, update
+from helpers.any_loop import start, update, zero
 from helpers.loop_state import Loop
 from helpers.rank_tests import runs_on_ranks
+from helpers.user_actions import change_session
 from trimtab.errors import InputError
 from trimtab.runtime.state.weight_watch import OptimizerWatch
 
@@ -102,6 +104,76 @@ def test_gradient_that_no_rank_has_stays_none() -> None:
     before = loop.model.head.weight.detach().clone()
     loop.optimizers[1].step()
     assert torch.equal(before, loop.model.head.weight)
+
+
+def to_main_grad(parameter: torch.nn.Parameter, keeps: bool) -> Any:
+    """As frameworks do: a hook on the node that accumulates a gradient adds it to another tensor. Returns the hook, and
+    the node, since a new one would have no hook."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    main_grad = torch.zeros_like(parameter)
+
+    def add(*_: object) -> None:
+        assert parameter.grad is not None
+        main_grad.add_(parameter.grad)
+        if not keeps:
+            parameter.grad = None
+
+    return node.register_hook(add), node
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@runs_on_ranks()
+def test_a_hook_that_moves_or_copies_gradients_is_refused_in_every_step(steps: int) -> None:
+    loop = start()
+    for _ in range(steps):
+        update(loop)
+        any_loop.step(loop)
+    plan = loop.session.step_plan
+    for layer, keeps in itertools.product(loop.session.homes, (False, True)):
+        has_replicas = bool(len(plan.replicas_of(1, layer.index)))
+        hooks = [to_main_grad(expert, keeps) for expert in layer.parameters]
+        if has_replicas or not keeps:
+            message = "a hook on an expert tensor" if has_replicas else "a hook has moved the gradient"
+            with pytest.raises(RuntimeError, match=f"MoE layer {layer.index}: {message}"):
+                update(loop, 1)
+        for hook, _ in hooks:
+            hook.remove()
+        zero(loop)
+    update(loop, 2)
+    any_loop.step(loop)
+
+
+@runs_on_ranks()
+def test_hooks_of_earlier_sessions_do_not_pile_up() -> None:
+    loop = start()
+    for seed in (4, 5):
+        update(loop)
+        any_loop.step(loop)
+        change_session(loop, seed)
+    update(loop)
+    expert = loop.session.homes[0].parameters[0]
+    assert len(expert._post_accumulate_grad_hooks or ()) == 1
+
+
+@pytest.mark.parametrize("which", ["dense", "experts", "an expert tensor"])
+@runs_on_ranks()
+def test_frozen_tensors_may_keep_their_last_gradients(which: str) -> None:
+    loop = start()
+    update(loop)
+    any_loop.step(loop, None)
+    dense, experts = loop.model.replicated(), [p for layer in loop.session.homes for p in layer.parameters]
+    frozen = {"dense": dense[:2], "experts": experts, "an expert tensor": experts[:1]}[which]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    for _ in range(2):
+        for parameter in loop.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = None
+        with loop.session.micro_step(0):
+            loop.loss(loop.model, loop.rows(0, loop.session.rank))[0].backward()
+        loop.session.finish_gradients(dense)
+    with pytest.raises(RuntimeError, match=SUMMED):
+        loop.session.finish_gradients(dense)
 
 
 CALLS: dict[str, Callable[[Loop], object]] = {

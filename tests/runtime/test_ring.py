@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -103,6 +105,26 @@ def test_autograd_detects_a_reused_slot() -> None:
     harness.visit(0, 2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.sum().backward()
+
+
+def test_a_wait_that_failed_is_not_repeated() -> None:
+    """A second wait for a message of gloo may never end."""
+    harness, calls = Harness(one_each(1, 4), places=2), list[int]()
+
+    def fail() -> None:
+        calls.append(len(calls))
+        raise RuntimeError("connection closed")
+
+    harness.ring.host_copies = SimpleNamespace(start=lambda _: fail)  # type: ignore[assignment]
+    harness.ring.begin(0)
+    # The layer's own transfer, that of all layers, and that of a buffer which is used again.
+    for use, layer, message in (
+        (harness.visit, 0, "closed"), (lambda *_: harness.ring.complete(), 0, "an earlier wait"),
+        (harness.visit, 1, "an earlier wait"), (harness.visit, 1, "closed"),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=message):
+            use(0, layer)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize(("layers", "most"), [(1, 1), (1, 4), (1, 6), (3, 5), (3, 18)])

@@ -274,6 +274,32 @@ def test_parameters_that_were_replaced_in_the_model_are_refused() -> None:
     assert error_of(model, reference) < 1e-6
 
 
+@pytest.mark.parametrize("zeroes", ["optimizer", "model"])
+@pytest.mark.parametrize("registers", [False, True])
+@runs_on_ranks()
+def test_an_optimizer_of_parameters_that_were_replaced_is_reported(zeroes: str, registers: bool) -> None:
+    session, model, _ = shared_with_functions()
+    optimizer, other = adamw(model), nn.Linear(2, 2)
+    critic = adamw(other)
+    if registers:
+        session.register_optimizers(optimizer)
+    model.load_state_dict(saved(model), assign=True)
+    for seed in range(2):
+        step = Step(seed, moves=False)
+        step.apply(session)
+        step.run(session, model)
+        critic.step()
+        optimizer.step()
+        {"optimizer": optimizer, "model": model}[zeroes].zero_grad()
+        if seed:
+            with pytest.raises(InputError, match="no optimizer holds the experts' present Parameters: AdamW"):
+                session.micro_step(0).__enter__()
+        else:
+            with pytest.raises(InputError, match="no optimizer holds the experts' present Parameters: AdamW"):
+                session.finish_gradients(model.replicated())
+            model.zero_grad()
+
+
 @runs_on_ranks()
 def test_experts_that_no_optimizer_holds_are_reported_on_all_ranks() -> None:
     session, model, _ = make()

@@ -62,7 +62,7 @@ class SessionGradients(SessionBase):
         names = {key: self._names.get(parameter, "") for key, parameter in zip(elements, equal, strict=False)}
         are_new_D = self._lockstep.agree(
             FINISH, must_match=same | elements, values=[any(other not in self._equal for other in others)],
-            problem=accumulation.problem(summed) or self._experts.optimizers.untrained() or self._experts.written(),
+            problem=self._experts.optimizers.untrained() or accumulation.problem(summed) or self._experts.written(),
             all_data_ranks=True, names=names,
         )  # fmt: skip
         if are_new_D.any():
@@ -74,7 +74,6 @@ class SessionGradients(SessionBase):
                 sum_gradients(experts, topology.expert_dp_group)
             sum_gradients(dense, topology.data)
         accumulation.finish(summed)
-        self._experts.gradients.is_thorough = False
         self._experts.optimizers.finish(dense, experts)
         self._experts.changed = True
 

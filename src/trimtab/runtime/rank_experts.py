@@ -58,7 +58,7 @@ class RankExperts:
         self._framework_state: ExpertState | None = None
         self.layers: list[HomeExperts] = []
         self.backward = Backward(self._complete_gradients, self._drop_gradients)
-        self.accumulation = Accumulation(self.parameters)
+        self.accumulation = Accumulation(lambda: [p for p in self.parameters() if p.requires_grad])
         self.gradients = GradientWatch()
         self.optimizers = OptimizerWatch(self._own_layers, self._before_step, self._after_step)
         self.changed = True

@@ -168,6 +168,20 @@ class Session(SessionSteps, SessionState, SessionGradients):
         self._lockstep.agree(LOGICAL)
         return dict(self.logical.weights(model, everywhere=True))
 
+    def dcp_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The model's state for `torch.distributed.checkpoint`, on all ranks. Stacks of experts are whole tensors
+        `[E, ...]` in logical order, lists have the logical id in place of the row in their names; all share the memory
+        of the parameters.
+
+        `save` it, or `load` it, which writes the parameters, on any number of ranks; then call `weights_changed`. A
+        process without a session loads it as that of the whole model. Stacks are DTensors, `Shard(0)` over the
+        expert-parallel group. While experts are in another order than these need, they can only be saved and loaded.
+
+        Raises:
+            InputError: if a layer was added with `weights`, or the names of a list have no expert number.
+        """
+        return self.logical.checkpoint(model)
+
     def sync_placement(self, step: int) -> Path | None:
         """Write the rollout engine's map of experts from the routing of all plans since the last call. Collective over
         all data ranks. Call it before the engine loads the weights of `step`, which is the step after these plans.

@@ -172,6 +172,18 @@ class LogicalState:
             for name, whole in self._gather(entry, value, everywhere=everywhere).items():
                 yield name, whole if everywhere else whole.cpu()
 
+    def checkpoint(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The model's state for `torch.distributed.checkpoint`; see `Session.dcp_state_dict`. Not a collective."""
+        from trimtab.runtime.state.distributed_checkpoint import whole_stack
+
+        rank, group = self._topology.rank, self._topology.experts
+        return {
+            entry.own_name(rank): whole_stack(value.detach(), entry.layer.places, rank, group)
+            if entry.layer is not None and entry.is_stack
+            else value.detach()
+            for entry, value in self._entries(model, _tensors_of(model))
+        }
+
     def load_weights(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         """Load this rank's rows of whole tensors, under the present homes. Not a collective.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -184,11 +184,32 @@ def _add_hooks(module: nn.Module) -> None:
 
 
 def _add_ids(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """After a module's part of a state dict was made: add the ids of its rows, while experts are away."""
+    """After a module's part of a state dict was made: mark its experts; add the ids of their rows, while they are
+    away."""
     for name, parameter in module._parameters.items():
         row = None if parameter is None else row_of(parameter)
-        if row is not None and not row[0].are_first and prefix + name in state:
+        if row is None or prefix + name not in state:
+            continue
+        _mark(state[prefix + name])
+        if not row[0].are_first:
             state[prefix + name + IDS] = torch.from_numpy(row[0].now.experts_RH.astype(np.int64))
+
+
+def _mark(value: object) -> None:
+    """Let `torch.distributed.checkpoint` raise an error for a tensor of a state dict, unless it is a Parameter or a
+    framework's DTensor. It takes a plain tensor for one that all ranks hold, and saves that of one rank.
+
+    Files of torch.save do not have the mark.
+    """
+    if type(value) is torch.Tensor and value.ndim:
+        vars(value).update(__create_write_items__=_refuse, __create_chunk_list__=_refuse, __getstate__=dict)
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise RuntimeError(
+        "torch.distributed.checkpoint would save the experts of one rank and lose those that have the same names on "
+        "other ranks; save and load session.dcp_state_dict(model), and state of optimizers by session.logical"
+    )
 
 
 def _order_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -243,6 +264,8 @@ def _numbered(optimizer: torch.optim.Optimizer) -> dict[int, KnownPlaces]:
 def _add_ids_of_state(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
     # In the groups, since optimizers that no session knows yet keep what these have.
     known = _numbered(optimizer)
+    for value in (value for number in known for value in packed["state"].get(number, {}).values()):
+        _mark(value)
     for group in packed["param_groups"]:
         away = [number for number in group["params"] if number in known and not known[number].are_first]
         if away:

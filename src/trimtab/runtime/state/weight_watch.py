@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trimtab.errors import InputError
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.state.known_places import moves_so_far
+from trimtab.runtime.state.known_places import moves_so_far, row_of
 from trimtab.runtime.state.named_rows import follow_optimizer, instances_of
 from trimtab.runtime.state.parameter_checks import check_current_parameters
 
@@ -246,6 +246,8 @@ class OptimizerWatch:
         self._trained: list[torch.Tensor] = []
         # What optimizers that have stepped since then hold.
         self._held: set[int] = set()
+        # The class of an optimizer that has stepped since then with experts that were replaced.
+        self._outdated = ""
         _watches.add(self)
         # Registered once and never removed: removal by garbage collection in the middle of an optimizer step would
         # change torch's dictionary of hooks while torch iterates over it.
@@ -268,8 +270,11 @@ class OptimizerWatch:
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after an optimizer step."""
-        self._after(self._held_layers(optimizer), self._is_registered(optimizer))
+        held = self._held_layers(optimizer)
+        self._after(held, self._is_registered(optimizer))
         self._held |= _held_ids(optimizer)
+        if not held and self._held_before(optimizer):
+            self._outdated = type(optimizer).__name__
 
     def register(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Register optimizers in place of those before.
@@ -335,13 +340,19 @@ class OptimizerWatch:
             experts: the trained experts.
         """
         self._trained = [parameter for parameter in experts if parameter.grad is not None]
-        self._finished, self._held = [*dense, *self._trained], set()
+        self._finished, self._held, self._outdated = [*dense, *self._trained], set(), ""
 
     def untrained(self) -> InputError | None:
         """The error of experts whose complete gradients no optimizer uses, once for each step; or None.
 
         It is known when an optimizer has stepped that holds others of the parameters with complete gradients.
         """
+        if optimizer := self._outdated:
+            self.finish((), ())
+            return InputError(
+                f"no optimizer holds the experts' present Parameters: {optimizer} has those from before they were "
+                "replaced, as by load_state_dict(assign=True); replace Parameters before the optimizer is made"
+            )
         if self._held.isdisjoint(map(id, self._finished)):
             return None
         trained, held = self._trained, self._held
@@ -380,6 +391,12 @@ class OptimizerWatch:
     def _is_registered(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer or one that wraps it is registered."""
         return any(each is optimizer or each.state is optimizer.state for each in self.registered)
+
+    def _held_before(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer holds Parameters that layers had before others replaced them; it holds none of now."""
+        known = {id(layer.known) for layer in self._layers()}
+        rows = (row_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        return any(row is not None and id(row[0]) in known for row in rows)
 
     def _held_layers(self, optimizer: torch.optim.Optimizer) -> list[HomeExperts]:
         """The layers of which an optimizer holds experts."""

@@ -249,12 +249,12 @@ def accumulates(layer: HomeExperts, parameter: torch.nn.Parameter) -> bool:
     Raises:
         RuntimeError: if `torch.autograd.grad` differentiates by it, or it has a hook on its gradient.
     """
-    if has_hooks(parameter):
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    if has_hooks(parameter, node):
         raise RuntimeError(
             f"MoE layer {layer.index}: a hook on an expert tensor would get its gradient before those of replicas are "
             "added; remove the hook, or work on the gradients after backward()"
         )
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         return will_run(node)
     except RuntimeError:

@@ -44,6 +44,17 @@ class _Arrival:
     count: int
     waits: list[Wait]
 
+    def wait(self) -> None:
+        """Wait for the transfers, once: a second wait for a message of gloo may never end."""
+        waits, self.waits = self.waits, [_raise_incomplete]
+        for wait in waits:
+            wait()
+        self.waits = []
+
+
+def _raise_incomplete() -> None:
+    raise RuntimeError("an earlier wait for weights of replicas failed or was interrupted; this session can't go on")
+
 
 class ReplicaRing:
     """The buffers of the ring, and the transfers into them.
@@ -116,16 +127,13 @@ class ReplicaRing:
         """This rank's replicas of a prefetched instance, `[count, ...]` for each tensor. Waits for their transfers."""
         arrival = self._held[micro_step, layer]
         if arrival.waits:
-            self.counters.wait(arrival.waits, self._device)
-            arrival.waits = []
+            self.counters.wait([arrival.wait], self._device)
         return [tensor[: arrival.count] for tensor in self._buffers[arrival.buffer]]
 
     def complete(self) -> None:
         """Wait for all transfers in progress, before weights change."""
         for arrival in self._held.values():
-            for wait in arrival.waits:
-                wait()
-            arrival.waits = []
+            arrival.wait()
         self._wait_for_sends(lambda _: True)
 
     def end(self, micro_step: int) -> None:
@@ -176,10 +184,10 @@ class ReplicaRing:
         self.mirror.close()
 
     def _wait_for_sends(self, chosen: Callable[[Instance], bool]) -> None:
-        for instance, work in self._sends:
+        sends, self._sends = self._sends, [send for send in self._sends if not chosen(send[0])]
+        for instance, work in sends:
             if chosen(instance):
                 work.wait()
-        self._sends = [(instance, work) for instance, work in self._sends if not chosen(instance)]
 
     def _fetch(self, now: Sequence[Instance]) -> None:
         """Start the transfers of `now` and of the next predicted instances with replicas that are not already held.
@@ -253,8 +261,7 @@ class ReplicaRing:
                 return buffer
         oldest = next(key for key in self._held if key not in needed)
         arrival = self._held.pop(oldest)
-        for wait in arrival.waits:
-            wait()
+        arrival.wait()
         return arrival.buffer
 
 
