@@ -136,7 +136,7 @@ class AnyLoop(RuleBasedStateMachine):
     def run_other_weights(self, seed: int) -> None:
         self.do(user_actions.run_other_weights, seed)
 
-    @rule(views=st.just(False))
+    @rule(views=st.booleans())
     def wrap_in_ddp(self, views: bool) -> None:
         self.do(user_actions.wrap_in_ddp, views)
 

@@ -169,7 +169,8 @@ class Accumulation:
 
     def finish(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Call it when the gradients of these parameters were summed over ranks."""
-        self._summed = list(parameters)
+        # Others had none on any rank; theirs can only be new.
+        self._summed = [parameter for parameter in parameters if parameter.grad is not None]
         self._finished_with = _any_gradient(self._experts())
         self._backward, self._began_with, self.is_open = None, [], False
         self._store_states()
