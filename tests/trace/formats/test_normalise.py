@@ -227,6 +227,20 @@ def test_bad_records_are_refused(record: Record, known: ImportOptions, message: 
     assert "\n" not in str(caught.value)
 
 
+def test_rows_for_a_part_of_the_tokens_are_placed_or_refused() -> None:
+    """SGLang's `routed_experts_start_len` and vLLM's `routed_experts_prompt_start` leave out the first rows."""
+    part = good(num_tokens=5, placed=False)
+    with pytest.raises(InputError, match=r"^x: 2 rows of expert ids for 5 tokens; 4 are expected, .* --rows-at end if"):
+        joined([part], EIGHT)
+    for known, first in ((ImportOptions(8, rows_at="start"), 0), (ImportOptions(8, rows_at="end"), 2)):
+        trace = joined([part], known)
+        np.testing.assert_array_equal(trace.expert_ids[first : first + 2], GOOD)
+        assert (np.delete(trace.expert_ids, slice(first, first + 2), axis=0) == trace.no_route).all()
+        for tokens in (None, 2, 3):  # the last token may have a row or not
+            whole = joined([replace(part, num_tokens=tokens)], known)
+            np.testing.assert_array_equal(whole.expert_ids, GOOD[: len(whole.expert_ids)])
+
+
 def test_records_of_different_models_are_refused() -> None:
     with pytest.raises(InputError, match="no sequences"):
         joined([], EIGHT)

@@ -70,6 +70,26 @@ def test_shared_prompts_and_lists(tmp_path: Path) -> None:
     assert [record.first for record in kept(sglang.records_of_responses(group[1], MODEL))] == [6]
 
 
+def test_the_first_row_is_the_one_that_the_request_asks_for() -> None:
+    """miles' `SessionRecord`s and clients of `/v1/chat/completions`; SGLang's answers do not repeat the field."""
+    ids, prompt = routes(9, 3, 2, 8, "int32"), list(range(6))
+    start = {"routed_experts_start_len": 4}
+    for request in (start | {"input_ids": prompt}, {"extra_body": start, "input_ids": prompt}):
+        answer = response(ids[4:], 6, 4)
+        (record,) = kept(sglang.records_of_responses([{"request": request, "response": answer}], MODEL))
+        assert (record.first, record.placed, tokens_of(record)) == (4, True, [*prompt, 50, 51, 52, 53])
+        np.testing.assert_array_equal(record.ids, ids[4:])
+        answer = response(ids[5:], 6, 4, routed_experts_start_len=5)
+        (record,) = kept(sglang.records_of_responses([{"request": request, "response": answer}], MODEL))
+        assert record.first == 5
+        with pytest.raises(InputError, match="begin at token 4 of 10, so there should be 5; there are 4"):
+            kept(sglang.records_of_responses([{"request": request, "response": response(ids[5:], 6, 4)}], MODEL))
+    with pytest.raises(InputError, match=r"^response 0: routed_experts_start_len is a list"):
+        kept(sglang.records_of_responses([{"request": {"routed_experts_start_len": [4]}, "response": {}}], MODEL))
+    (record,) = kept(sglang.records_of_responses([response(ids[4:], 6, 4)], MODEL))
+    assert (record.first, record.placed) == (0, False)
+
+
 def test_ids_of_generated_tokens_from_logprobs() -> None:
     each = response(routes(4, 3, 2, 8, "int32"), 3, 2, output_token_logprobs=[[-0.1, 70, None], [-0.2, 71, None]])
     del each["output_ids"]

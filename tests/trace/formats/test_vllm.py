@@ -157,7 +157,27 @@ def test_only_the_completion_in_0_21(prompt_routes: dict[str, None], rows: int, 
         response["prompt_token_ids"] = [1, 2, 3]
     (record,) = kept(vllm.records_of_outputs([response]))
     assert (record.first, record.num_tokens, record.prompt_length) == (first, 6, 3)
+    assert record.placed == (first > 0)
     np.testing.assert_array_equal(record.ids, ids)
+
+
+def test_rows_from_a_later_token_on() -> None:
+    """As requested (`/v1/completions`, `/inference/v1/generate`) or as prime-rl's server states it beside the ids."""
+    ids = routes(7, 2, 2, 8, "uint8")
+    data = {"data": base64.b64encode(ids[4:].tobytes()).decode(), "shape": [3, 2, 2], "dtype": "uint8"}
+    start = {"routed_experts_prompt_start": 4}
+    for value in (
+        completion(choice(data | {"start": 4}, 5, 3)),
+        {"request": start, "response": completion(choice(npy_text(ids[4:]), 5, 3))},
+        {"request": {"sampling_params": start}, "response": completion(choice(data, 5, 3))},
+    ):
+        (record,) = kept(vllm.records_of_outputs([value]))
+        assert (record.first, record.placed) == (4, True)
+        np.testing.assert_array_equal(record.ids, ids[4:])
+    with pytest.raises(InputError, match="choice 0: its rows begin at token 3 of 8, so there should be 4; there are 3"):
+        kept(vllm.records_of_outputs([completion(choice(data | {"start": 3}, 5, 3))]))
+    with pytest.raises(InputError, match="choice 0: start is a text"):
+        kept(vllm.records_of_outputs([completion(choice(data | {"start": "4"}, 5, 3))]))
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def normalise(
             block = item.block
             ids = item.chosen(block)
             _check_form(item, ids)
+            item = _placed(item, len(ids), options)
             layout = layout or _layout_of(item, ids, options)
             token_ids = item.token_ids
         if len(models) < 2 and item.model not in ("", *models):
@@ -163,6 +164,19 @@ def _check_form(record: Record, ids: Array) -> None:
         )
     if not 0 <= record.step < 1 << 31:
         raise InputError(f"step {record.step}; it should be 0 to 2**31 - 1")
+
+
+def _placed(record: Record, rows: int, options: ImportOptions) -> Record:
+    """The record with the place of its rows. Raises InputError if nothing tells it."""
+    missing = 0 if record.placed or record.num_tokens is None else record.num_tokens - 1 - rows
+    if missing <= 0 or options.rows_at == "start":
+        return record
+    if options.rows_at is None:
+        raise InputError(
+            f"{rows} rows of expert ids for {record.num_tokens} tokens; {rows + missing} are expected, and nothing "
+            "tells which tokens have none: give --rows-at end if the first have none, --rows-at start if the last"
+        )
+    return replace(record, first=missing)
 
 
 def _layout_of(record: Record, ids: Array, options: ImportOptions) -> _Layout | None:

@@ -120,7 +120,7 @@ def ms_swift_records(samples: Iterable[Any]) -> Iterator[Record | Dropped]:
             if ids is None:
                 yield Dropped("samples without routes")
             else:
-                yield Record(ids, f"sample {row}", missing=0, num_tokens=length or None)
+                yield Record(ids, f"sample {row}", missing=0, placed=False, num_tokens=length or None)
 
     yield from require_records(records(), f"no sample has {KEY!r}; ms-swift records it with --router_replay_mode R3")
 
@@ -141,6 +141,7 @@ def _listed(
                 ids,
                 f"{what} {row}",
                 missing=missing,
+                placed=key == SKYRL_KEY,
                 num_tokens=sum(map(len, tokens)),
                 prompt_length=len(tokens[0]),
                 tokens=tuple(tokens),

@@ -119,6 +119,7 @@ def _jagged_rows(tensors: Any, routes: Any, step: int, sources: Any) -> Iterator
             f"row {row}",
             missing=0,
             place=place,
+            placed=False,
             num_tokens=length if tokens is None else len(tokens[row]),
             prompt_length=0 if prompts is None else len(prompts[row]),
             tokens=() if tokens is None else (tokens[row],),
