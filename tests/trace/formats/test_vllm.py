@@ -17,7 +17,7 @@ from helpers.import_items import dropped, kept, survives, tokens_of
 from helpers.response_dumps import json_lines, npy_bytes, npy_text, routes
 from trimtab import InputError
 from trimtab.trace.formats import sglang, vllm
-from trimtab.trace.formats.records import ImportOptions, Record, missing_id
+from trimtab.trace.formats.records import ImportOptions, Record
 
 NOTHING = ImportOptions()
 
@@ -56,7 +56,7 @@ def test_completion_response(tmp_path: Path, experts: int, dtype: str, top_k: in
     assert record.ids.dtype == dtype
     assert (record.where, record.num_tokens, record.prompt_length, record.first) == ("line 1, choice 0", 8, 5, 0)
     assert tokens_of(record) == [0, 1, 2, 3, 4, 100, 101, 102]
-    assert (record.missing, missing_id(record.ids)) == ("inferred", None if top_k == 1 else 0)
+    assert record.missing == "any"
     assert record.layers is None
 
 
@@ -261,7 +261,7 @@ def test_padded_batch(tmp_path: Path, gap: int, dtype: str) -> None:
     first, second, third = read(path)
     np.testing.assert_array_equal(first.ids, ids[:5])
     np.testing.assert_array_equal(second.ids, batch[1, 2:])
-    assert (missing_id(second.ids), len(third.ids)) == (gap, 0)
+    assert len(third.ids) == 0
     assert dropped(vllm.read(path, NOTHING)) == {"padding rows": 3 + 2 + 8}
     named = tmp_path / "b.npz"
     np.savez(named, routed_experts=batch, lengths=np.array([5, 8, 0]), prompt_lengths=[2, 3, 0], steps=[4, 4, 5])

@@ -60,8 +60,8 @@ class Record:
     Attributes:
         source: what holds the ids: an array or tensor of this sequence or of a batch, or nested lists.
         where: the place in the source, for messages: "line 3, choice 1".
-        missing: what all K ids are where there is no route (0 or -1); None if the format has no gaps; "inferred" where
-            frameworks differ (`missing_id`).
+        missing: what all K ids are where there is no route (0 or -1); None if the format has no gaps; "any": 0 and -1,
+            of which a record may hold both. With K = 1, 0 is an expert.
         first: number of tokens before the first row, whose routes are unknown.
         placed: False if rows that are fewer than the tokens may begin elsewhere (`ImportOptions.rows_at`).
         num_tokens: tokens of the sequence, the last of which is never fed to the model; None for `first + t + 1`.
@@ -83,7 +83,7 @@ class Record:
 
     source: Any
     where: str
-    missing: int | Literal["inferred"] | None = None
+    missing: int | Literal["any"] | None = None
     first: int = 0
     placed: bool = True
     num_tokens: int | None = None
@@ -123,16 +123,6 @@ class Record:
             return None
         with damaged_values():
             return np.concatenate([integers(part, "token ids", 1).astype(np.int64) for part in self.tokens])
-
-
-def missing_id(ids: Array) -> int | None:
-    """The value of all K ids without a route, for frameworks that pre-fill their buffers; see `Record.missing`.
-
-    -1 if it occurs. Else 0, except for top-1, where 0 is an expert.
-    """
-    if ids.dtype.kind == "i" and ids.size and int(ids.min()) < 0:
-        return -1
-    return 0 if ids.shape[-1] > 1 else None
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Response:
         return Record(
             source,
             where,
-            missing="inferred",
+            missing="any",
             first=first or 0,
             placed=bool(first),
             num_tokens=num_tokens,

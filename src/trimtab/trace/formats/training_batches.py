@@ -104,7 +104,7 @@ def trl_records(rollout: Any) -> Iterator[Record | Dropped]:
     Reads `routed_experts`, `prompt_ids` and `completion_ids`, an entry each a completion.
     """
     fields.required(rollout, KEY, "TRL records none: let rollout_func return it")
-    yield from _listed(rollout, KEY, ("prompt_ids", "completion_ids"), "completion", "inferred")
+    yield from _listed(rollout, KEY, ("prompt_ids", "completion_ids"), "completion", "any")
 
 
 def ms_swift_records(samples: Iterable[Any]) -> Iterator[Record | Dropped]:
@@ -126,7 +126,7 @@ def ms_swift_records(samples: Iterable[Any]) -> Iterator[Record | Dropped]:
 
 
 def _listed(
-    batch: Any, key: str, names: tuple[str, str], what: str, missing: Literal["inferred"] | None
+    batch: Any, key: str, names: tuple[str, str], what: str, missing: Literal["any"] | None
 ) -> Iterator[Record | Dropped]:
     """Records of lists: routes, None for sequences without, and token ids of prompts and of responses."""
     routes = field(batch, key)
