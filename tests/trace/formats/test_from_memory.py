@@ -93,6 +93,12 @@ def test_skyrl_s_rows_of_filler_have_no_routes() -> None:
         from_memory.from_skyrl(batch | {"router_padding_mask": None}, KNOWN)
 
 
+def test_roll_s_rows_of_a_resumed_generation_are_refused() -> None:
+    batch = MADE["from_roll"] | {"routed_experts": np.concatenate([ROWS[:3], ROWS])[None]}
+    with pytest.raises(InputError, match="row 0: 2 rows of routed_experts behind those of its 5 tokens: ROLL appends"):
+        from_memory.from_roll(batch, KNOWN)
+
+
 @pytest.mark.parametrize("rows", [4, 5])
 def test_ms_swift_s_samples(rows: int) -> None:
     padded = np.concatenate([ROWS, np.zeros((1, LAYERS, TOP_K), np.int32)])

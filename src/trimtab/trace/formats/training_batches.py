@@ -19,8 +19,10 @@ All raise InputError, in one line, if there are no routes or no lengths, or shap
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Literal
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.formats import dump_fields as fields
 from trimtab.trace.formats.dump_fields import field
@@ -56,6 +58,7 @@ def roll_records(batch: Any) -> Iterator[Record | Dropped]:
             routes,
             f"row {row}",
             missing=0,
+            read=partial(_without_surplus, row=row, length=length),
             place=row,
             rows=slice(0, length),
             num_tokens=length,
@@ -63,6 +66,21 @@ def roll_records(batch: Any) -> Iterator[Record | Dropped]:
             step=step,
             domain=fields.label_of(labels, row),
         )
+
+
+def _without_surplus(routes: Any, row: int, length: int) -> Array:
+    """The array of a ROLL batch. Raises InputError if the row holds routes behind its tokens.
+
+    When ROLL 0.3.0 resumes an aborted generation, it appends the routes of all tokens to those of the first part
+    (`roll/distributed/scheduler/user_defined_rollout_loop.py:149` at 8eb27cc2).
+    """
+    ids = fields.as_array(routes, KEY)
+    if surplus := int(ids[row, length:].any(axis=(1, 2)).sum()):
+        raise InputError(
+            f"{surplus} rows of {KEY} behind those of its {length} tokens: ROLL appends routes again when it resumes "
+            "an aborted generation, so rows are of other tokens"
+        )
+    return ids
 
 
 def skyrl_records(batch: Any) -> Iterator[Record | Dropped]:
