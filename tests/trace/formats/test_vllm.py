@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -281,6 +282,21 @@ def test_rows_that_may_be_routes_are_not_padding(rows: list[list[int]], kept_row
     np.save(tmp_path / "a.npy", np.array(rows)[None, :, None])
     (record,) = kept(vllm.read(tmp_path / "a.npy", ImportOptions()))
     assert record.ids[:, 0].tolist() == rows[kept_rows]
+
+
+def test_envelopes_of_nemo_rl() -> None:
+    for dtype in ("int8", "int16", "int32"):
+        ids = routes(4, 2, 2, 100, dtype)
+        data = base64.b64encode(ids.tobytes()).decode()
+        np.testing.assert_array_equal(record_of(f"nrlre1:{dtype}:4x2x2:{data}").ids, ids)
+        assert record_of(f"nrlre1:{dtype}:4x2x2:{data}").ids.dtype == dtype
+        for text, error in (
+            (f"nrlre1:{dtype}:4x2x3:{data}", "claims shape [4, 2, 3]"),
+            (f"nrlre1:float16:4x2x2:{data}", "should be one of"),
+            (f"nrlre1:{dtype}:4x2:{data}", "not valid base64"),
+        ):
+            with pytest.raises(InputError, match=re.escape(error)):
+                record_of(text)
 
 
 def test_the_size_of_raw_numbers_decides_their_dtype() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ WITHOUT_ROUTES = Dropped("responses without routed_experts")
 STARTS = ("routed_experts_start_len", "routed_experts_prompt_start")
 # Keys under which clients store a server's response with data of the request, outermost first.
 _WRAPPERS = ("response", "body", "result")
+# NeMo-RL's "nrlre1:int8:49x48x8:<base64>" (nemo_rl/utils/routed_experts_codec.py at 7ea279ab).
+_ENVELOPE = re.compile(r"nrlre1:(\w{1,9}):(\d{1,9})x(\d{1,9})x(\d{1,9}):")
 _RAW_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 # With a shape but no dtype, the size of a number gives the dtype. Signed, so -1 stays -1.
 _DTYPE_OF_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
@@ -177,13 +180,17 @@ def decode_routes(value: Any, options: ImportOptions, dtype: str = "int32") -> A
 
     Args:
         value: base64 of `.npy` bytes (vLLM); base64 of raw numbers (SGLang), whose shape comes from `options`;
-            `{"data": base64, "shape": [t, layers, K], "dtype": ...}`; nested lists (vLLM 0.21); or an array.
+            `{"data": base64, "shape": [t, layers, K], "dtype": ...}` or NeMo-RL's text of these; nested
+            lists (vLLM 0.21); or an array.
         options: for raw numbers, number of layers and top_k.
         dtype: of raw numbers.
 
     Raises:
         InputError: if it is none of these formats, or sizes don't fit.
     """
+    if isinstance(value, str) and (envelope := _ENVELOPE.match(value)):
+        shape = [int(length) for length in envelope.groups()[1:]]
+        value = {"dtype": envelope[1], "shape": shape, "data": value[envelope.end() :]}
     if isinstance(value, str):
         data = _decoded(value)
         ids = array_of_npy(data, ROUTES) if data.startswith(NPY_MAGIC) else shape_flat(_raw(data, dtype), options)
