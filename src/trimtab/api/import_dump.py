@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from trimtab.api.arguments import ModelSource, Overrides, check_choice, check_optional, check_whole
 from trimtab.cluster import ModelSpec, load_model, preset_of_label
@@ -15,7 +16,7 @@ from trimtab.trace import RoutingTrace
 from trimtab.trace.formats.bounded_import import bounded_import
 from trimtab.trace.formats.importing import FORMATS, import_own_files, model_label
 from trimtab.trace.formats.normalise import Summary
-from trimtab.trace.formats.records import ImportOptions
+from trimtab.trace.formats.records import ROWS_AT, ImportOptions
 from trimtab.trace.message_text import printable
 from trimtab.trace.store import Source, found_files, named_files
 
@@ -34,6 +35,7 @@ def import_dump(
     step: int = 0,
     step_from: str = "",
     domain: str = "",
+    rows_at: Literal["start", "end"] | None = None,
     limits: bool = True,
 ) -> RoutingTrace:
     """Returns the routing that an RL or serving framework recorded, as `trimtab trace import` writes it.
@@ -52,6 +54,8 @@ def import_dump(
         step_from: a regular expression with one group, the step of a file's sequences without one, such as
             `step(\\d+)`; searched in its path.
         domain: label of sequences without one.
+        rows_at: where rows for a part of a sequence are if the dump does not tell: at its "start" or its "end"; by
+            default they are refused.
         limits: False: read the files in this process, without limits of memory and processor time.
 
     Raises:
@@ -62,11 +66,13 @@ def import_dump(
     check_whole(0, step=step)
     if format is not None:
         check_choice("format", format, FORMATS)
+    if rows_at is not None:
+        check_choice("rows_at", rows_at, ROWS_AT)
     check_pattern(step_from)
     files = named_files(source, "*")
     given = ImportOptions(
         num_experts=num_experts, num_layers=num_layers, top_k=top_k, step=step, step_from=step_from, domain=domain,
-        optional=found_files(source, files),
+        optional=found_files(source, files), rows_at=rows_at,
     )  # fmt: skip
     options = with_model(given, model or named_model(files, given), overrides)
     read = bounded_import if limits else import_own_files

@@ -33,7 +33,7 @@ from trimtab.trace.exports.megatron import write_megatron
 from trimtab.trace.formats.bounded_import import bounded_import
 from trimtab.trace.formats.importing import FORMATS, import_own_files
 from trimtab.trace.formats.normalise import Summary
-from trimtab.trace.formats.records import ImportOptions
+from trimtab.trace.formats.records import ROWS_AT, ImportOptions
 from trimtab.trace.statistics import layer_skew
 from trimtab.trace.store import found_files, named_files
 
@@ -145,6 +145,10 @@ def add_import(actions: Any) -> None:
         "have files of their own",
     )  # fmt: skip
     option("--domain", unset="none", help="label of sequences without one")
+    option(
+        "--rows-at", choices=ROWS_AT, unset="such rows are refused",
+        help="where rows for a part of a sequence are, if the dump does not tell",
+    )  # fmt: skip
     option("--sampled")
     add_options(
         parser, "--no-limits", action="store_false", dest="limits",

@@ -155,7 +155,7 @@ def test_texts_in_either_byte_order(tmp_path: Path) -> None:
 
 def test_ids_of_unknown_routes_in_other_dtypes(tmp_path: Path) -> None:
     """65535 in uint32 and 0 in uint16 are not Trimtab's id of unknown routes."""
-    for dtype, missing in (("uint16", 65535), ("uint32", "inferred"), ("int16", "inferred")):
+    for dtype, missing in (("uint16", 65535), ("uint32", "any"), ("int16", "any")):
         np.savez(tmp_path / "a.npz", expert_ids=routes(4, 2, 3, 300, dtype), num_experts=[300])
         (record,) = kept(arrays.read(tmp_path / "a.npz", ImportOptions()))
         assert record.missing == missing
@@ -169,7 +169,7 @@ def test_only_the_ids_are_needed(tmp_path: Path) -> None:
     np.testing.assert_array_equal(record.ids, ids)
     assert (record.layers, record.missing, record.step, arrays.read_metadata(path)) == (
         None,
-        "inferred",
+        "any",
         0,
         ImportOptions(),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import UserDict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,12 @@ def test_skyrl_s_rows_of_filler_have_no_routes() -> None:
         from_memory.from_skyrl(batch | {"router_padding_mask": None}, KNOWN)
 
 
+def test_roll_s_rows_of_a_resumed_generation_are_refused() -> None:
+    batch = MADE["from_roll"] | {"routed_experts": np.concatenate([ROWS[:3], ROWS])[None]}
+    with pytest.raises(InputError, match="row 0: 2 rows of routed_experts behind those of its 5 tokens: ROLL appends"):
+        from_memory.from_roll(batch, KNOWN)
+
+
 @pytest.mark.parametrize("rows", [4, 5])
 def test_ms_swift_s_samples(rows: int) -> None:
     padded = np.concatenate([ROWS, np.zeros((1, LAYERS, TOP_K), np.int32)])
@@ -99,6 +106,24 @@ def test_ms_swift_s_samples(rows: int) -> None:
     np.testing.assert_array_equal(from_memory.from_ms_swift(samples, KNOWN).expert_ids, ROWS)
     with pytest.raises(InputError, match="--router_replay_mode R3"):
         from_memory.from_ms_swift(samples[1:], KNOWN)
+
+
+@pytest.mark.parametrize("name", ["from_vllm", "from_sglang", "from_trl", "from_ms_swift"])
+def test_rows_for_a_part_of_the_tokens_are_refused_or_placed_as_told(name: str) -> None:
+    part = ROWS[2:]
+    batch: Any = {
+        "from_vllm": [{"prompt_token_ids": PROMPT, "outputs": [{"token_ids": ANSWER, "routed_experts": part}]}],
+        "from_sglang": [{"meta_info": {
+            "prompt_tokens": 2, "completion_tokens": 3, "routed_experts": base64.b64encode(part.tobytes()).decode(),
+        }}],
+        "from_trl": {"prompt_ids": [PROMPT], "completion_ids": [ANSWER], "routed_experts": [part]},
+        "from_ms_swift": [{"routed_experts": part, "encoded": {"length": 5}}],
+    }[name]  # fmt: skip
+    with pytest.raises(InputError, match=r" 0: 2 rows of expert ids for 5 tokens; 4 are expected"):
+        getattr(from_memory, name)(batch, KNOWN)
+    trace = getattr(from_memory, name)(batch, replace(KNOWN, rows_at="end"))
+    np.testing.assert_array_equal(trace.expert_ids[2:], part)
+    assert (trace.expert_ids[:2] == trace.no_route).all()
 
 
 def test_nemo_rl_s_turns_of_an_environment_at_the_end_have_no_routes() -> None:

@@ -80,6 +80,22 @@ def test_several_files_of_several_steps_become_one_trace(tmp_path: Path, capsys:
     assert "Imported" in capsys.readouterr().out
 
 
+def test_rows_for_a_part_of_a_sequence_need_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = plain_routes(4, LAYERS, TOP_K, NUM_EXPERTS, "int16")
+    answer = {"prompt_token_ids": [1, 2], "token_ids": [3, 4, 5, 6, 7], "routed_experts": npy_text(ids)}
+    dump = json_lines(tmp_path / "a.jsonl", [{"choices": [answer]}])
+    command = ["trace", "import", str(dump), "-o", str(tmp_path / "t.parquet"), *OPTIONS]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "a.jsonl: line 1, choice 0: 4 rows of expert ids for 7 tokens; 6 are expected" in " ".join(error.split())
+    assert main([*command, "--rows-at", "end"]) == 0
+    trace = import_dump(dump, num_experts=NUM_EXPERTS, rows_at="end", limits=False)
+    assert as_sets(trace.expert_ids[2:]) == as_sets(ids)
+    assert as_sets(read_trace(tmp_path / "t.parquet").expert_ids) == as_sets(trace.expert_ids)
+    with pytest.raises(InputError, match="rows_at"):
+        import_dump(dump, num_experts=NUM_EXPERTS, rows_at="middle")  # type: ignore[arg-type]
+
+
 def test_quoted_text_is_short_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def records(path: Path, known: ImportOptions) -> Any:
         raise InputError("odd\n\x1b[31m" + "x" * 5000)

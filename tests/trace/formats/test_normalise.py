@@ -227,6 +227,33 @@ def test_bad_records_are_refused(record: Record, known: ImportOptions, message: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("top_k", "unknown"), [(2, [0, 1, 3]), (1, [1])])
+def test_both_fills_in_one_record(top_k: int, unknown: list[int]) -> None:
+    """SGLang masks padded rows of CUDA graphs with -1; rows of its host buffer that were never written are 0."""
+    ids = np.array([[[0, 0]], [[-1, -1]], [[5, 6]], [[0, 0]], [[3, 0]]], np.int32)[:, :, :top_k]
+    trace = joined([Record(ids, "a", missing="any")], ImportOptions(8, moe_layers=(0,)))
+    assert np.flatnonzero((trace.expert_ids == trace.no_route).all(axis=(1, 2))).tolist() == unknown
+    for row in ([0, -1], [-1, 0]):
+        if top_k == 2:
+            ids[1, 0] = row
+            with pytest.raises(InputError, match="token 1, layer 0"):
+                joined([Record(ids, "a", missing="any")], ImportOptions(8, moe_layers=(0,)))
+
+
+def test_rows_for_a_part_of_the_tokens_are_placed_or_refused() -> None:
+    """SGLang's `routed_experts_start_len` and vLLM's `routed_experts_prompt_start` leave out the first rows."""
+    part = good(num_tokens=5, placed=False)
+    with pytest.raises(InputError, match=r"^x: 2 rows of expert ids for 5 tokens; 4 are expected, .* --rows-at end if"):
+        joined([part], EIGHT)
+    for known, first in ((ImportOptions(8, rows_at="start"), 0), (ImportOptions(8, rows_at="end"), 2)):
+        trace = joined([part], known)
+        np.testing.assert_array_equal(trace.expert_ids[first : first + 2], GOOD)
+        assert (np.delete(trace.expert_ids, slice(first, first + 2), axis=0) == trace.no_route).all()
+        for tokens in (None, 2, 3):  # the last token may have a row or not
+            whole = joined([replace(part, num_tokens=tokens)], known)
+            np.testing.assert_array_equal(whole.expert_ids, GOOD[: len(whole.expert_ids)])
+
+
 def test_records_of_different_models_are_refused() -> None:
     with pytest.raises(InputError, match="no sequences"):
         joined([], EIGHT)

@@ -14,7 +14,7 @@ from trimtab import InputError
 from trimtab.array_type import Array
 from trimtab.trace.formats import sglang
 from trimtab.trace.formats.importing import format_of
-from trimtab.trace.formats.records import ImportOptions, Record, missing_id
+from trimtab.trace.formats.records import ImportOptions, Record
 
 MODEL = ImportOptions(num_layers=3, top_k=2)
 
@@ -48,7 +48,7 @@ def test_generate_response(tmp_path: Path, experts: int, dtype: str, top_k: int)
     np.testing.assert_array_equal(record.ids, ids)
     assert (record.where, record.num_tokens, record.prompt_length, record.first) == ("line 1", 8, 5, 0)
     assert record.token_ids is None  # the prompt's are not there
-    assert (record.missing, missing_id(record.ids)) == ("inferred", None if top_k == 1 else 0)
+    assert record.missing == "any"
 
 
 def test_shared_prompts_and_lists(tmp_path: Path) -> None:
@@ -68,6 +68,26 @@ def test_shared_prompts_and_lists(tmp_path: Path) -> None:
     memory = kept(sglang.records_of_responses([group[0], group[1:]], MODEL))
     assert [record.where for record in memory] == ["response 0", "response 1, response 0", "response 1, response 1"]
     assert [record.first for record in kept(sglang.records_of_responses(group[1], MODEL))] == [6]
+
+
+def test_the_first_row_is_the_one_that_the_request_asks_for() -> None:
+    """miles' `SessionRecord`s and clients of `/v1/chat/completions`; SGLang's answers do not repeat the field."""
+    ids, prompt = routes(9, 3, 2, 8, "int32"), list(range(6))
+    start = {"routed_experts_start_len": 4}
+    for request in (start | {"input_ids": prompt}, {"extra_body": start, "input_ids": prompt}):
+        answer = response(ids[4:], 6, 4)
+        (record,) = kept(sglang.records_of_responses([{"request": request, "response": answer}], MODEL))
+        assert (record.first, record.placed, tokens_of(record)) == (4, True, [*prompt, 50, 51, 52, 53])
+        np.testing.assert_array_equal(record.ids, ids[4:])
+        answer = response(ids[5:], 6, 4, routed_experts_start_len=5)
+        (record,) = kept(sglang.records_of_responses([{"request": request, "response": answer}], MODEL))
+        assert record.first == 5
+        with pytest.raises(InputError, match="begin at token 4 of 10, so there should be 5; there are 4"):
+            kept(sglang.records_of_responses([{"request": request, "response": response(ids[5:], 6, 4)}], MODEL))
+    with pytest.raises(InputError, match=r"^response 0: routed_experts_start_len is a list"):
+        kept(sglang.records_of_responses([{"request": {"routed_experts_start_len": [4]}, "response": {}}], MODEL))
+    (record,) = kept(sglang.records_of_responses([response(ids[4:], 6, 4)], MODEL))
+    assert (record.first, record.placed) == (0, False)
 
 
 def test_ids_of_generated_tokens_from_logprobs() -> None:

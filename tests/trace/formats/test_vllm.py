@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from helpers.import_items import dropped, kept, survives, tokens_of
 from helpers.response_dumps import json_lines, npy_bytes, npy_text, routes
 from trimtab import InputError
 from trimtab.trace.formats import sglang, vllm
-from trimtab.trace.formats.records import ImportOptions, Record, missing_id
+from trimtab.trace.formats.records import ImportOptions, Record
 
 NOTHING = ImportOptions()
 
@@ -56,7 +57,7 @@ def test_completion_response(tmp_path: Path, experts: int, dtype: str, top_k: in
     assert record.ids.dtype == dtype
     assert (record.where, record.num_tokens, record.prompt_length, record.first) == ("line 1, choice 0", 8, 5, 0)
     assert tokens_of(record) == [0, 1, 2, 3, 4, 100, 101, 102]
-    assert (record.missing, missing_id(record.ids)) == ("inferred", None if top_k == 1 else 0)
+    assert record.missing == "any"
     assert record.layers is None
 
 
@@ -157,7 +158,27 @@ def test_only_the_completion_in_0_21(prompt_routes: dict[str, None], rows: int, 
         response["prompt_token_ids"] = [1, 2, 3]
     (record,) = kept(vllm.records_of_outputs([response]))
     assert (record.first, record.num_tokens, record.prompt_length) == (first, 6, 3)
+    assert record.placed == (first > 0)
     np.testing.assert_array_equal(record.ids, ids)
+
+
+def test_rows_from_a_later_token_on() -> None:
+    """As requested (`/v1/completions`, `/inference/v1/generate`) or as prime-rl's server states it beside the ids."""
+    ids = routes(7, 2, 2, 8, "uint8")
+    data = {"data": base64.b64encode(ids[4:].tobytes()).decode(), "shape": [3, 2, 2], "dtype": "uint8"}
+    start = {"routed_experts_prompt_start": 4}
+    for value in (
+        completion(choice(data | {"start": 4}, 5, 3)),
+        {"request": start, "response": completion(choice(npy_text(ids[4:]), 5, 3))},
+        {"request": {"sampling_params": start}, "response": completion(choice(data, 5, 3))},
+    ):
+        (record,) = kept(vllm.records_of_outputs([value]))
+        assert (record.first, record.placed) == (4, True)
+        np.testing.assert_array_equal(record.ids, ids[4:])
+    with pytest.raises(InputError, match="choice 0: its rows begin at token 3 of 8, so there should be 4; there are 3"):
+        kept(vllm.records_of_outputs([completion(choice(data | {"start": 3}, 5, 3))]))
+    with pytest.raises(InputError, match="choice 0: start is a text"):
+        kept(vllm.records_of_outputs([completion(choice(data | {"start": "4"}, 5, 3))]))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +262,7 @@ def test_padded_batch(tmp_path: Path, gap: int, dtype: str) -> None:
     first, second, third = read(path)
     np.testing.assert_array_equal(first.ids, ids[:5])
     np.testing.assert_array_equal(second.ids, batch[1, 2:])
-    assert (missing_id(second.ids), len(third.ids)) == (gap, 0)
+    assert len(third.ids) == 0
     assert dropped(vllm.read(path, NOTHING)) == {"padding rows": 3 + 2 + 8}
     named = tmp_path / "b.npz"
     np.savez(named, routed_experts=batch, lengths=np.array([5, 8, 0]), prompt_lengths=[2, 3, 0], steps=[4, 4, 5])
@@ -261,6 +282,21 @@ def test_rows_that_may_be_routes_are_not_padding(rows: list[list[int]], kept_row
     np.save(tmp_path / "a.npy", np.array(rows)[None, :, None])
     (record,) = kept(vllm.read(tmp_path / "a.npy", ImportOptions()))
     assert record.ids[:, 0].tolist() == rows[kept_rows]
+
+
+def test_envelopes_of_nemo_rl() -> None:
+    for dtype in ("int8", "int16", "int32"):
+        ids = routes(4, 2, 2, 100, dtype)
+        data = base64.b64encode(ids.tobytes()).decode()
+        np.testing.assert_array_equal(record_of(f"nrlre1:{dtype}:4x2x2:{data}").ids, ids)
+        assert record_of(f"nrlre1:{dtype}:4x2x2:{data}").ids.dtype == dtype
+        for text, error in (
+            (f"nrlre1:{dtype}:4x2x3:{data}", "claims shape [4, 2, 3]"),
+            (f"nrlre1:float16:4x2x2:{data}", "should be one of"),
+            (f"nrlre1:{dtype}:4x2:{data}", "not valid base64"),
+        ):
+            with pytest.raises(InputError, match=re.escape(error)):
+                record_of(text)
 
 
 def test_the_size_of_raw_numbers_decides_their_dtype() -> None:

@@ -81,7 +81,7 @@ def sequences(arrays: Arrays, name: str, num_experts: int | None = None) -> Iter
         yield Record(
             ids,
             f"sequence {index}",
-            missing=no_route(num_experts) if num_experts and is_ours else "inferred",
+            missing=no_route(num_experts) if num_experts and is_ours else "any",
             rows=_between_padding(ids) if length is None else slice(0, length),
             prompt_length=int(prompts[index]),
             sequence_hash=int(hashes[index]),

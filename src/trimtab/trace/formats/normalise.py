@@ -18,12 +18,12 @@ from trimtab.errors import InputError
 from trimtab.kernels import kernel
 from trimtab.messages import note_once
 from trimtab.trace.formats.dump_fields import damaged_values
-from trimtab.trace.formats.records import Dropped, ImportOptions, Record, missing_id
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.message_text import at_place, clip, printable
 from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
 from trimtab.trace.store import ROW_GROUP_BYTES
 
-NO_ID = np.int64(np.iinfo(np.int64).min)
+NO_ID = -(1 << 63)
 # Larger than any id; larger values, and values below any padding, are out of range.
 TOO_LARGE = 1 << 20
 # Maximum number of tokens without recorded routes in one sequence. The file only states this number, so it is limited
@@ -93,6 +93,7 @@ def normalise(
             block = item.block
             ids = item.chosen(block)
             _check_form(item, ids)
+            item = _placed(item, len(ids), options)
             layout = layout or _layout_of(item, ids, options)
             token_ids = item.token_ids
         if len(models) < 2 and item.model not in ("", *models):
@@ -163,6 +164,19 @@ def _check_form(record: Record, ids: Array) -> None:
         )
     if not 0 <= record.step < 1 << 31:
         raise InputError(f"step {record.step}; it should be 0 to 2**31 - 1")
+
+
+def _placed(record: Record, rows: int, options: ImportOptions) -> Record:
+    """The record with the place of its rows. Raises InputError if nothing tells it."""
+    missing = 0 if record.placed or record.num_tokens is None else record.num_tokens - 1 - rows
+    if missing <= 0 or options.rows_at == "start":
+        return record
+    if options.rows_at is None:
+        raise InputError(
+            f"{rows} rows of expert ids for {record.num_tokens} tokens; {rows + missing} are expected, and nothing "
+            "tells which tokens have none: give --rows-at end if the first have none, --rows-at start if the last"
+        )
+    return replace(record, first=missing)
 
 
 def _layout_of(record: Record, ids: Array, options: ImportOptions) -> _Layout | None:
@@ -243,14 +257,20 @@ def _routes(record: Record, ids: Array, layout: _Layout, summary: Summary) -> Ar
         (tokens, len(layout.columns), layout.top_k), no_route(layout.num_experts), id_dtype(layout.num_experts)
     )
     # With K = 1, id 0 is a valid route, so it cannot mark a missing one.
-    gap = missing_id(ids) if record.missing == "inferred" else record.missing
-    missing = NO_ID if gap is None or (gap == 0 and layout.top_k == 1) else gap
+    gaps = (-1, 0) if record.missing == "any" else (record.missing,)
+    fills = [gap for gap in gaps if gap is not None and (gap or layout.top_k > 1)] or [NO_ID]
     unknown_routes = unknown_rows = 0
     at_once = max(1, NARROWED_IDS // ids[:1].size) if len(ids) else 1
     for start in range(0, len(ids), at_once):
         part = ids[start : start + at_once]
         fault, token, layer, routes_missing, rows_missing = _convert(
-            _narrowed(part), layout.columns, layout.dense, missing, layout.num_experts, routes[record.first + start :]
+            _narrowed(part),
+            layout.columns,
+            layout.dense,
+            fills[0],
+            fills[-1],
+            layout.num_experts,
+            routes[record.first + start :],
         )
         unknown_routes += routes_missing
         unknown_rows += rows_missing
@@ -309,13 +329,13 @@ def _label(name: str) -> str:
 
 
 @kernel
-def _convert(ids_TAK, columns_L, dense_D, missing, num_experts, routes_TLK):  # type: ignore[no-untyped-def]
+def _convert(ids_TAK, columns_L, dense_D, lowest_fill, highest_fill, num_experts, routes_TLK):  # type: ignore[no-untyped-def]
     """Write the routes of the MoE layers; rows without a route are not changed.
 
     Args:
         ids_TAK: `[T, layers, K]` int32.
         columns_L: `[L]` int64, places of MoE layers. dense_D: of the others.
-        missing: what all K ids are where there is no route, or `NO_ID`.
+        lowest_fill, highest_fill: all K ids are one of this range where there is no route; or `NO_ID`.
         routes_TLK: `[T, L, K]` uint8 or uint16, written to; it holds `no_route`.
 
     Returns:
@@ -331,7 +351,7 @@ def _convert(ids_TAK, columns_L, dense_D, missing, num_experts, routes_TLK):  # 
         for place in range(len(columns_L)):
             layer = columns_L[place]
             first = ids_TAK[t, layer, 0]
-            if first == missing:
+            if lowest_fill <= first <= highest_fill:
                 same = 1
                 while same < top_k and ids_TAK[t, layer, same] == first:
                     same += 1

@@ -13,6 +13,8 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.formats.dump_fields import as_array, damaged_values, integers
 
+ROWS_AT = ("start", "end")
+
 
 @dataclass(frozen=True)
 class ImportOptions:
@@ -30,6 +32,8 @@ class ImportOptions:
             "" for none.
         sampled: the part of each step's sequences that the dump holds, above 0 to 1.
         optional: files that are left out, and noted, if they look like no format.
+        rows_at: where rows for a part of a sequence are if the dump does not tell: at its "start" or its "end"; None:
+            they are refused.
     """
 
     num_experts: int | None = None
@@ -42,6 +46,7 @@ class ImportOptions:
     step_from: str = ""
     sampled: float = 1.0
     optional: frozenset[Path] = frozenset()
+    rows_at: Literal["start", "end"] | None = None
 
     def with_default(self, other: ImportOptions) -> ImportOptions:
         """These facts, and those of `other` where these are unknown."""
@@ -55,9 +60,10 @@ class Record:
     Attributes:
         source: what holds the ids: an array or tensor of this sequence or of a batch, or nested lists.
         where: the place in the source, for messages: "line 3, choice 1".
-        missing: what all K ids are where there is no route (0 or -1); None if the format has no gaps; "inferred" where
-            frameworks differ (`missing_id`).
-        first: number of tokens before the first row, served from a cache.
+        missing: what all K ids are where there is no route (0 or -1); None if the format has no gaps; "any": 0 and -1,
+            of which a record may hold both. With K = 1, 0 is an expert.
+        first: number of tokens before the first row, whose routes are unknown.
+        placed: False if rows that are fewer than the tokens may begin elsewhere (`ImportOptions.rows_at`).
         num_tokens: tokens of the sequence, the last of which is never fed to the model; None for `first + t + 1`.
             Rows from `num_tokens - 1` on are dropped, missing rows are unknown routes.
         prompt_length: tokens of the prompt; 0 if unknown.
@@ -77,8 +83,9 @@ class Record:
 
     source: Any
     where: str
-    missing: int | Literal["inferred"] | None = None
+    missing: int | Literal["any"] | None = None
     first: int = 0
+    placed: bool = True
     num_tokens: int | None = None
     prompt_length: int = 0
     tokens: tuple[Any, ...] = ()
@@ -116,16 +123,6 @@ class Record:
             return None
         with damaged_values():
             return np.concatenate([integers(part, "token ids", 1).astype(np.int64) for part in self.tokens])
-
-
-def missing_id(ids: Array) -> int | None:
-    """The value of all K ids without a route, for frameworks that pre-fill their buffers; see `Record.missing`.
-
-    -1 if it occurs. Else 0, except for top-1, where 0 is an expert.
-    """
-    if ids.dtype.kind == "i" and ids.size and int(ids.min()) < 0:
-        return -1
-    return 0 if ids.shape[-1] > 1 else None
 
 
 @dataclass(frozen=True)

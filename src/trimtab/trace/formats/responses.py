@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from trimtab.errors import InputError
 from trimtab.trace.containers.tensors import NPY_MAGIC, array_of_npy
 from trimtab.trace.formats.dump_fields import array_of_lists
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record, require_records
-from trimtab.trace.message_text import kind_of, reason, short
+from trimtab.trace.message_text import at_place, kind_of, reason, short
 
 ROUTES = "routed_experts"
 NO_ROUTES = (
@@ -23,8 +24,15 @@ NO_ROUTES = (
     "request says return_routed_experts"
 )
 WITHOUT_ROUTES = Dropped("responses without routed_experts")
+# The token of the first row, in a request: a field of SGLang's `GenerateReqInput` (sglang/srt/managers/io_struct.py at
+# 001067ff), which its responses do not repeat, and of vLLM's `CompletionRequest` and `SamplingParams`
+# (vllm/entrypoints/openai/completion/protocol.py at 002032ee, pull request 51906). miles stores SGLang's requests
+# beside their responses (miles/rollout/session/types.py at 31f1ca96).
+STARTS = ("routed_experts_start_len", "routed_experts_prompt_start")
 # Keys under which clients store a server's response with data of the request, outermost first.
 _WRAPPERS = ("response", "body", "result")
+# NeMo-RL's "nrlre1:int8:49x48x8:<base64>" (nemo_rl/utils/routed_experts_codec.py at 7ea279ab).
+_ENVELOPE = re.compile(r"nrlre1:(\w{1,9}):(\d{1,9})x(\d{1,9})x(\d{1,9}):")
 _RAW_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 # With a shape but no dtype, the size of a number gives the dtype. Signed, so -1 stays -1.
 _DTYPE_OF_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
@@ -39,6 +47,7 @@ class Response:
         content: the response itself.
         domain, step: from the response or its wrapper.
         prompt_ids: of the request, if present.
+        start: the token of the first row that was requested; None if the request is not there or does not tell.
     """
 
     where: str
@@ -46,6 +55,7 @@ class Response:
     domain: str = ""
     step: int = 0
     prompt_ids: Any = None
+    start: int | None = None
 
     def record(
         self,
@@ -53,21 +63,33 @@ class Response:
         where: str,
         tokens: tuple[Array | None, Array | None],
         lengths: tuple[int | None, int | None],
-        first: int,
+        first: int | None,
     ) -> Record:
         """The record of one completion.
 
         Args:
             source: of ids `[t, layers, K]`, from token `first` on.
             tokens, lengths: of the prompt and of the output; None where they are unknown.
+            first: None if the response does not tell; then as requested.
+
+        Raises:
+            InputError: if the rows are not those from `first` on to the end.
         """
         prompt, output = lengths
+        num_tokens = None if prompt is None or output is None else prompt + output
+        first = self.start if first is None else first
+        if first and num_tokens is not None and first + len(source) != num_tokens - 1:
+            raise InputError(
+                f"its rows begin at token {first} of {num_tokens}, so there should be {num_tokens - 1 - first}; there "
+                f"are {len(source)}"
+            )
         return Record(
             source,
             where,
-            missing="inferred",
-            first=first,
-            num_tokens=None if prompt is None or output is None else prompt + output,
+            missing="any",
+            first=first or 0,
+            placed=bool(first),
+            num_tokens=num_tokens,
             prompt_length=prompt or 0,
             tokens=() if tokens[0] is None or tokens[1] is None else tokens,
             step=self.step,
@@ -90,7 +112,7 @@ def _unwrap(where: str, value: Any) -> Response:
     """The response inside `{"custom_id": ..., "response": {"body": {...}}}` and the like."""
     if not isinstance(value, Mapping):
         raise InputError(f"{where}: {kind_of(value)}; expected a response, an object with routed_experts")
-    domain, step, prompt_ids = "", 0, None
+    domain, step, prompt_ids, start = "", 0, None, None
     layers = [value]
     for key in _WRAPPERS:
         inner = layers[-1].get(key)
@@ -101,8 +123,22 @@ def _unwrap(where: str, value: Any) -> Response:
         domain = label or domain
         number = layer.get("step")
         step = number if type(number) is int and 0 <= number < 1 << 31 else step
-        prompt_ids = first_given(layer, "input_ids", "prompt_token_ids", default=prompt_ids)
-    return Response(where, layers[-1], domain, step, prompt_ids)
+        for source in (layer.get("request"), layer):
+            if isinstance(source, Mapping):
+                prompt_ids = first_given(source, "input_ids", "prompt_token_ids", default=prompt_ids)
+                with at_place(where):
+                    start = _requested_start(source, start)
+    return Response(where, layers[-1], domain, step, prompt_ids, start)
+
+
+def _requested_start(request: Mapping[str, Any], default: int | None) -> int | None:
+    """The token of the first row that a request asks for, itself or in its extra arguments."""
+    for part in (request, request.get("sampling_params"), request.get("extra_body")):
+        stated = part if isinstance(part, Mapping) else {}
+        for key in STARTS:
+            if (start := token_count(stated, key)) is not None:
+                return start
+    return default
 
 
 def first_given(source: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
@@ -144,13 +180,17 @@ def decode_routes(value: Any, options: ImportOptions, dtype: str = "int32") -> A
 
     Args:
         value: base64 of `.npy` bytes (vLLM); base64 of raw numbers (SGLang), whose shape comes from `options`;
-            `{"data": base64, "shape": [t, layers, K], "dtype": ...}`; nested lists (vLLM 0.21); or an array.
+            `{"data": base64, "shape": [t, layers, K], "dtype": ...}` or NeMo-RL's text of these; nested
+            lists (vLLM 0.21); or an array.
         options: for raw numbers, number of layers and top_k.
         dtype: of raw numbers.
 
     Raises:
         InputError: if it is none of these formats, or sizes don't fit.
     """
+    if isinstance(value, str) and (envelope := _ENVELOPE.match(value)):
+        shape = [int(length) for length in envelope.groups()[1:]]
+        value = {"dtype": envelope[1], "shape": shape, "data": value[envelope.end() :]}
     if isinstance(value, str):
         data = _decoded(value)
         ids = array_of_npy(data, ROUTES) if data.startswith(NPY_MAGIC) else shape_flat(_raw(data, dtype), options)

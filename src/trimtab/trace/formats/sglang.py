@@ -2,7 +2,7 @@
 
 `meta_info["routed_experts"]` (or `sglext`, in OpenAI-compatible responses) is base64 of raw numbers `[tokens - 1 -
 start, num_hidden_layers, top_k]`, int32 unless `routed_experts_dtype` says otherwise, from the token
-`routed_experts_start_len` on. Layers without experts are filled with zeros.
+`routed_experts_start_len` of the request on. Layers without experts are filled with zeros.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _completion(meta: Any, output_ids: Any, response: Response, where: str, opti
         output_length = token_count(meta, "completion_tokens")
         if output_length is None and output is not None:
             output_length = len(output)
-        first = token_count(meta, "routed_experts_start_len") or 0
+        first = token_count(meta, "routed_experts_start_len")
         return response.record(ids, where, (prompt, output), (prompt_length, output_length), first)
 
 

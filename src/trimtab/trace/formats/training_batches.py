@@ -19,8 +19,10 @@ All raise InputError, in one line, if there are no routes or no lengths, or shap
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Literal
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.formats import dump_fields as fields
 from trimtab.trace.formats.dump_fields import field
@@ -56,6 +58,7 @@ def roll_records(batch: Any) -> Iterator[Record | Dropped]:
             routes,
             f"row {row}",
             missing=0,
+            read=partial(_without_surplus, row=row, length=length),
             place=row,
             rows=slice(0, length),
             num_tokens=length,
@@ -63,6 +66,21 @@ def roll_records(batch: Any) -> Iterator[Record | Dropped]:
             step=step,
             domain=fields.label_of(labels, row),
         )
+
+
+def _without_surplus(routes: Any, row: int, length: int) -> Array:
+    """The array of a ROLL batch. Raises InputError if the row holds routes behind its tokens.
+
+    When ROLL 0.3.0 resumes an aborted generation, it appends the routes of all tokens to those of the first part
+    (`roll/distributed/scheduler/user_defined_rollout_loop.py:149` at 8eb27cc2).
+    """
+    ids = fields.as_array(routes, KEY)
+    if surplus := int(ids[row, length:].any(axis=(1, 2)).sum()):
+        raise InputError(
+            f"{surplus} rows of {KEY} behind those of its {length} tokens: ROLL appends routes again when it resumes "
+            "an aborted generation, so rows are of other tokens"
+        )
+    return ids
 
 
 def skyrl_records(batch: Any) -> Iterator[Record | Dropped]:
@@ -104,7 +122,7 @@ def trl_records(rollout: Any) -> Iterator[Record | Dropped]:
     Reads `routed_experts`, `prompt_ids` and `completion_ids`, an entry each a completion.
     """
     fields.required(rollout, KEY, "TRL records none: let rollout_func return it")
-    yield from _listed(rollout, KEY, ("prompt_ids", "completion_ids"), "completion", "inferred")
+    yield from _listed(rollout, KEY, ("prompt_ids", "completion_ids"), "completion", "any")
 
 
 def ms_swift_records(samples: Iterable[Any]) -> Iterator[Record | Dropped]:
@@ -120,13 +138,13 @@ def ms_swift_records(samples: Iterable[Any]) -> Iterator[Record | Dropped]:
             if ids is None:
                 yield Dropped("samples without routes")
             else:
-                yield Record(ids, f"sample {row}", missing=0, num_tokens=length or None)
+                yield Record(ids, f"sample {row}", missing=0, placed=False, num_tokens=length or None)
 
     yield from require_records(records(), f"no sample has {KEY!r}; ms-swift records it with --router_replay_mode R3")
 
 
 def _listed(
-    batch: Any, key: str, names: tuple[str, str], what: str, missing: Literal["inferred"] | None
+    batch: Any, key: str, names: tuple[str, str], what: str, missing: Literal["any"] | None
 ) -> Iterator[Record | Dropped]:
     """Records of lists: routes, None for sequences without, and token ids of prompts and of responses."""
     routes = field(batch, key)
@@ -141,6 +159,7 @@ def _listed(
                 ids,
                 f"{what} {row}",
                 missing=missing,
+                placed=key == SKYRL_KEY,
                 num_tokens=sum(map(len, tokens)),
                 prompt_length=len(tokens[0]),
                 tokens=tuple(tokens),

@@ -112,7 +112,9 @@ def _completion(
             prompt_length = len(parts[0]) if found[0] is before else 0
         output_length = token_count(usage, "completion_tokens") if output is None else len(output)
         of_output = split and before is None and output_length is not None and len(ids) == output_length - 1
-        first = prompt_length or 0 if of_output else 0
+        # prime-rl's server puts it beside the ids (prime_rl/inference/vllm/routed_experts.py:31 at 559b4477).
+        start = token_count(found[0], "start") if isinstance(found[0], Mapping) else None
+        first = prompt_length if of_output else start
         # An array of the engine itself is read later.
         source = found[0] if len(found) == 1 and hasattr(found[0], "dtype") else ids
         return response.record(source, where, (prompt, output), (prompt_length, output_length), first)
