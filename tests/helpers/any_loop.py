@@ -66,10 +66,13 @@ def call(state: State, function: Callable[..., None], *args: Any) -> list[int]:
     if function is begin:
         begin(state, *args)
     elif (loop := state["loop"]).on_threads:
-        if loop.thread is None or function is plan:
-            loop.end_thread()
-            loop.thread = ThreadPoolExecutor(1)
+        before, loop.thread = loop.changes.plans, loop.thread or ThreadPoolExecutor(1)
         loop.thread.submit(function, loop, *args).result()
+        if loop.changes.plans > before:
+            # What follows runs on another thread, without backwards of what came before.
+            loop.thread.shutdown()
+            loop.thread = None
+            loop.pending.clear()
     else:
         function(loop, *args)
     return sorted(state["loop"].pending)

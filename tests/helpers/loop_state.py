@@ -94,11 +94,6 @@ class Loop:
     on_threads: bool = False
     thread: ThreadPoolExecutor | None = None
 
-    def end_thread(self) -> None:
-        """End the thread of actions."""
-        if self.thread is not None:
-            self.thread.shutdown()
-
     def may_run(self, run: str) -> str:
         """The way to run a block: a reentrant checkpoint has no gradients if its inputs need none."""
         return run.replace("reentrantly ", "").replace("reentrant ", "") if self.frozen_before else run
