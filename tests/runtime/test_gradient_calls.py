@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from helpers import any_loop, loop_state
 from helpers.any_loop import start, update, zero
+from helpers.equality import relative_error
 from helpers.loop_state import Loop
+from helpers.moe_model import matches
 from helpers.rank_tests import runs_on_ranks
 from helpers.user_actions import change_session
 from trimtab.errors import InputError
+from trimtab.runtime.gradients import sum_gradients
 from trimtab.runtime.state.weight_watch import OptimizerWatch
 
 SUMMED = "summed over ranks already"
@@ -174,6 +178,45 @@ def test_frozen_tensors_may_keep_their_last_gradients(which: str) -> None:
         loop.session.finish_gradients(dense)
     with pytest.raises(RuntimeError, match=SUMMED):
         loop.session.finish_gradients(dense)
+
+
+@runs_on_ranks()
+def test_sparse_gradients_are_refused() -> None:
+    loop = start()
+    loop.model.embed.sparse = True
+    with loop.session.micro_step(0):
+        loop.loss(loop.model, loop.rows(0, loop.session.rank))[0].backward()
+    with pytest.raises(InputError, match=r"gradient of a parameter \[11, 4\] is sparse"):
+        loop.session.finish_gradients(loop.model.replicated())
+    with pytest.raises(InputError, match="is sparse"):
+        sum_gradients(loop.model.replicated())
+
+
+@runs_on_ranks()
+def test_dense_parts_in_fsdp_equal_one_process() -> None:
+    """As in docs/own-loop.md."""
+    loop = start()
+    for module in (loop.model.embed, loop.model.head):
+        fully_shard(module)  # type: ignore[call-overload]
+        module.set_gradient_divide_factor(1.0)  # type: ignore[operator, union-attr]
+    optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+    rows = loop.rows(0)
+    loop.expect(rows, "plain", frozenset(), False)[0].backward()
+    with loop.session.micro_step(0):
+        loop.loss(loop.model, loop.rows(0, loop.session.rank))[0].backward()
+    replicated = loop.session.replicated_parameters(loop.model)
+    assert len(replicated) == len(loop.model.replicated()) - 3
+    with pytest.raises(InputError, match="replicated parameters include DTensors"):
+        loop.session.finish_gradients(loop.model.replicated())
+    loop.session.finish_gradients(replicated)
+    with pytest.raises(InputError, match="does not know the gradients of the model's DTensors"):
+        loop.session.clip_gradients(replicated, 1.0)
+    for name, mine, whole, part in matches(loop.model, loop.reference):
+        gradient: Any = mine.grad
+        assert whole.grad is not None
+        gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        assert relative_error(gradient, whole.grad[part]) < 1e-12, name
+    optimizer.step()
 
 
 CALLS: dict[str, Callable[[Loop], object]] = {

@@ -62,7 +62,8 @@ class SessionGradients(SessionBase):
         names = {key: self._names.get(parameter, "") for key, parameter in zip(elements, equal, strict=False)}
         are_new_D = self._lockstep.agree(
             FINISH, must_match=same | elements, values=[any(other not in self._equal for other in others)],
-            problem=self._experts.optimizers.untrained() or accumulation.problem(summed) or self._experts.written(),
+            problem=sparse_gradient(dense) or self._experts.optimizers.untrained() or accumulation.problem(summed)
+            or self._experts.written(),
             all_data_ranks=True, names=names,
         )  # fmt: skip
         if are_new_D.any():
@@ -107,10 +108,16 @@ class SessionGradients(SessionBase):
         """Clip the gradients of replicated parameters and of all ranks' experts by their joint norm, and return it.
 
         Raises:
-            InputError: if a layer was added with `weights`, or `replicated` has experts of the session.
+            InputError: if a layer was added with `weights`, `replicated` has experts of the session, or the model has
+                DTensors.
             RuntimeError: if `finish_gradients` was not called.
         """
         self._experts.need_own("clip their gradients")
+        if self._has_dtensors:
+            raise InputError(
+                "clip_gradients() does not know the gradients of the model's DTensors (FSDP); clip by a norm of all "
+                "gradients that you compute: of DTensors, of replicated parameters, and of the experts of all ranks"
+            )
         experts = self._experts.parameters()
         dense = dense_parameters(replicated, experts)
         problem = RuntimeError("clip_gradients() needs complete gradients; call finish_gradients() first")
@@ -160,8 +167,13 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
 
     Args:
         group: all ranks by default.
+
+    Raises:
+        InputError: if a gradient is sparse.
     """
-    bucket: list[torch.Tensor] = []
+    parameters, bucket = list(parameters), list[torch.Tensor]()
+    if problem := sparse_gradient(parameters):
+        raise problem
     for parameter in parameters:
         if not parameter.requires_grad or parameter.grad is None:
             continue
@@ -173,6 +185,17 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
         _sum_bucket(bucket, group)
 
 
+def sparse_gradient(parameters: Iterable[torch.nn.Parameter]) -> InputError | None:
+    """The error of a sparse gradient, or None."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            return InputError(
+                f"the gradient of a parameter {list(parameter.shape)} is sparse, as with nn.Embedding(sparse=True); it "
+                "can't be summed over ranks"
+            )
+    return None
+
+
 def dense_parameters(
     replicated: Iterable[torch.nn.Parameter], experts: Iterable[torch.nn.Parameter]
 ) -> list[torch.nn.Parameter]:
@@ -182,13 +205,18 @@ def dense_parameters(
         experts: the session's experts.
 
     Raises:
-        InputError: if there are experts among them.
+        InputError: if there are experts or distributed tensors among them.
     """
     ids = {id(parameter) for parameter in experts}
     trained = list({id(p): p for p in replicated if p.requires_grad}.values())
     if any(id(parameter) in ids for parameter in trained):
         raise InputError(
             "replicated parameters include experts of the session; use session.replicated_parameters(model)"
+        )
+    if any(hasattr(parameter, "to_local") for parameter in trained):
+        raise InputError(
+            "replicated parameters include DTensors, whose gradients their framework reduces; use "
+            "session.replicated_parameters(model), which leaves them out"
         )
     return trained
 

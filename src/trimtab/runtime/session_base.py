@@ -72,6 +72,8 @@ class SessionBase:
         self._feedback = Feedback()
         # Names of replicated parameters, in errors.
         self._names: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+        # Whether `replicated_parameters` has left out DTensors.
+        self._has_dtensors = False
         self._experts.at_backward_end = self._feedback.mark
 
     @property
@@ -208,7 +210,7 @@ class SessionBase:
         return FrameworkLayer(self._calls, homes)
 
     def replicated_parameters(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """The model's parameters that every rank holds: all but the experts. Not a collective.
+        """The model's parameters that every rank holds: all but the experts, and DTensors of FSDP. Not a collective.
 
         Raises:
             InputError: if the model does not have the session's experts.
@@ -223,7 +225,9 @@ class SessionBase:
                 f"the model has {num_found} of the session's {len(experts)} expert tensors; if they were replaced, as "
                 "by load_state_dict(assign=True), add layers with a function that returns them"
             )
-        return others
+        replicated = [parameter for parameter in others if not hasattr(parameter, "to_local")]
+        self._has_dtensors = len(replicated) < len(others)
+        return replicated
 
     @property
     def transfers(self) -> Transfers:
