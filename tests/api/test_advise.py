@@ -13,7 +13,7 @@ import trimtab
 from trimtab import InputError, RoutingTrace
 from trimtab.api.advise import ABOUT_AS_FAST, LEAST_GAIN, AdviceResult
 from trimtab.cluster import ModelSpec
-from trimtab.report.advice import advice_table, cost_table, waterfall, ways_text
+from trimtab.report.advice import advice_table, advice_tiles, cost_table, waterfall, ways_text
 from trimtab.simulator.draws import Estimate
 from trimtab.simulator.strategies import NOTHING, STRATEGIES
 from trimtab.trace import PRESETS, synthesize, synthesize_preset
@@ -145,6 +145,7 @@ def test_too_few_sequences_have_no_verdict() -> None:
     assert result.advice.answer.startswith("Too few sequences: 47 of a step were recorded; record 48 or more")
     assert all(each.over_eplb is None for each in result.advice.strategies)
     assert result.figures()["break_even_max_over_mean"] is None
+    assert [name for name, *_ in advice_tiles(result.advice)] == ["Cost of imbalance", "Memory", "Basis"]
     # A whole step may have few.
     assert trimtab.advise(some_steps(sequences=16), **SETTING).advice.verdict != "too few sequences"
 
