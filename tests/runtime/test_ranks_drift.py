@@ -126,7 +126,9 @@ def test_gradients_of_experts_that_a_hook_takes_away_are_refused() -> None:
     parameter = loop.session.layers[0].parameters[0]
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     handle = node.register_hook(lambda *_: setattr(parameter, "grad", None))
-    with pytest.raises(RuntimeError, match=r"MoE layer 0: a hook has moved the gradient .* during backward"):
+    with pytest.raises(
+        RuntimeError, match=r"MoE layer 0: a hook (has moved the gradient|on an expert tensor would get)"
+    ):
         update_model(loop)
     handle.remove()
     any_loop.zero(loop)

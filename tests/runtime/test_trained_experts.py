@@ -448,6 +448,21 @@ def test_optimizers_that_mix_the_experts_of_a_stack_are_refused() -> None:
     assert all(torch.equal(value, before[name]) for name, value in saved(model).items())
 
 
+@pytest.mark.parametrize("paths", ["both", "message"])
+@runs_on_ranks()
+def test_transposed_experts_train_as_others(paths: str) -> None:
+    """As those of transformers, whose rows are not contiguous."""
+    session, model, reference = make(paths=paths)
+    for block in model.moe_blocks():
+        for parameter in block.expert_parameters():
+            parameter.data = parameter.data.mT.contiguous().mT
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for seed in range(2):
+        train(session, model, reference, seed, *optimizers)
+    assert not any(p.is_contiguous() for block in model.moe_blocks() for p in block.expert_parameters())
+    assert error_of(model, reference) < 1e-5
+
+
 class Switched(torch.optim.SGD):
     """SGD whose option `by_norm` lets it use the norm of a whole tensor."""
 

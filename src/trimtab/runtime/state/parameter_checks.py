@@ -27,7 +27,7 @@ def check_new_parameters(
         home: logical ids `[E / R]` of this rank's experts.
 
     Raises:
-        InputError: if a tensor does not hold the rank's experts, has no memory, is not contiguous, or shares memory; if
+        InputError: if a tensor does not hold the rank's experts, has no memory, or shares memory with another one; if
             the Parameters of a list differ in shape, dtype or whether they are trained.
     """
     if not tensors:
@@ -43,7 +43,6 @@ def check_new_parameters(
         _check_is_parameter(index, parameter, name)
         if parameter.is_meta:
             raise InputError(f"MoE layer {index}: {name} has no memory; load it before it is added")
-        _check_contiguous(index, parameter, name)
         if parameter.dtype not in DTYPES:
             raise InputError(
                 f"MoE layer {index}: {name} is {parameter.dtype}; replicas and gradients need experts in bfloat16, "
@@ -88,7 +87,6 @@ def check_current_parameters(layer: HomeExperts) -> None:
                     f"{list(parameter.shape)} {parameter.dtype} now; convert the model before its experts are added to "
                     "the session"
                 )
-            _check_contiguous(layer.index, parameter, name)
             raise InputError(
                 f"MoE layer {layer.index}: {name} has no memory now; load or onload the experts before a micro-step"
             )
@@ -99,23 +97,14 @@ def check_current_parameters(layer: HomeExperts) -> None:
 
 
 def _is_as_added(parameter: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Whether it is a Parameter of this shape and dtype that has contiguous memory."""
+    """Whether it is a Parameter of this shape and dtype that has memory."""
     return (
         isinstance(parameter, torch.nn.Parameter)
         and parameter.shape == shape
         and parameter.dtype is dtype
         and not parameter.is_meta
-        and parameter.is_contiguous()
         and (parameter.untyped_storage().nbytes() > 0 or not parameter.numel())
     )
-
-
-def _check_contiguous(index: int, parameter: torch.Tensor, name: str) -> None:
-    if not parameter.is_contiguous():
-        raise InputError(
-            f"MoE layer {index}: {name} is not contiguous, as a transposed view is, so rows can't be sent; make the "
-            "Parameter of tensor.contiguous()"
-        )
 
 
 def _check_is_parameter(index: int, parameter: object, name: str) -> None:

@@ -79,7 +79,9 @@ def post_round(messages: Sequence[Message], rank: int, group: dist.ProcessGroup,
         assert tensor is not None
         receives.append(receiver == rank)
         kind, peer = (dist.irecv, sender) if receiver == rank else (dist.isend, receiver)
-        operations.append(dist.P2POp(kind, tensor, group=group, group_peer=peer, tag=tag))
+        # Rows of transposed experts are copied.
+        sent = tensor.contiguous() if kind is dist.isend else tensor
+        operations.append(dist.P2POp(kind, sent, group=group, group_peer=peer, tag=tag))
     works = dist.batch_isend_irecv(operations)
     if len(works) == len(operations):
         return list(map(Posted, receives, works))
