@@ -69,10 +69,9 @@ def call(state: State, function: Callable[..., None], *args: Any) -> list[int]:
         before, loop.thread = loop.changes.plans, loop.thread or ThreadPoolExecutor(1)
         loop.thread.submit(function, loop, *args).result()
         if loop.changes.plans > before:
-            # What follows runs on another thread, without backwards of what came before.
+            # What follows runs on another thread.
             loop.thread.shutdown()
             loop.thread = None
-            loop.pending.clear()
     else:
         function(loop, *args)
     return sorted(state["loop"].pending)

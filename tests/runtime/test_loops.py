@@ -188,24 +188,35 @@ def test_each_step_may_run_on_a_thread_of_its_own(run: str) -> None:
             thread.submit(run_step, number).result()
 
 
+@pytest.mark.parametrize("started_at", [0, 40, 2000])
+@pytest.mark.parametrize("run", ["reentrant checkpoint", "nested reentrant checkpoint"])
 @runs_on_ranks()
-def test_a_layer_of_a_thread_that_has_ended_is_not_recomputed_without_its_micro_step() -> None:
+def test_a_layer_of_a_thread_that_has_ended_is_not_recomputed_without_its_micro_step(run: str, started_at: int) -> None:
+    """Whether its number is one that the next thread has too, in a micro-step or outside of all, or is not."""
     loop = start()
 
-    def late() -> None:
+    def nodes(count: int) -> None:
         value = torch.ones((), requires_grad=True)
-        for _ in range(2000):
+        for _ in range(count):
             value = value + 1
-        forward(loop, 0, "reentrant checkpoint", 0)
+
+    def late() -> None:
+        nodes(started_at)
+        forward(loop, 0, run, 0)
+
+    def next_step() -> None:
+        nodes(20)
+        any_loop.plan(loop, 6)
+        forward(loop, 0, run)
+        nodes(400)
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(late).result()
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(any_loop.plan, loop, 6).result()
-        thread.submit(forward, loop, 0, "reentrant checkpoint").result()
+        thread.submit(next_step).result()
         error = thread.submit(loop.pending.pop(0).loss.backward).exception()
     assert isinstance(error, RuntimeError)
-    assert "under an earlier plan, on a thread that has ended" in str(error)
+    assert "after another plan was applied" in str(error)
 
 
 @runs_on_ranks()

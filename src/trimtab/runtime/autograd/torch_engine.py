@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,10 +17,21 @@ def running_backward() -> int | None:
     return None if number == -1 else number
 
 
-def running_node() -> int:
-    """The sequence number of the graph node whose backward, hook or saved tensors run on this thread; -1 if none."""
-    node = torch._C._current_autograd_node()
-    return -1 if node is None else node._sequence_nr()
+def running_node() -> torch.autograd.graph.Node | None:
+    """The graph node whose backward, hook or saved tensors run on this thread."""
+    node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
+    return node
+
+
+def functions_in_forward() -> Iterator[Any]:
+    """The `autograd.Function`s whose forward runs on this thread: their `ctx`, which is their node in backward."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("ctx",):
+            ctx = frame.f_locals["ctx"]
+            if isinstance(ctx, torch.autograd.function.BackwardCFunction):
+                yield ctx
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def next_node() -> int:

@@ -2,15 +2,16 @@
 pass ends.
 
 Activation checkpointing recomputes a layer during backward. Autograd is then executing a node that the forward of the
-checkpointed region created. Each thread numbers its nodes in ascending order, from 0. The range of numbers that were
-assigned while a micro-step was open therefore identifies the micro-step, wherever backward is called, together with the
-thread. Nodes that a reentrant checkpoint creates when it recomputes a layer belong to the same micro-step.
+checkpointed region created. A reentrant checkpoint is such a node itself: its forward is on the stack when the layer is
+called, and the micro-step is noted on it. Others have numbers: each thread numbers its nodes in ascending order, from
+0. The range of numbers that were assigned while a micro-step was open therefore identifies the micro-step, wherever
+backward is called, together with the thread. Nodes that a reentrant checkpoint creates when it recomputes a layer
+belong to the same micro-step.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import threading
 import weakref
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 
 from trimtab.runtime.autograd.torch_engine import (
     call_after_backward,
+    functions_in_forward,
     is_nested,
     next_node,
     running_backward,
@@ -28,6 +30,8 @@ from trimtab.runtime.layer.micro_step import BoundRoutes
 
 # Micro-steps whose ranges are kept.
 KEPT_FORWARDS = 512
+# The attribute of a reentrant checkpoint's node: the `_NodeRange` of its forward, None outside of micro-steps.
+MICRO_STEP = "_trimtab_micro_step"
 
 
 class _Thread:
@@ -51,13 +55,11 @@ class _NodeRange:
     Attributes:
         start, end: the range, without `end`; infinite while the micro-step is open.
         index: the micro-step's number.
-        routes: returns its routes, as the ranks agreed on them; None after another plan was applied.
     """
 
     start: int
     end: float
     index: int
-    routes: Callable[[], BoundRoutes] | None
 
 
 class Backward:
@@ -75,6 +77,8 @@ class Backward:
         self._at_end, self._at_failure = at_end, at_failure
         # Those of threads that have ended are dropped.
         self._forwards_of = weakref.WeakKeyDictionary[_Thread, list[_NodeRange]]()
+        # Of micro-steps of this plan: returns the routes.
+        self._routes = weakref.WeakKeyDictionary[_NodeRange, Callable[[], BoundRoutes]]()
         # The largest sequence number of this thread's ranges that are not kept any more.
         self._dropped = -1
         self._thread = _this_thread()
@@ -95,7 +99,7 @@ class Backward:
         """
         thread = _this_thread()
         if thread is not self._thread:
-            if any(forward.routes is not None for forward in self._forwards):
+            if any(forward in self._routes for forward in self._forwards):
                 raise RuntimeError(
                     "micro-steps of one plan were begun by different threads; use one thread for a session"
                 )
@@ -104,7 +108,8 @@ class Backward:
         self.leave_backward()
         if len(self._forwards) == KEPT_FORWARDS:
             self._dropped = int(self._forwards.pop(0).end)
-        self._forwards.append(_NodeRange(next_node(), math.inf, index, routes))
+        self._forwards.append(_NodeRange(next_node(), math.inf, index))
+        self._routes[self._forwards[-1]] = routes
         self._is_open = True
 
     def close(self) -> None:
@@ -116,8 +121,13 @@ class Backward:
 
     def end_plan(self) -> None:
         """Call it when another plan is applied. Micro-steps of the plan before can't be recomputed."""
-        for forward in itertools.chain.from_iterable(self._forwards_of.values()):
-            forward.routes = None
+        self._routes.clear()
+
+    def note_checkpoints(self) -> None:
+        """Call it in a layer's forward without gradients: reentrant checkpoints around it belong to its micro-step."""
+        micro_step = self._forwards[-1] if self._is_open else None
+        for checkpoint in functions_in_forward():
+            setattr(checkpoint, MICRO_STEP, micro_step)
 
     def leave_backward(self) -> None:
         """Call it outside of any backward. A tracked backward that has not ended has failed.
@@ -139,12 +149,14 @@ class Backward:
         Raises:
             RuntimeError: if that micro-step can't be recomputed.
         """
-        running, number = running_backward(), running_node()
-        if self._rerun is not None and self._rerun[0] != running and is_nested():
+        running, node = running_backward(), running_node()
+        number = -1 if node is None else node._sequence_nr()
+        noted = hasattr(node, MICRO_STEP)
+        if not noted and self._rerun is not None and self._rerun[0] != running and is_nested():
             # The running node was created by the forward, or when a reentrant checkpoint recomputed the layer.
             routes = self._find(number) if self._created_in_closed_micro_step(number) else None
             return self._rerun[1] if routes is None else routes
-        routes = self._find(number)
+        routes = self._routes_of(getattr(node, MICRO_STEP)) if noted else self._find(number)
         self.track()
         self._rerun = running, routes
         return routes
@@ -187,13 +199,18 @@ class Backward:
         if place < 0 or number >= self._forwards[place].end:
             self._check_other_threads(number)
             return None
-        forward = self._forwards[place]
-        if forward.routes is None:
+        return self._routes_of(self._forwards[place])
+
+    def _routes_of(self, micro_step: _NodeRange | None) -> BoundRoutes | None:
+        """The routes of a micro-step, None outside of any. Raises RuntimeError after another plan was applied."""
+        if micro_step is None:
+            return None
+        if micro_step not in self._routes:
             raise RuntimeError(
-                f"a checkpointed MoE layer of micro-step {forward.index} is recomputed after another plan was applied; "
-                "call backward() for all micro-steps of a plan before the next one"
+                f"a checkpointed MoE layer of micro-step {micro_step.index} is recomputed after another plan was "
+                "applied; call backward() for all micro-steps of a plan before the next one"
             )
-        return forward.routes()
+        return self._routes[micro_step]()
 
     def _check_other_threads(self, number: int) -> None:
         """Raises RuntimeError if the node may be of a micro-step that another thread began, perhaps one that ended."""

@@ -91,6 +91,8 @@ class LayerCalls:
         if running_backward() is not None:
             return self.backward.routes_of_rerun()
         self.backward.leave_backward()
+        if not torch.is_grad_enabled():
+            self.backward.note_checkpoints()
         return self.current
 
 
