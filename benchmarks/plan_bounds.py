@@ -1,7 +1,5 @@
 """Bounds for plans: linear and integer programs over one instance, solved by HiGHS. Too slow for planning.
 
-Every function raises InputError if highspy is not installed.
-
 Both programs decide `x[e, r]`, the tokens of expert e that a replica on rank r computes, for given homes and slots.
 """
 
@@ -9,14 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import highspy
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.planner.plan.solver import highs, new_solver
 from trimtab.planner.plan.step_plan import StepPlan
 from trimtab.planner.plan.workload import Workload
-
-_PURPOSE = "bounds of plans"
 
 
 def load_bound(counts_E: Array, home_E: Array, num_ranks: int, slots: int, fixed_R: Array | None = None) -> float:
@@ -152,8 +148,7 @@ class _Program:
 
     def __init__(self, width: int) -> None:
         self.cost = np.zeros(width)
-        self._highs = highs(_PURPOSE)
-        self.upper = np.full(width, self._highs.kHighsInf)
+        self.upper = np.full(width, highspy.kHighsInf)
         self.integer = np.zeros(width, bool)
         self._columns: list[Array] = []
         self._values: list[Array] = []
@@ -166,7 +161,6 @@ class _Program:
 
     def solve(self, time_limit_s: float = float("inf")) -> float:
         """The least cost. Raises RuntimeError if the program has no optimum or time runs out."""
-        highspy = self._highs
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self.cost), len(self._limits)
         lp.col_cost_, lp.col_lower_, lp.col_upper_ = self.cost, np.zeros(len(self.cost)), self.upper
@@ -179,7 +173,9 @@ class _Program:
         if self.integer.any():
             kinds = highspy.HighsVarType
             lp.integrality_ = [kinds.kInteger if integer else kinds.kContinuous for integer in self.integer]
-        solver = new_solver(_PURPOSE)
+        solver = highspy.Highs()
+        solver.silent()
+        solver.setOptionValue("threads", 1)
         solver.setOptionValue("time_limit", time_limit_s)
         solver.passModel(lp)
         solver.run()

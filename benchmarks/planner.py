@@ -23,6 +23,7 @@ from rich.progress import Progress
 
 from benchmarks import planner_bounds as bounds
 from benchmarks.harness import Figures, main, show
+from benchmarks.plan_bounds import gap_to_bound
 from benchmarks.tables import Cell, Columns, figure_table, quantity
 from trimtab.array_type import Array
 from trimtab.cli.options import add_options, given, positive
@@ -38,7 +39,6 @@ from trimtab.planner import (
     pack_by_length,
     plan_sequences,
 )
-from trimtab.planner.plan.bounds import gap_to_bound
 from trimtab.planner.plan.prediction import cross_node_rows, dense_times, plan_parts, predict
 from trimtab.planner.plan.rank_work import even_work
 from trimtab.planner.plan.workload import max_over_mean

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.plan_bounds import evenly_spread, fewest_replicas
 from benchmarks.tables import picture
 from trimtab.array_type import Array
 from trimtab.cluster import QWEN3_30B
 from trimtab.planner import Placement, PlanSettings, Schedule, plan_step
 from trimtab.planner.placement.home_swaps import place_experts
-from trimtab.planner.plan.bounds import evenly_spread, fewest_replicas
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.schedule.grouping import group_by_routing
 from trimtab.policies import Llep, Policy, UltraEp

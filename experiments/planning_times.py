@@ -42,7 +42,6 @@ from trimtab.policies.rivals.eplb import EplbOracle, place_copies
 from trimtab.policies.rivals.foremoe import ForeMoe
 from trimtab.policies.rivals.greedy import replicate
 from trimtab.policies.rivals.lpt_homes import level_homes
-from trimtab.policies.rivals.openinstruct import OpenInstruct
 from trimtab.policies.rivals.relibra import ReLibra
 from trimtab.policies.rivals.routepack import RoutePack
 from trimtab.policies.trimtab import Trimtab
@@ -180,19 +179,12 @@ def plan_routepack(policy: RoutePack, view: View, parts: Parts) -> Planned:
     return Planned(schedule, placement.home, [])
 
 
-def plan_openinstruct(policy: OpenInstruct, view: View, parts: Parts) -> Planned:
-    with parts.timed("schedule"):
-        schedule = policy.pack(view)
-    return Planned(schedule, view.placement.home, [])
-
-
 PLANNERS: dict[str, Callable[[Any, View, Parts], Planned]] = {
     "trimtab": plan_trimtab,
     "relibra": plan_relibra,
     "foremoe": plan_foremoe,
     "eplb_oracle": plan_eplb,
     "routepack": plan_routepack,
-    "openinstruct": plan_openinstruct,
 }
 """Plans a step with a balancer, and times the parts of planning that it has."""
 

@@ -27,7 +27,6 @@ def test_costs_are_operations_and_bytes_divided_by_rates() -> None:
     costs = OperationCosts.of(CLUSTER, MODEL)
     attention_s = 2 * 5000 / 2e9 + 20 * 100 * 2 / 1e9
     assert costs.token_s == pytest.approx(attention_s + 2 * (3 * 100 * 30 + 100 * 8) / 2e9)
-    assert costs.shared_token_s == pytest.approx(2 * 3 * 100 * 30 / 2e9)
     assert costs.square_s == pytest.approx(70 / 5e8)
     assert (costs.layer_s, costs.outer_s) == (2e-3, 2e-3)
     head_s = 2 * 100 * 1000 / 2e9 + 12 * 1000 / 1e9
@@ -103,7 +102,6 @@ def test_rows_and_experts_are_as_wide_as_their_projection() -> None:
     assert costs.far_weights_s == pytest.approx(3000 / 1e8)
     attention_s = 2 * 5000 / 2e9 + 20 * 100 * 2 / 1e9
     assert costs.token_s == pytest.approx(attention_s + 2 * (3 * 100 * 30 + 2 * 100 * 25 + 100 * 8) / 2e9)
-    assert costs.shared_token_s == pytest.approx(2 * 3 * 100 * 30 / 2e9)
 
 
 def test_a_missing_link_has_no_costs() -> None:

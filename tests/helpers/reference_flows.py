@@ -13,7 +13,6 @@ from trimtab import StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.cluster import ModelSpec
 from trimtab.cluster.operations import OperationCosts
-from trimtab.policies.shared_rows import fill_shared_rows
 
 
 @dataclass(frozen=True)
@@ -144,22 +143,10 @@ class Need:
     load: int = 0
 
 
-def shared_rows_of(
-    plan: StepPlan, counts_RE: Array, costs: OperationCosts, m: int, layer: int, seconds: Sequence[float],
-    tokens: Sequence[int],
-) -> Array:  # fmt: skip
-    """Whose shared rows every rank computes, by source and rank; the choice is part of what is simulated."""
-    rows_RR = np.zeros((plan.num_ranks, plan.num_ranks), np.int64)
-    for flow in flows_of(plan, counts_RE, m, layer):
-        rows_RR[flow.source, flow.rank] += flow.rows
-    return fill_shared_rows(np.array(seconds), np.array(tokens, np.int64), rows_RR, costs, plan.ranks_per_node)
-
-
 def needs_of(
-    plan: StepPlan, counts_RE: Array, costs: OperationCosts, m: int, layer: int, *, hops: int, even: bool,
-    tokens: Sequence[int] = (),
-) -> list[Need]:  # fmt: skip
-    """What an instance asks of every rank. With the tokens of all sources their shared experts are rows, too."""
+    plan: StepPlan, counts_RE: Array, costs: OperationCosts, m: int, layer: int, *, hops: int, even: bool
+) -> list[Need]:
+    """What an instance asks of every rank."""
     ranks, per_node, nodes = plan.num_ranks, plan.ranks_per_node, plan.num_ranks // plan.ranks_per_node
     needs = [Need() for _ in range(ranks)]
     home = [int(rank) for rank in plan.home[layer]]
@@ -189,17 +176,6 @@ def needs_of(
         if first_to != flow.rank:
             out["hop", first_to] += flow.rows
             into["hop", flow.rank] += flow.rows
-    if tokens:
-        alone = needs_of(plan, counts_RE, costs, m, layer, hops=hops, even=False)
-        filled_RR = shared_rows_of(
-            plan, counts_RE, costs, m, layer, [need.experts + need.moved for need in alone], tokens
-        )
-        for source, rank in np.ndindex(filled_RR.shape):
-            if not costs.forwards:
-                rows_sent[source, rank][-1] += int(filled_RR[source, rank])
-        for need, rows in zip(needs, filled_RR.sum(axis=0).tolist(), strict=True):
-            need.experts += costs.copy_s * bool(rows)
-            need.experts += math.ceil(rows / costs.tile_rows) * costs.tile_rows * costs.shared_token_s
     for (kind, start, end), transfers in transfers_of(rows_sent, per_node, costs).items():
         out[kind, start] += transfers
         into[kind, end] += transfers

@@ -86,7 +86,6 @@ def random_costs(rng: np.random.Generator) -> OperationCosts:
     costs: dict[str, Any] = {
         name: 0.0 if rng.random() < 0.15 else float(rng.lognormal(0, 1.5)) / per.get(name, 1) for name in SECONDS
     }
-    costs["shared_token_s"] = costs["token_s"] * float(rng.choice([0.0, 0.3, 1.0]))
     if rng.random() < 0.3:
         costs |= {name: costs[name] * 10 for name in (*WEIGHTS, *GRADIENTS)}
     forwards = bool(rng.integers(2))
@@ -124,7 +123,6 @@ def random_traits(rng: np.random.Generator) -> Traits:
         host_path=bool(rng.random() < 0.6),
         hops=hops,
         copies=str(copies),  # type: ignore[arg-type]
-        moves_shared_rows=bool(rng.random() < 0.3),
         ideal=bool(rng.random() < 0.05),
     )
 

@@ -140,11 +140,9 @@ class Simulation:
             self.tokens[m, r] += length
             self.squares[m, r] += length**2
             self.near[m, r] += near_pairs(length, costs)
-        self.moves_shared = traits.moves_shared_rows and not traits.ideal and costs.shared_token_s > 0
         self.needs = {
             (m, layer): needs_of(
-                plan, rows_MLRE[m, layer], costs, m, layer, hops=traits.hops, even=traits.ideal,
-                tokens=[self.tokens[m, r] for r in range(plan.num_ranks)] if self.moves_shared else (),
+                plan, rows_MLRE[m, layer], costs, m, layer, hops=traits.hops, even=traits.ideal
             )
             for m in range(plan.num_micro_steps)
             for layer in range(plan.num_layers)
@@ -371,8 +369,7 @@ class Simulation:
         costs, inside, outside = self.costs, [], []
         for r in range(self.plan.num_ranks):
             tokens, squares, near = self.tokens[m, r], self.squares[m, r], self.near[m, r]
-            token_s = costs.token_s - self.moves_shared * costs.shared_token_s
-            layer_s = costs.layer_s + tokens * token_s + squares * costs.square_s + near * costs.reach_s
+            layer_s = costs.layer_s + tokens * costs.token_s + squares * costs.square_s + near * costs.reach_s
             outer_s = costs.outer_s + tokens * costs.outer_token_s + squares * costs.outer_square_s
             inside.append(factor * layer_s)
             outside.append(factor * (outer_s + near * costs.outer_reach_s))

@@ -27,7 +27,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # hatchling asks for editables when it is told what to build.
 BUILD = [*PROJECT["build-system"]["requires"], "editables"]
 # Parts of an installation by what they are for, the smallest first.
-PARTS = {"": "laptop", "solver": "`solver`", "train": "`train`", "dev": "`dev`", "build": "build"}
+PARTS = {"": "laptop", "train": "`train`", "dev": "`dev`", "build": "build"}
 # Of packages whose metadata names none: read in the file that the package ships.
 READ = {"axe-playwright-python": "MIT AND MPL-2.0"}
 # What metadata calls them.

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from benchmarks.plan_bounds import fewest_replicas, gap_to_bound, load_bound
 from helpers.planner_steps import Instance, Replicas, instances, random_homes, random_instance
 from helpers.random_plans import random_schedule
 from trimtab import ClusterSpec, Placement, StepPlan, Workload
-from trimtab.planner.plan.bounds import fewest_replicas, gap_to_bound, load_bound
 
 
 def bound(instance: Instance) -> float:

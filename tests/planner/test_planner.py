@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.plan_bounds import gap_to_bound
 from helpers import planner_reference as reference
 from helpers.planner_steps import workloads
 from helpers.random_plans import random_plan
 from trimtab import ClusterSpec, InputError, Placement, Schedule, StepPlan, Workload
 from trimtab.planner import PlanSettings, plan_step
-from trimtab.planner.plan.bounds import gap_to_bound
 
 Case = tuple[Workload, Schedule, Placement]
 

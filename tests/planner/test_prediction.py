@@ -118,7 +118,7 @@ def test_without_replicas_predicted_parts_are_those_of_the_simulator(case: Case,
     dense = ("token_s", "square_s", "reach_s", "outer_token_s", "outer_square_s", "outer_reach_s")
     case = replace(case, plan=plan).free(*dense).but(
         known_at="past", copies="none", transfers_start="never", hops=1, ideal=False, recompute=forwards > 1,
-        checkpointing=forwards > 2, moves_shared_rows=False,
+        checkpointing=forwards > 2,
     )  # fmt: skip
     costs, before_LE = StepCosts(case.costs, forwards), None if case.before is None else case.before.home
     found = predict([plan], [case.workload], costs, lengths=[case.lengths], before_LE=before_LE)

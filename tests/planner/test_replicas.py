@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from benchmarks.plan_bounds import fewest_replicas, load_bound
 from helpers.planner_steps import Instance, Replicas, check_replicas, instances, listed, random_homes, random_instance
-from trimtab.planner.plan.bounds import fewest_replicas, load_bound
 from trimtab.planner.replicas.greedy_attempt import Attempt, greedy_attempt
 from trimtab.planner.replicas.kernel_values import Shares
 from trimtab.planner.replicas.replica_search import STRATEGIES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import os
 import sys
 from dataclasses import replace
@@ -94,19 +93,6 @@ def test_the_map_of_a_step_is_written_with_the_weights_of_the_next(tmp_path: Pat
     assert maps[0] != maps[1]
 
 
-def test_vllm_is_warned_of_once_and_gets_its_own_format(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trace = some_steps(1)
-    placement = RolloutPlacement(tmp_path / "map", ranks=4, engine="vllm")
-    with caplog.at_level(logging.WARNING, "trimtab"):
-        for step in range(2):
-            placement.add(trace)
-            placement.make(step)
-            assert placement.sync(step + 1) == tmp_path / "map"
-    assert [sorted(row) for row in json.loads((tmp_path / "map").read_text())] == [list(range(16))] * 2
-    assert len(caplog.records) == 1
-    assert "prime-rl pull request 3583" in caplog.text
-
-
 def test_a_step_that_fails_is_not_counted_with_the_next(tmp_path: Path) -> None:
     trace, maps = some_steps(2), []
 
@@ -128,9 +114,7 @@ def test_a_step_that_fails_is_not_counted_with_the_next(tmp_path: Path) -> None:
     assert maps[0] == maps[1]
 
 
-def test_wrong_engines_and_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="engine: 'trt' should be one of sglang, vllm"):
-        RolloutPlacement(tmp_path / "map.json", ranks=4, engine="trt")
+def test_wrong_numbers_and_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"only if it is named \*.json"):
         RolloutPlacement(tmp_path / "map.pt", ranks=4)
     for name in ("ranks", "ranks_per_node", "num_layers"):

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from benchmarks.plan_bounds import gap_to_bound, load_bound
 from helpers import planner_reference as reference
 from helpers.planner_steps import workloads
 from helpers.random_plans import random_schedule
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.planner import PlanSettings, plan_step
-from trimtab.planner.plan.bounds import gap_to_bound, load_bound
 from trimtab.planner.plan.prediction import cross_node_rows
 
 

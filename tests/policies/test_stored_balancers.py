@@ -52,7 +52,6 @@ SMALL: dict[str, Sizes] = {
 QUICK: dict[str, dict[str, Any]] = {
     "routepack": {"evaluations": 3000, "population": 3, "temperatures": 5},
     "relibra": {"sweeps": 10},
-    "openinstruct": {"proposals": 200},
 }
 EAGER: dict[str, dict[str, Any]] = {
     "eplb": {"interval": 3},
@@ -66,8 +65,7 @@ EAGER: dict[str, dict[str, Any]] = {
     "taot": {"smallest_share": 1, "far_cost": 2.0},
     "ultraep": {"smallest_quota": 16, "tolerance": 0.1},
 }
-# LPLB's flows are those of a solver, of which another version may choose others.
-BALANCERS = [name for name in POLICIES if name != "lplb"]
+BALANCERS = [*POLICIES]
 PLANNING = PlanningTime(
     (TimeAtSize(2, 3.0, 0.5, 20.0, 1.5, 40.0, 7.0, 0.25), TimeAtSize(16, 5.0, 0.75, 30.0, 2.5, 90.0, 9.0, 0.5)),
     route_us=0.01,

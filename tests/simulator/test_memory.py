@@ -195,14 +195,14 @@ def test_ways_to_fit_are_enough_and_no_smaller_one_is() -> None:
     both = {"checkpointing": True, "sharding": "fsdp"}
     assert peak(**both) < peak(checkpointing=True) < peak(sharding="fsdp") < peak() < peak(sharding="ddp")
     assert ways(peak(sharding="fsdp")) == [
-        "with --checkpointing", "with --sharding fsdp", "from EP 32", "from --pp 2",
+        "with --recompute-granularity full", "with --sharding fsdp", "from EP 32", "from --pp 2",
     ]  # fmt: skip
-    assert ways(peak(checkpointing=True)) == ["with --checkpointing", "from EP 128", "from --pp 2"]
+    assert ways(peak(checkpointing=True)) == ["with --recompute-granularity full", "from EP 128", "from --pp 2"]
     assert peak(times_ranks=8) <= peak(checkpointing=True) < peak(times_ranks=4)
-    assert ways(peak(**both))[0] == "with --checkpointing --sharding fsdp"
-    assert ways(peak(**both) - 1)[0] == "from EP 32 with --checkpointing --sharding fsdp"
-    assert ways(peak(checkpointing=True), sharding="ddp")[0] == "with --checkpointing --sharding zero1"
-    assert ways(peak(), sharding="ddp")[0] == "with --checkpointing"
+    assert ways(peak(**both))[0] == "with --recompute-granularity full --sharding fsdp"
+    assert ways(peak(**both) - 1)[0] == "from EP 32 with --recompute-granularity full --sharding fsdp"
+    assert ways(peak(checkpointing=True), sharding="ddp")[0] == "with --recompute-granularity full --sharding zero1"
+    assert ways(peak(), sharding="ddp")[0] == "with --recompute-granularity full"
     assert ways(peak(), sharding="ddp")[1:3] == ["with --sharding zero1", "with --sharding fsdp"]
     assert ways(peak(**both) - 1, **both) == ["from EP 32", "from --pp 2"]
     assert ways(1e9) == []

@@ -51,6 +51,6 @@ def test_no_plan_beats_even_rows(case: Case) -> None:
     even = replace(case, workload=Workload.known(counts_MLRE * counts_MLRE.shape[3]))
     even = replace(even, plan=replace(case.plan, quota_tokens=case.plan.quota_tokens * counts_MLRE.shape[3]))
     # Shared experts that are computed as rows have another backward, and level out what the ideal leaves uneven.
-    even = alone(even).free("copy_s", "weights_s", *ROWS).but(tile_rows=1, moves_shared_rows=False)
+    even = alone(even).free("copy_s", "weights_s", *ROWS).but(tile_rows=1)
     ideal = even.but(ideal=True, copies="none", known_at="past", hops=1)
     assert ideal.run().step_time_s <= even.run().step_time_s * LITTLE

@@ -25,8 +25,7 @@ from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.planner import PlanSettings
 from trimtab.policies import POLICIES
 from trimtab.runtime import Session, gated_experts
-from trimtab.runtime.live.balancer import choose_moves, choose_quotas
-from trimtab.runtime.live.policies import LivePolicy
+from trimtab.runtime.live.balancer import LivePolicy, choose_moves, choose_quotas
 from trimtab.runtime.ranks import lockstep
 from trimtab.runtime.transfer import message_rounds, ring
 from trimtab.runtime.transfer.message_rounds import Posted

@@ -30,7 +30,7 @@ def bound_of(case: Case, slots: int | None = None) -> dict[str, float]:
 @settings(max_examples=300)
 @given(cases(max_groups=1))
 def test_no_plan_is_faster_than_the_bound(case: Case) -> None:
-    case = case.but(ideal=False, moves_shared_rows=False)
+    case = case.but(ideal=False)
     bound_s, step = bound_of(case), case.run()
     assert list(bound_s) == list(step.parts_s)
     assert sum(bound_s.values()) <= step.step_time_s * LITTLE
@@ -54,7 +54,7 @@ def test_one_rank_takes_exactly_the_bound(case: Case) -> None:
     workload = Workload.known(counts_MLRE)
     plan = plan_without_replicas(schedule, Placement.contiguous(layers, experts, 1), workload, ClusterSpec(1, 1, 0))
     alone = replace(case, plan=plan, workload=workload, cluster=ClusterSpec(1, 1, 0), before=None)
-    alone = alone.but(ideal=False, known_at="past", hops=1, copies="none", moves_shared_rows=False)
+    alone = alone.but(ideal=False, known_at="past", hops=1, copies="none")
     # A batch without micro-steps has no optimizer step in either.
     bound_s, step = bound_of(alone), alone.run()
     assert bound_s == pytest.approx(step.parts_s, rel=1e-9, abs=1e-9 * step.step_time_s)

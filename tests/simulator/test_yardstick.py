@@ -73,8 +73,8 @@ def test_balancers_are_charged_the_parts_that_they_have() -> None:
     slices = {name for name, found in parts.items() if {"instance", "join"} <= found}
     assert slices == {"trimtab", "relibra", "foremoe"}
     assert all(("instance" in found) == (name in slices) for name, found in parts.items())
-    assert {name for name, each in has.items() if each["homes"]} == parts.keys() - {"openinstruct"}
-    assert {name for name, each in has.items() if each["schedule"]} == {"trimtab", "routepack", "openinstruct"}
+    assert {name for name, each in has.items() if each["homes"]} == parts.keys()
+    assert {name for name, each in has.items() if each["schedule"]} == {"trimtab", "routepack"}
     assert {name for name, found in parts.items() if "choice" in found} == {"trimtab"}
 
 

@@ -62,7 +62,6 @@ class OperationCosts(NamedTuple):
         top_k: rows of a token that share one transfer to a node, and one to a rank, where the dispatcher forwards; else
             1. How many do depends on where the rows go, see `rank_work`.
         expert_groups, groups_per_token: see `ModelSpec`.
-        shared_token_s: the part of `token_s` that is the shared experts.
         near_share, far_share: transfers of a row inside the node or between nodes, the mean with even routing.
         near_weights_s, far_weights_s, host_weights_s: one expert's weights over a rank's link inside the node, between
             nodes, or from host memory; 0 without such a link, which no plan uses.
@@ -121,7 +120,6 @@ class OperationCosts(NamedTuple):
     far_share: float
     expert_groups: int
     groups_per_token: int
-    shared_token_s: float
     pieces: int
     exchange_token_s: float
     outer_exchange_token_s: float
@@ -254,7 +252,6 @@ class OperationCosts(NamedTuple):
             far_share=even_share(cluster.nodes, top_k, model.num_experts, *of_experts),
             expert_groups=of_experts[0],
             groups_per_token=of_experts[1],
-            shared_token_s=2 * model.feed_forward_matrices * hidden * model.shared_width * dense_s,
             pieces=pieces,
             # Attention, and shared experts; in dense layers attention and feed-forward part, then the output head.
             exchange_token_s=tensor_s * (1 + (model.shared_width > 0)),
@@ -275,11 +272,6 @@ class OperationCosts(NamedTuple):
         tiles = -(-rows // self.tile_rows)
         seconds = self.copy_s + np.maximum(tiles * self.tile_s, self.weights_s) + rows * self.row_s
         return np.where(rows > 0, seconds, 0.0)
-
-    def shared_seconds(self, rows: Array) -> Array:
-        """Forward seconds of the shared experts, computed as a copy of an expert with these rows each, any shape."""
-        tiles = -(-rows // self.tile_rows)
-        return np.where(rows > 0, self.copy_s + tiles * (self.tile_rows * self.shared_token_s), 0.0)
 
     def transfers(self, rows_XE: Array, places: int) -> Array:
         """Transfers `[..., P]` float64 to P places with contiguous homes, see `transfers_to`."""

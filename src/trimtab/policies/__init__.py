@@ -1,6 +1,6 @@
 """All balancers with one protocol: a `View` of the permitted data in, a `StepPlan` out.
 
-A balancer's module is imported when the balancer is first read, since some need a solver.
+A balancer's module is imported when the balancer is first read.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -16,7 +16,6 @@ _CLASSES = {
     "eplb": ("rivals.eplb", "Eplb"),
     "eplb_every_step": ("rivals.eplb", "EplbEveryStep"),
     "eplb_oracle": ("rivals.eplb", "EplbOracle"),
-    "lplb": ("rivals.lplb", "Lplb"),
     "fastermoe": ("rivals.fastermoe", "FasterMoe"),
     "llep": ("rivals.llep", "Llep"),
     "laer": ("rivals.laer", "Laer"),
@@ -28,8 +27,6 @@ _CLASSES = {
     "relibra": ("rivals.relibra", "ReLibra"),
     "foremoe": ("rivals.foremoe", "ForeMoe"),
     "routepack": ("rivals.routepack", "RoutePack"),
-    "openinstruct": ("rivals.openinstruct", "OpenInstruct"),
-    "waterfill": ("rivals.waterfill", "Waterfill"),
     "trimtab": ("trimtab", "Trimtab"),
     "balanced": ("static", "Balanced"),
 }

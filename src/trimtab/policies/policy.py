@@ -37,7 +37,6 @@ class Traits:
         relocates: true: it moves homes between steps.
         within_node: true: with its own recipe, copies stay inside the node of their home.
         packs_by_length: true: its sequences are packed by their length, as frameworks do today; others by time.
-        moves_shared_rows: true: shared experts are computed as rows, where ranks have least to do (`fill_shared_rows`).
         ideal: true: not a balancer but the bound; tokens count as spread evenly, independent of the plan.
     """
 
@@ -51,7 +50,6 @@ class Traits:
     relocates: bool = False
     within_node: bool = False
     packs_by_length: bool = False
-    moves_shared_rows: bool = False
     ideal: bool = False
 
     def live_planning_seconds(self, cluster: ClusterSpec) -> float:

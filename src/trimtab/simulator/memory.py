@@ -324,7 +324,7 @@ def ways_to_fit(load: RankLoad, model: ModelSpec, settings: StepSettings, device
 
     def text(choice: tuple[Checkpointing, str]) -> str:
         checkpointing, sharding = choice
-        names = ["--checkpointing"] if checkpointing is True and settings.checkpointing is not True else []
+        names = ["--recompute-granularity full"] if checkpointing is True and settings.checkpointing is not True else []
         return " ".join((*names, f"--sharding {sharding}") if sharding != settings.sharding else names)
 
     both: tuple[Checkpointing, str] = (True, FSDP)

@@ -24,7 +24,6 @@ from trimtab.simulator.pipeline import BUBBLE, PassTimes, Pipeline
 from trimtab.simulator.recorded_operations import Operations
 from trimtab.simulator.replica_transfers import Copies, Transfers
 from trimtab.simulator.resampling import ResampledTrace
-from trimtab.simulator.shared_work import with_shared_rows
 from trimtab.simulator.timeline import (
     AT_LAYER,
     AT_MICRO_STEP,
@@ -148,11 +147,6 @@ def simulate_step(
         if trace is not None and costs.top_k > 1:
             work = _with_counted_transfers(work, plan, trace, costs, traits.hops, chosen.counted_rows)
     attention_MR, outer_MR = dense_seconds(plan.schedule, lengths, costs)
-    if traits.moves_shared_rows and costs.shared_token_s and not traits.ideal:
-        tokens_MR = np.zeros(attention_MR.shape, np.int64)
-        np.add.at(tokens_MR, (plan.micro_step, plan.rank), lengths)
-        attention_MR -= costs.shared_token_s * tokens_MR
-        work = with_shared_rows(work, plan, counts_MLRE, tokens_MR, costs, hops=traits.hops)
     paths_P = _paths(plan, cluster, traits)
     all_layers = model.moe_layers if model else plan.num_layers
     stages = chosen.layout.pp

@@ -16,7 +16,6 @@ SOURCES = (
     "planner/placement/packing.py",
     "policies/policy.py",
     "policies/static.py",
-    "policies/shared_rows.py",
     "policies/planning_time.py",
     "policies/planning_times.json",
 )
