@@ -1,13 +1,12 @@
 """`python -m benchmarks.live`: balancing without recorded routing: stragglers as in FEPLB's tables, and step time.
 
 Stragglers on 2, 4 and 8 ranks in tokens and in CPU time of expert products, ranks one after another: before, with
-FasterMoE's shadows, the runtime's live policies feplb, quota and predict, and with foresight. Then time steps on 2 CPU
-ranks: live policies and foresight against no balancing.
+FasterMoE's shadows, the runtime's live policies feplb and quota, and with foresight. Then time steps on 2 CPU ranks:
+live policies and foresight against no balancing.
 
 A step is one micro-step of a small model: forward, backward, complete gradients. Before each, outside of the clock, all
-variants run forwards of another micro-step with the same skew, which is the past of `predict`: two, since transfers for
-the first of them started with the skew of the round before. The router's choice is replaced by given ids in all
-variants. Those of `foresight` are also recorded, and planned outside of the clock.
+variants run a forward of another micro-step with the same skew, which is the past of `feplb`. The router's choice is
+replaced by given ids in all variants. Those of `foresight` are also recorded, and planned outside of the clock.
 """
 
 from __future__ import annotations
@@ -44,21 +43,17 @@ from trimtab.integrations.transformers.families import reroute
 from trimtab.launch import launch
 from trimtab.report.number_text import bytes_text, seconds
 from trimtab.runtime import Session
-from trimtab.runtime.live.balancer import CANDIDATES
-from trimtab.runtime.live.policies import TRIED, LivePolicy
+from trimtab.runtime.live.balancer import LivePolicy
 from trimtab.runtime.session_settings import Mode
 from trimtab.runtime.step_planner import LOCAL_CPU
 from trimtab.trace import synthesize
 
-POLICIES: tuple[LivePolicy, ...] = ("quota", "feplb", "predict", "auto")
+POLICIES: tuple[LivePolicy, ...] = ("quota", "feplb")
 FORESIGHT = "foresight"
 # With even routing, too.
-ON_EVEN = ("off", "quota", "predict", "auto")
+ON_EVEN = ("off", "quota")
 # The default policy of a session.
-HEADLINE = "auto"
-# Its session on even routing: it chooses by times that it has measured.
-AUTO_EVEN = "auto, even"
-FORWARDS_BEFORE = 2
+HEADLINE = "quota"
 # Operations that launch no work.
 VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "detach", "alias", "slice", "select", "split", "split_with_sizes",
@@ -163,16 +158,14 @@ def run(options: argparse.Namespace) -> None:
     settings = LiveBenchmark(**given(options, LiveBenchmark))
     if settings.tokens % settings.sequence_length:
         raise InputError(f"--tokens is {settings.tokens}; it should be a multiple of {settings.sequence_length}")
-    cases, predictors = stragglers.straggler_cases(settings), stragglers.predictor_cases(settings)
-    launch(run_benchmark, (settings, cases, predictors), ranks=2)
+    launch(run_benchmark, (settings, stragglers.straggler_cases(settings)), ranks=2)
 
 
-def run_benchmark(settings: LiveBenchmark, cases: list[Figures], predictors: list[Figures]) -> None:
+def run_benchmark(settings: LiveBenchmark, cases: list[Figures]) -> None:
     """Time steps on the ranks of the process group; rank 0 prints and writes all figures. Collective.
 
     Args:
         cases: of `straggler_cases`.
-        predictors: of `predictor_cases`.
     """
     steps = step_figures(settings)
     if dist.get_rank():
@@ -184,7 +177,6 @@ def run_benchmark(settings: LiveBenchmark, cases: list[Figures], predictors: lis
         "gpu": "not measured",
         "cases": cases,
         "summary": stragglers.summarise_cases(cases),
-        "predictors": stragglers.summarise_predictors(predictors),
         **steps,
     }
     show(figures, print_figures, settings.json)
@@ -200,7 +192,6 @@ def step_figures(settings: LiveBenchmark) -> Figures:
         for seed in (None, *range(settings.num_routings))
     }
     models: dict[str, LiveModel] = {policy: LiveModel.of(settings, "live", policy) for policy in ("off", *POLICIES)}
-    models[AUTO_EVEN] = LiveModel.of(settings, "live", "auto")
     models[FORESIGHT] = LiveModel.of(settings, "plan", "off")
     seeds = list(range(settings.num_routings))
     # Each variant goes through the seeds; even routing has one.
@@ -214,17 +205,11 @@ def step_figures(settings: LiveBenchmark) -> Figures:
         dist.barrier()
         return time.perf_counter() - start
 
-    # `auto` has then tried all policies.
-    for number in range(-(-len(CANDIDATES) * TRIED // FORWARDS_BEFORE)):
-        for name, seed in (("auto", seeds[number % len(seeds)]), (AUTO_EVEN, None)):
-            models[name].prepare(routings[seed])
-            models[name].step()
     variants: dict[str, Callable[[], float]] = {}
     for name in ("off", *POLICIES, FORESIGHT):
         variants[f"{name}, skewed"] = partial(timed, name, models[name], even=False)
         if name in ON_EVEN:
-            model = models[AUTO_EVEN if name == "auto" else name]
-            variants[f"{name}, even"] = partial(timed, name, model, even=True)
+            variants[f"{name}, even"] = partial(timed, name, models[name], even=True)
     progress = "" if rank else "bench live: steps"
     step_s = alternate(variants, settings.pairs, warm_up=len(seeds), progress=progress)
     counted = {name: models[name].counted(routings[0]) for name in ("off", *POLICIES, FORESIGHT)}
@@ -311,15 +296,14 @@ class LiveModel:
         return cls(session, model, session.replicated_parameters(model), tokens, chosen)
 
     def prepare(self, routing: list[torch.Tensor]) -> None:
-        """Plan, if the mode does, clear gradients, and run forwards of the first micro-step. Collective."""
+        """Plan, if the mode does, clear gradients, and run a forward of the first micro-step. Collective."""
         self.model.zero_grad()
         if self.session.mode == "plan":
             self.session.plan_micro_steps([ids.numpy() for ids in routing])
             _ = self.session.step_plan
         self.chosen[:] = [routing[0]]
-        for _ in range(FORWARDS_BEFORE):
-            with torch.no_grad(), self._micro_step(0):
-                self.model(input_ids=self.tokens, use_cache=False)
+        with torch.no_grad(), self._micro_step(0):
+            self.model(input_ids=self.tokens, use_cache=False)
         self.chosen[:] = [routing[1]]
 
     def step(self) -> None:

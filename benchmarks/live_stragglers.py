@@ -10,8 +10,6 @@ hardly change it. Each rank runs the experts of its homes, and then those of its
 * `feplb`, `quota`: the live policies of the runtime, from the counts of the layer.
 * `feplb, fixed`: the same as `feplb`, with the first experts of every rank as dynamic ones, not the hottest of the
   micro-step before.
-* `predict`: the live policy of the runtime; replicas from the counts of the micro-step before, the split from those of
-  the layer.
 * `foresight`: Trimtab's plan from the whole step's recorded routing: schedule, homes, replicas and split.
 """
 
@@ -21,7 +19,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,15 +37,14 @@ from trimtab.policies.policy import Policy
 from trimtab.policies.trimtab import Trimtab
 from trimtab.report.number_text import bytes_text
 from trimtab.runtime import RowGroups
-from trimtab.runtime.live.balancer import LiveBalancer, choose_quotas
-from trimtab.runtime.live.policies import LivePolicy, Predictor
+from trimtab.runtime.live.balancer import LiveBalancer, LivePolicy
 from trimtab.runtime.rows.physical_experts import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 
 if TYPE_CHECKING:
     from benchmarks.live import LiveBenchmark
 
-LIVE: tuple[LivePolicy, ...] = ("feplb", "quota", "predict")
+LIVE: tuple[LivePolicy, ...] = ("feplb", "quota")
 BEFORE = "before"
 FIXED = "feplb, fixed"
 # The least of so many times is used.
@@ -73,17 +70,10 @@ TRAFFIC: Columns = {
     "weights": quantity("weight_bytes", bytes_text),
     "rows": lambda row: f"{row['row_bytes'] / 1e6:+.0f} MB",
 }
-PREDICTORS: Columns = {
-    "ranks": "{ranks}",
-    "predictor": "{predictor}",
-    "hit rate": "{hit_rate:.0%}",
-    "used": "{used:.0%}",
-    "tokens cut": "{token_straggler_cut:.0%}",
-}
 KNOWN = (
     "fastermoe (our reimplementation, without a limit of memory), feplb and quota choose from the counts of the layer; "
-    "predict chooses replicas from the micro-step before and splits by the counts of the layer; foresight plans the "
-    "whole step from recorded routing. Straggler: the busiest rank above the mean of ranks, as a part of the mean."
+    "foresight plans the whole step from recorded routing. Straggler: the busiest rank above the mean of ranks, as a "
+    "part of the mean."
 )
 REASONS = (
     "Reasons: the published figures are of the authors' own training routing, whose skew, rows of a micro-step and "
@@ -137,7 +127,7 @@ class ChosenInstance:
 def choose_all(case: PlannerCase, settings: LiveBenchmark) -> dict[str, list[ChosenInstance]]:
     """The instances of a step by balancer, and `before` without any.
 
-    The first micro-step is left out: it is the past of those that learn from earlier counts.
+    The first micro-step is left out: it is the past of `feplb`.
     """
     counts_MLRE = case.workload(case.schedule).token_counts_MLRE.astype(np.int64)
     chosen = {BEFORE: _live(case, counts_MLRE, "off", settings), "fastermoe": _planned(case, FasterMoe(), settings)}
@@ -161,14 +151,13 @@ def _live(
     limits = PlanSettings().limits(case.cluster(slots))
     home_LE = case.contiguous.home
     layers = layers_of(home_LE)
-    balancer = LiveBalancer(policy, "last", layers, limits)
-    measured_RS = np.zeros((case.ranks, 2), np.int64)
+    balancer = LiveBalancer(policy, layers, limits)
     chosen = []
     for micro_step, counts_LRE in enumerate(counts_MLRE):
         if forgets:
-            balancer = LiveBalancer(policy, "last", layers, limits)
+            balancer = LiveBalancer(policy, layers, limits)
         for layer, counts_RE in enumerate(counts_LRE):
-            call = balancer.choose(layer, counts_RE, measured_RS)
+            call = balancer.choose(layer, counts_RE)
             if micro_step:
                 chosen.append(ChosenInstance(counts_RE, home_LE[layer], call.replicas, call.moves))
     return chosen
@@ -316,67 +305,14 @@ def _medians(
         yield {"ranks": ranks, kind: value, **medians}, mine
 
 
-def predictor_cases(settings: LiveBenchmark) -> list[dict[str, Any]]:
-    """Figures by number of ranks, preset, seed and predictor.
-
-    Returns:
-        Of the second of two steps: `hit_rate`, the part of the predicted replicas whose expert also gets one from the
-        micro-step's own counts; `used`, the part of them that gets rows; `token_straggler_cut`.
-    """
-    found = []
-    for ranks, preset, seed in track(settings.straggler_routings, "bench live: predictors", transient=True):
-        case = build_case(ranks, settings.experts, preset, layers=settings.straggler_layers, seed=seed)
-        for predictor in get_args(Predictor):
-            key = {"ranks": ranks, "preset": preset, "seed": seed, "predictor": predictor}
-            found.append(key | figures_of(case, predictor, settings.slots))
-    return found
-
-
-def summarise_predictors(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Medians over presets and seeds, one row for each number of ranks and predictor."""
-    return [row for row, _ in _medians(cases, "predictor", ("hit_rate", "used", "token_straggler_cut"))]
-
-
-def figures_of(case: PlannerCase, predictor: Predictor, slots: int) -> dict[str, float]:
-    """Figures of one predictor, of the second step of a case."""
-    limits = PlanSettings().limits(case.cluster(slots))
-    home_LE = case.contiguous.home
-    balancer = LiveBalancer("predict", predictor, layers_of(home_LE), limits)
-    measured_RS = np.zeros((case.ranks, 2), np.int64)
-    for counts_LRE in case.workload_before.token_counts_MLRE.astype(np.int64):
-        for layer, counts_RE in enumerate(counts_LRE):
-            balancer.choose(layer, counts_RE, measured_RS)
-    balancer.weights_changed()
-    predicted = hits = used = 0
-    before: list[Array] = []
-    after: list[Array] = []
-    for counts_LRE in case.workload(case.schedule).token_counts_MLRE.astype(np.int64):
-        for layer, counts_RE in enumerate(counts_LRE):
-            replicas = balancer.choose(layer, counts_RE, measured_RS).replicas
-            known = choose_quotas(counts_RE, home_LE[layer], limits)
-            predicted += replicas.count
-            hits += int(np.isin(replicas.experts, known.experts).sum())
-            used += int(np.count_nonzero(replicas.quotas_PR.sum(axis=1)))
-            none = InstanceReplicas.none(case.ranks)
-            for loads, each in ((before, none), (after, replicas)):
-                loads.append(ChosenInstance(counts_RE, home_LE[layer], each).computed_RE.sum(axis=1))
-    return {
-        "hit_rate": hits / max(1, predicted),
-        "used": used / max(1, predicted),
-        "token_straggler_cut": 1 - straggler(after) / straggler(before),
-    }
-
-
 def print_stragglers(figures: Mapping[str, Any], console: Console) -> None:
-    """Print stragglers with what they cost, where they differ from FEPLB's, and what predictors know."""
+    """Print stragglers with what they cost, and where they differ from FEPLB's."""
     console.print(figure_table("Stragglers: medians over presets and seeds", STRAGGLERS, figures["summary"]))
     console.print(KNOWN)
     for line in differences(figures["summary"]):
         console.print(line)
     title = "In addition to a forward without balancing: of an instance, all ranks, Qwen3-30B-A3B in bf16"
     console.print(figure_table(title, TRAFFIC, figures["summary"]))
-    title = "Predictors: predicted replicas that the counts would also choose, and that get rows"
-    console.print(figure_table(title, PREDICTORS, figures["predictors"]))
 
 
 def differences(summary: list[dict[str, Any]]) -> list[str]:

@@ -29,7 +29,6 @@ class LiveCase:
     Attributes:
         seed: of everything random.
         policy: see `Session`.
-        predictor: see `Session`.
         run_block: see `helpers.equality.CHECKPOINTING`.
         at_once: all forwards of a step run before the first backward.
         random: replace the choices of `quota` and `feplb` by random ones.
@@ -41,7 +40,6 @@ class LiveCase:
 
     seed: int
     policy: str
-    predictor: str = "last"
     run_block: str = "plain"
     at_once: bool = False
     random: bool = False
@@ -72,7 +70,7 @@ def _compare(case: LiveCase) -> int:
     per_node = int(rng.choice([size for size in range(1, ranks + 1) if ranks % size == 0]))
     slots: dict[str, Any] = {"slots_per_rank": int(rng.integers(1, 4)), "ring_layers": int(rng.integers(2, 5))}
     session = Session(
-        num_experts=experts, ranks_per_node=per_node, mode="live", policy=case.policy, predictor=case.predictor,  # type: ignore[arg-type]
+        num_experts=experts, ranks_per_node=per_node, mode="live", policy=case.policy,  # type: ignore[arg-type]
         paths="message" if case.by_messages else "both", **slots,
     )  # fmt: skip
     reference, model = TinyMoE(shape, torch.float64), TinyMoE(shape, torch.float64, case.run_block)

@@ -408,9 +408,9 @@ def compare_live_on_late_device(cases: list[LiveCase]) -> None:
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize("policy", nightly_except(["quota", "feplb", "predict"], "predict"))
+@pytest.mark.parametrize("policy", nightly_except(["quota", "feplb"], "quota"))
 def test_live_calls_equal_the_single_process(policy: str) -> None:
-    cases = [LiveCase(seed, policy, at_once=seed % 2 == 0, random=policy != "predict") for seed in range(8)]
+    cases = [LiveCase(seed, policy, at_once=seed % 2 == 0, random=True) for seed in range(8)]
     on_ranks(compare_live_on_late_device, (cases,), ranks=2, ways="thread")
 
 

@@ -118,7 +118,7 @@ def make_other_calls(what: str) -> None:
         schedule = random_schedule(np.random.default_rng(session.rank), 6, num_ranks=2, num_micro_steps=3)
         session.plan(loop.trace.select(schedule.sequences_of(session.rank)), schedule)
     elif what == "other live policies":
-        live = session_of_one_layer(mode="live", policy="quota" if first else "predict")
+        live = session_of_one_layer(mode="live", policy="quota" if first else "off")
         live.live_micro_step().__enter__()
     elif what == "a missing rank":
         # With groups of its own, which take longer to create on a busy machine.
@@ -170,7 +170,7 @@ CALLS = {
     "without gradients inside": r"in micro-step 0 where rank 1 called dispatch .* without gradients",
     "frozen experts": r"trained expert tensors is \[.*\] on rank 0 and \[.*\] on rank 1",
     "other schedules": r"in plan\(\): schedule is '\w+' on rank 0 and '\w+' on rank 1",
-    "other live policies": r"policy is 'quota' on rank 0 and 'predict' on rank 1",
+    "other live policies": r"policy is 'quota' on rank 0 and 'off' on rank 1",
     "other replicated parameters": r"in finish_gradients\(\): replicated parameters is",
     "other order": "replicated parameters is",
     "other backwards": r"backward \(of the forward at call \d+\) where rank 1 called",
@@ -213,7 +213,7 @@ def test_a_step_needs_gradients_that_are_summed_over_groups() -> None:
 OTHER: dict[str, Any] = {
     "num_experts": 8, "mode": "static", "slots_per_rank": 1, "ring_layers": 4, "paths": "peer", "mirror_bytes": 1 << 30,
     "peer_memory_bytes": 1 << 30, "least_gain": 0.1, "max_rows_per_rank": 1000, "exact": True,
-    "rates": ClusterSpec(2, 2), "policy": "quota", "predictor": "average",
+    "rates": ClusterSpec(2, 2), "policy": "off",
 }  # fmt: skip
 # Process groups and numbers in them are of one rank; the ranks check what follows from them.
 MAY_DIFFER = {

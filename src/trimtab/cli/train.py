@@ -16,7 +16,7 @@ from trimtab.rl.config import ALGORITHMS, PrefixRouting, RolloutName, TrainConfi
 MODES = ("plan", "rehome", "static", "shadow", "off")
 # Longest responses by default, by task.
 LONGEST_RESPONSES = {"sums": TrainConfig.max_new_tokens, "counting": 100}
-LIVE_POLICIES = ("auto", "quota", "feplb", "predict", "off")
+LIVE_POLICIES = ("quota", "feplb", "off")
 
 
 def add(commands: Any) -> None:
@@ -69,7 +69,7 @@ def add(commands: Any) -> None:
     modes(
         "--live",
         nargs="?",
-        const="auto",
+        const="quota",
         choices=LIVE_POLICIES,
         unset="plan from the recorded routing",
         help="balance every layer from what its router chooses, without plan and replay, by a policy, or by auto",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trimtab.errors import InputError
 
 if TYPE_CHECKING:
-    from trimtab.runtime.live.policies import LivePolicy
+    from trimtab.runtime.live.balancer import LivePolicy
     from trimtab.runtime.session_settings import Mode
 
 # Settings that a resumed run may change: its length and how its work is distributed. Others would change its results.
@@ -74,7 +74,7 @@ class TrainConfig:
     algorithm: str = "grpo"
     expert_width: int = 768
     mode: Mode = "plan"
-    policy: LivePolicy = "auto"
+    policy: LivePolicy = "quota"
     slots: int = 2
     rollout: RolloutName = "colocated"
     attention_ranks: int = 1

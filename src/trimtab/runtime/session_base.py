@@ -19,7 +19,7 @@ from trimtab.runtime.feedback import Feedback
 from trimtab.runtime.layer.dispatch import Dispatcher, RowDispatcher
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.layer.layer import ExpertLayer, HomeWeights
-from trimtab.runtime.layer.layer_call import MEASURED, LayerCalls
+from trimtab.runtime.layer.layer_call import LayerCalls
 from trimtab.runtime.rank_experts import RankExperts
 from trimtab.runtime.ranks.lockstep import Lockstep
 from trimtab.runtime.ranks.process_groups import tell_wrong_variables
@@ -60,7 +60,7 @@ class SessionBase:
         physical = num_experts + self.topology.num_ranks * num_slots
         self._lockstep = Lockstep(
             self.topology, num_experts=num_experts, slots_per_rank=num_slots,
-            max_values=max(num_experts + MEASURED, physical, 4 + COMPARED),
+            max_values=max(num_experts, physical, 4 + COMPARED),
         )  # fmt: skip
         self._lockstep.resume = lambda: self.topology.take_groups(self.settings.topology())
         self.counters = Counters(lockstep=self._lockstep)
@@ -202,7 +202,7 @@ class SessionBase:
         if self.settings.policy == "feplb":
             raise InputError(
                 "policy 'feplb' sends rows in a second dispatch, which a framework's own dispatcher does not have; use "
-                "'quota', 'predict', 'auto' or 'off'"
+                "'quota' or 'off'"
             )
         homes = self._experts.add_layer(parameters, self._initial_E, joins_in_backward=True)
         homes.sends_rows, homes.dispatch_forwards, homes.expert_groups = False, dispatch_forwards, expert_groups

@@ -172,9 +172,7 @@ class SessionMicroSteps(SessionBase):
             number = self._end_step()
             # Nothing is read in other ranks' memory if there are no replicas.
             by_messages = settings.paths == "message" or settings.policy == "off" or settings.slots_per_rank == 0
-            self._live = LiveBalancer(
-                settings.policy, settings.predictor, experts.layers, settings.plan_settings.limits(cluster)
-            )
+            self._live = LiveBalancer(settings.policy, experts.layers, settings.plan_settings.limits(cluster))
             with torch.inference_mode(False):
                 experts.drain()
                 experts.transfers.prepare_live(self._live, number, by_messages=by_messages)
@@ -287,8 +285,6 @@ class SessionMicroSteps(SessionBase):
             self._prepare_live()
         if values_RV[:, 0].any() or self._experts.changed:
             self._experts.refresh()
-            if self._live is not None:
-                self._live.weights_changed()
         return bool(values_RV[:, 1].all()), bool(values_RV[:, 2].any())
 
 

@@ -19,7 +19,7 @@ from trimtab.cluster.specs import RING_LAYERS
 from trimtab.errors import InputError
 from trimtab.planner import PlanSettings
 from trimtab.rank_variables import is_switched_off
-from trimtab.runtime.live.policies import LivePolicy, Predictor
+from trimtab.runtime.live.balancer import LivePolicy
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.transfer.peer_memory import MostBytes
 
@@ -94,11 +94,7 @@ class SessionSettings:
             by default those of an H100 cluster, or of a CPU machine, and moves of experts as this session measures
             them. With rates, plans don't depend on measured times. Its numbers of ranks and slots are ignored.
         policy: in mode `live`, how replicas are chosen in `live_micro_step`: `quota`, replicas and split from the
-            counts of the layer; `feplb`, whole experts that move within a node after the dispatch; `predict`, replicas
-            from earlier counts, which are there before the router chooses, and the split from those of the layer;
-            `off`, none; `auto`, for every layer the fastest of `off`, `quota` and `predict`, by measured time.
-        predictor: the counts that `predict` uses: of the `last` micro-step, an exponential `average`, or those of the
-            `same` micro-step after the weight change before.
+            counts of the layer; `feplb`, whole experts that move within a node after the dispatch; `off`, none.
         verify_weights: compare sampled elements of every expert when a micro-step begins, to detect weight changes that
             address and version do not show. By default on in mode `shadow` and if `TRIMTAB_VERIFY_WEIGHTS=1` is set. On
             CUDA the host then waits for the device.
@@ -129,8 +125,7 @@ class SessionSettings:
     max_rows_per_rank: Annotated[int | None, at_least(1)] = None
     exact: bool = False
     rates: ClusterSpec | None = None
-    policy: Annotated[LivePolicy, one_of(LivePolicy)] = "auto"
-    predictor: Annotated[Predictor, one_of(Predictor)] = "last"
+    policy: Annotated[LivePolicy, one_of(LivePolicy)] = "quota"
     verify_weights: Annotated[bool | None, OF_ONE_RANK] = None
     group: Annotated[dist.ProcessGroup | None, OF_ONE_RANK] = None
     groups: Annotated[int, OF_ONE_RANK, at_least(1)] = 1

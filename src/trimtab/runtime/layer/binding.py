@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -71,15 +70,14 @@ def _balanced_layout(
 ) -> tuple[Layout, LiveCall]:
     """The layout of an instance whose replicas are chosen now. The host waits for the ids that the router chose."""
     ids_NK = download(own_ids)
-    values_RV = _exchange_counts(calls, homes, ids_NK, micro_step.balancer.measured(homes.index))
-    counts_RE, measured_RS = values_RV[:, : len(homes.home_E)], values_RV[:, len(homes.home_E) :]
+    counts_RE = _exchange_counts(calls, homes, ids_NK)
     rows_R = counts_RE.sum(axis=1)
     if homes.equal_tokens and (rows_R != rows_R[0]).any():
         raise RanksDisagreeError(
             f"MoE layer {homes.index}: ranks have {rows_R.tolist()} rows, and {homes.equal_tokens} needs the same "
             "number of tokens on all ranks"
         )
-    call = micro_step.choose(homes.index, counts_RE, measured_RS)
+    call = micro_step.choose(homes.index, counts_RE)
     rank = calls.topology.rank
     experts = PhysicalExperts.of(homes, rank, calls.topology.positions, calls.num_slots)
     counts_E, arriving_RH = counts_RE[rank], counts_RE[:, experts.is_here_E]
@@ -118,11 +116,11 @@ def _exchanged_layout(
     return place_rows(rows.receiving(sent_RP), has_places=homes.sends_rows).on(homes.device)
 
 
-def _exchange_counts(calls: LayerCalls, homes: HomeExperts, ids_NK: Array, others: Sequence[int]) -> Array:
-    """Rows of every rank by expert, and other integers of every rank: `[R, E + len(others)]`. Collective."""
+def _exchange_counts(calls: LayerCalls, homes: HomeExperts, ids_NK: Array) -> Array:
+    """Rows of every rank by expert, `[R, E]`. Collective."""
     num_experts, problem = len(homes.home_E), _problem_of(homes, ids_NK)
     counts_E = np.zeros(0, np.int64) if problem else np.bincount(ids_NK.reshape(-1), minlength=num_experts)
-    return calls.lockstep.agree(COUNTS, layer=homes.index, values=[*counts_E.tolist(), *others], problem=problem)
+    return calls.lockstep.agree(COUNTS, layer=homes.index, values=counts_E.tolist(), problem=problem)
 
 
 def _problem_of(homes: HomeExperts, ids_NK: Array, planned: PlannedRows | None = None) -> Exception | None:

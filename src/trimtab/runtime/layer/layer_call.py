@@ -30,8 +30,6 @@ from trimtab.runtime.transfer.transfers import Transfers
 
 # In errors.
 A_MICRO_STEP = "a micro-step"
-# Integers of the last measured forward that ranks exchange with their counts in live micro-steps.
-MEASURED = 2
 
 
 @dataclass(eq=False)
@@ -208,15 +206,11 @@ class LayerCall:
         """Call it when the layer's forward begins: prefetches replicas."""
         if self._transfers is not None:
             self._prefetch(self._transfers)
-        self._stop_timer = start_timer(self.homes.device) if self._live is not None else None
 
     def end_forward(self) -> None:
         """Call it when the layer's forward ends. Tensors of the layout that backward needs are saved in the graph.
         A planned call without replicas needs no routes there; a live one is found by its routes when it is recomputed.
         """
-        if self._stop_timer is not None and self.routes is not None and self.routes.live is not None:
-            rows = sum(self.layout.send_splits)
-            self.routes.live.balancer.forwarded(self.homes.index, self._stop_timer(), rows)
         self._layout = None
         if self._live is None and not self.replicas.count:
             self.routes = None

@@ -4,38 +4,32 @@ Replicas are chosen from an instance's counts in integers: the same on all ranks
 
 * `choose_quotas`: Trimtab's own replicas and split, as for a planned instance.
 * `choose_moves`: FEPLB's whole experts (arXiv 2604.19654), within a node.
-* `split_over`: the split over replicas that were chosen before the router.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.planner.replicas.instance_choice import choose_replicas, split_over_replicas
+from trimtab.planner.replicas.instance_choice import choose_replicas
 from trimtab.planner.replicas.kernel_values import Limits
 from trimtab.planner.replicas.whole_experts import InstanceLoad, choose_whole_experts
-from trimtab.runtime.live.policies import LivePolicy, Predictor, Trials
 from trimtab.runtime.rows.physical_experts import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 
-# The part of the newest counts in the average, as 1 / this.
-AVERAGED = 4
+LivePolicy = Literal["quota", "feplb", "off"]
 # A wait for weights that takes less than this part of the time of the home experts is none.
 COVERED = 0.05
-# What `auto` tries; the simplest first.
-CANDIDATES: tuple[LivePolicy, ...] = ("off", "quota", "predict")
 Seconds = Callable[[], float | None]
 """A measured time; None as long as it is not known."""
-# In place of a position: counts for any.
-ANY = -1
 
 
 @dataclass(eq=False)
@@ -58,8 +52,8 @@ class LiveCall:
 class LiveMicroStep:
     """The calls of one micro-step.
 
-    Where a checkpoint runs a layer again in backward, it needs the choice of the forward, although counts that later
-    choices depend on are others by then. It has the same rows, so that is the call with the same counts.
+    Where a checkpoint runs a layer again in backward, it needs the choice of the forward, although FEPLB's would be
+    another by then. It has the same rows, so that is the call with the same counts.
 
     Attributes:
         balancer: makes the choices.
@@ -69,12 +63,12 @@ class LiveMicroStep:
         self.balancer = balancer
         self._calls: dict[tuple[int, bytes], LiveCall] = {}
 
-    def choose(self, layer: int, counts_RE: Array, measured_RS: Array) -> LiveCall:
+    def choose(self, layer: int, counts_RE: Array) -> LiveCall:
         """The choice of a call; see `LiveBalancer.choose`."""
         key = layer, counts_RE.tobytes()
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = self.balancer.choose(layer, counts_RE, measured_RS)
+            call = self._calls[key] = self.balancer.choose(layer, counts_RE)
         return call
 
 
@@ -122,7 +116,7 @@ class LiveBalancer:
     whose micro-steps are the numbers of calls.
 
     Args:
-        policy, predictor: see `Session`.
+        policy: see `Session`.
         layers: home experts of all layers.
         limits: of the planner.
 
@@ -133,66 +127,35 @@ class LiveBalancer:
 
     may_have_any = True
 
-    def __init__(self, policy: LivePolicy, predictor: Predictor, layers: Sequence[HomeExperts], limits: Limits) -> None:
-        self.policy, self._predictor = policy, predictor
+    def __init__(self, policy: LivePolicy, layers: Sequence[HomeExperts], limits: Limits) -> None:
+        self.policy = policy
         self._layers, self._limits = layers, limits
         self.last = -1
         self._calls: WeakValueDictionary[int, LiveCall] = WeakValueDictionary()
-        # Replicas whose transfers have started before the call.
-        self._ahead: dict[tuple[int, int], InstanceReplicas] = {}
-        # By layer, until counts are noted.
-        self._predictions: dict[int, InstanceReplicas] = {}
-        # By layer and how many calls of it came before since weights changed.
-        self._past: dict[tuple[int, int], Array] = {}
-        self._positions: Counter[int] = Counter()
-        # By layer, for `auto`.
-        self._trials = [Trials(CANDIDATES) for _ in layers] if policy == "auto" else []
-        self._measured: dict[int, tuple[Seconds, int]] = {}
-        # By layer, of the last call. The device waits while the host chooses.
-        self._choosing_s: dict[int, float] = {}
-        self._predicting_s: dict[int, float] = {}
+        # By layer, of its last call; for FEPLB.
+        self._past: dict[int, Array] = {}
         # Of home experts, and of waits after them, that are not in the figures yet.
         self._waits: deque[tuple[Seconds, Seconds]] = deque()
         self.figures = Figures()
 
-    def weights_changed(self) -> None:
-        """Call it before the first micro-step with other weights."""
-        self._positions.clear()
-        self._predictions.clear()
-
-    def choose(self, layer: int, counts_RE: Array, measured_RS: Array) -> LiveCall:
+    def choose(self, layer: int, counts_RE: Array) -> LiveCall:
         """The choice of the next call, of a layer whose rows are known.
 
         Args:
             counts_RE: `[R, E]` int64 rows by source rank and expert.
-            measured_RS: `[R, 2]` int64, `measured` of all ranks.
         """
-        # A prediction is made before, if transfers start before the call.
-        before_s, start = self._predicting_s.pop(layer, 0.0), time.perf_counter()
+        start = time.perf_counter()
         self.last += 1
         homes, home_E = self._layers[layer], self._layers[layer].home_E
-        if self._trials:
-            self._trials[layer].learn(measured_RS)
-        ahead = self._ahead.pop((self.last, layer), None)
-        # `auto` may have changed its policy since transfers of these replicas started.
-        policy = self._policy_of(layer) if ahead is None else "predict"
-        if policy == "quota":
+        if self.policy == "quota":
             replicas = choose_quotas(counts_RE, home_E, self._limits)
-        elif policy == "feplb":
+        elif self.policy == "feplb":
             replicas = choose_moves(counts_RE, home_E, homes.rows_E, self._dynamic(layer, homes), self._limits)
-        elif policy == "predict":
-            predicted = self._predicted(layer) if ahead is None else ahead
-            replicas = split_over(predicted.experts, predicted.ranks, counts_RE, home_E, self._limits)
+            self._past[layer] = counts_RE
         else:
             replicas = InstanceReplicas.none(len(counts_RE))
-        self._ahead = {key: replicas for key, replicas in self._ahead.items() if key[0] > self.last}
-        self._note(layer, counts_RE)
-        if self._trials:
-            self._trials[layer].use(policy)
-        self._predicting_s.pop(layer, None)
-        self._choosing_s[layer] = before_s + time.perf_counter() - start
-        self._count(counts_RE, home_E, replicas, self._choosing_s[layer])
-        call = self._calls[self.last] = LiveCall(self.last, layer, replicas, policy == "feplb")
+        self._count(counts_RE, home_E, replicas, time.perf_counter() - start)
+        call = self._calls[self.last] = LiveCall(self.last, layer, replicas, self.policy == "feplb")
         return call
 
     def waited(self, homes: Seconds, wait: Seconds) -> None:
@@ -207,54 +170,24 @@ class LiveBalancer:
             self.figures.timed += 1
             self.figures.covered += wait_s < COVERED * homes_s
 
-    def forwarded(self, layer: int, seconds: Seconds, rows: int) -> None:
-        """Note how long a forward of a layer took on this rank, and its rows."""
-        self._measured[layer] = seconds, rows
-
-    def measured(self, layer: int) -> tuple[int, int]:
-        """Nanoseconds, with those of choosing, and rows of a layer's last forward on this rank, once; zeros if there is
-        none."""
-        seconds, rows = self._measured.pop(layer, (lambda: None, 0))
-        forward_s = seconds()
-        return (0, 0) if forward_s is None else (round((forward_s + self._choosing_s[layer]) * 1e9), rows)
-
     def count(self, micro_step: int, layer: int) -> int:
         """See `ReplicasOfStep`."""
         replicas = self._replicas_of(micro_step, layer)
         return 0 if replicas is None else replicas.count
 
     def of(self, micro_step: int, layer: int) -> InstanceReplicas:
-        """See `ReplicasOfStep`. If it is before the call, transfers start now, and the replicas do not change again."""
+        """See `ReplicasOfStep`."""
         replicas = self._replicas_of(micro_step, layer)
         assert replicas is not None
-        if micro_step > self.last:
-            self._ahead[micro_step, layer] = replicas
         return replicas
 
     def _replicas_of(self, number: int, layer: int) -> InstanceReplicas | None:
-        if number > self.last:
-            ahead = self._ahead.get((number, layer))
-            return self._predicted(layer) if ahead is None and self._policy_of(layer) == "predict" else ahead
         call = self._calls.get(number)
         return call.replicas if call is not None and call.layer == layer else None
 
-    def _policy_of(self, layer: int) -> LivePolicy:
-        return self._trials[layer].next if self._trials else self.policy
-
-    def _predicted(self, layer: int) -> InstanceReplicas:
-        """Replicas for the counts that the next call of a layer probably has."""
-        if layer not in self._predictions:
-            home_E = self._layers[layer].home_E
-            past_RE = self._past.get((layer, self._positions[layer]), self._past.get((layer, ANY)))
-            none = InstanceReplicas.none(int(home_E.max()) + 1)
-            start = time.perf_counter()
-            self._predictions[layer] = none if past_RE is None else choose_quotas(past_RE, home_E, self._limits)
-            self._predicting_s[layer] = time.perf_counter() - start
-        return self._predictions[layer]
-
     def _dynamic(self, layer: int, homes: HomeExperts) -> Array:
         """`[E]` bool: on every rank as many experts as it has slots, those with most rows before, or its first ones."""
-        past_RE = self._past.get((layer, ANY))
+        past_RE = self._past.get(layer)
         experts_RH = homes.places.experts_RH
         if past_RE is not None:
             hottest_RH = np.argsort(-past_RE.sum(axis=0)[experts_RH], axis=1, kind="stable")
@@ -262,17 +195,6 @@ class LiveBalancer:
         dynamic_E = np.zeros(len(homes.home_E), np.bool_)
         dynamic_E[experts_RH[:, : self._limits.slots]] = True
         return dynamic_E
-
-    def _note(self, layer: int, counts_RE: Array) -> None:
-        """Keep counts for later choices."""
-        self._predictions.pop(layer, None)
-        past_RE = self._past.get((layer, ANY))
-        if self._predictor == "same":
-            self._past[layer, self._positions[layer]] = counts_RE
-        elif self._predictor == "average" and past_RE is not None:
-            counts_RE = past_RE + (counts_RE - past_RE) // AVERAGED
-        self._past[layer, ANY] = counts_RE
-        self._positions[layer] += 1
 
     def _count(self, counts_RE: Array, home_E: Array, replicas: InstanceReplicas, seconds: float) -> None:
         counts_E, num_ranks = counts_RE.sum(axis=0), len(counts_RE)
@@ -323,14 +245,3 @@ def choose_moves(
     in_order = np.lexsort((rows_E[experts], homes[experts], ranks))
     experts, ranks = experts[in_order], ranks[in_order]
     return InstanceReplicas.chosen(experts, ranks, counts_RE.T[experts].astype(np.int64))
-
-
-def split_over(experts_P: Array, ranks_P: Array, counts_RE: Array, home_E: Array, limits: Limits) -> InstanceReplicas:
-    """Given replicas, with shares that level the loads of their ranks and homes.
-
-    Args:
-        experts_P, ranks_P: `[P]` int64, ordered by expert.
-        counts_RE, home_E: as in `choose_quotas`.
-    """
-    quotas_PR = split_over_replicas(experts_P, ranks_P, counts_RE, home_E, limits)
-    return InstanceReplicas.chosen(experts_P, ranks_P, quotas_PR)
