@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-install lock test-megatron test-trl test-verl test-slime test-moe-scheduler test-miles test-skyrl test-ms-swift test-exporters test-sglang test-afd-plugin test-te test-backward-thread mutants reliability lint docs bench clean
+.PHONY: help demo test test-fast test-long nightly test-install lock test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-exporters test-sglang test-afd-plugin test-te test-ray test-backward-thread mutants reliability lint docs bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -31,7 +31,7 @@ test-long: .venv/.ready  ## run tests with many more random examples and combina
 
 nightly: .venv/.ready  ## what takes too long for every change: more cases, random examples, long tests, verl, installations, mistakes, faults and fuzzing
 	$(PYTEST) --hypothesis-profile=nightly -m 'long or nightly or hypothesis'
-	$(MAKE) test-verl test-te test-backward-thread test-install mutants reliability
+	$(MAKE) test-verl test-te test-ray test-backward-thread test-install mutants reliability
 
 test-install: .venv/.ready  ## install the wheel with newest and oldest dependencies on every Python here, run README's commands (about 30 minutes)
 	$(PIP_INSTALL) -c constraints.txt uv
@@ -66,10 +66,6 @@ test-verl: .venv-verl/.ready  ## run the tests of verl 0.9.1, observed and balan
 test-slime: .venv/.ready  ## run slime's own functions with the plugin (SLIME=folder with its source)
 	SLIME=$(SLIME) $(BIN)/python -m pytest -s tests/integrations/test_slime_source.py tests/integrations/test_framework_names.py
 
-# MOE_SCHEDULER is a folder with kunlunl/Megatron-MoeScheduler at d5f538fb5.
-test-moe-scheduler: .venv/.ready  ## run the planner for Megatron-MoeScheduler with that fork's interface (MOE_SCHEDULER=folder)
-	MOE_SCHEDULER=$(MOE_SCHEDULER) PYTHONPATH=$(MOE_SCHEDULER) $(BIN)/python -m pytest tests/integrations/test_moe_scheduler.py
-
 # MILES is a folder with miles' source at 31f1ca961, MEGATRON one with its fork of Megatron at 2e64d788b.
 test-miles: .venv/.ready  ## run the plugin in miles' Megatron, with its replay manager (MILES=folder MEGATRON=folder)
 	MILES=$(MILES) PYTHONPATH=$(MEGATRON) $(BIN)/python -m pytest tests/integrations/test_replay_plugins.py tests/integrations/test_framework_names.py -k miles
@@ -99,6 +95,10 @@ test-sglang: .venv/.ready  ## read a placement with the loader of SGLang's relea
 # AFD_PLUGIN is a folder with vllm-project/afd-plugin at 2e4378f2.
 test-afd-plugin: .venv/.ready  ## check settings of separate ranks with afd-plugin's own reader (AFD_PLUGIN=folder)
 	AFD_PLUGIN=$(AFD_PLUGIN) $(BIN)/python -m pytest tests/sizing/test_deployments.py -k plugin
+
+test-ray: .venv/.ready  ## count a large trace by tasks of Ray on this machine (about 2 minutes)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target out/ray ray==2.60.0
+	PYTHONPATH=out/ray $(BIN)/python -m pytest tests/test_ray.py
 
 test-te: .venv/.ready  ## run grouped experts with the Python of Transformer Engine's release, on the CPU (about a minute)
 	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels transformer-engine==2.20.2

@@ -36,7 +36,7 @@ SLOTS = 2
 def add_to(parser: Parser) -> None:
     """Add the options."""
     option = partial(add_options, parser, of=run_benchmark)
-    option("--layers", type=positive, nargs="+", help="numbers of MoE layers")
+    option("--layers", type=positive, nargs="+", help="MoE layers, one or several numbers of them")
     option("--micro-batches", type=positive, help="micro-batches of a step")
     option("--rounds")
 
@@ -45,7 +45,7 @@ def run_benchmark(layers: Sequence[int] = (2, 8, 48), micro_batches: int = 4, ro
     """Time steps: forward and backward of all micro-batches; planned ones with their planning, which is also timed.
 
     Args:
-        layers: numbers of MoE layers; they have no attention between them.
+        layers: MoE layers, one or several numbers of them; they have no attention between them.
         micro_batches: of a step.
         rounds: timed steps of each kind.
     """

@@ -22,9 +22,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from examples.megatron_on_cpu import use_cpu
 from trimtab.array_type import Array
 from trimtab.integrations.megatron import MegatronSession
-from trimtab.integrations.megatron.on_cpu import use_cpu
 from trimtab.trace import synthesize
 
 VOCABULARY = 256

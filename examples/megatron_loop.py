@@ -24,9 +24,9 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_on_cpu import use_cpu
 
 from trimtab.integrations.megatron import balance  # Trimtab
-from trimtab.integrations.megatron.on_cpu import use_cpu
 from trimtab.launch import launch
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 2, 16, 2, 64

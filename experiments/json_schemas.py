@@ -21,7 +21,7 @@ from trimtab.analysis.balance import Balance, DomainSkew, SizeBalance, Stability
 from trimtab.analysis.cost_estimate import CostEstimate, PermutedIds
 from trimtab.analysis.fixed_placements import PlacementComparison, PlacementStrategy
 from trimtab.analysis.hot_experts import HotExpert, HotExperts, RunCount
-from trimtab.analysis.trace_comparison import ComparedExpert, LayerComparison, TraceComparison, TraceFigures
+from trimtab.analysis.trace_comparison import TraceComparison, TraceFigures
 from trimtab.analysis.trace_counts import TraceCounts
 from trimtab.api.analyze import AnalysisComparison
 from trimtab.api.plan_result import PlanResult
@@ -53,9 +53,9 @@ TEXTS: dict[str, dict[str, tuple[Any, ...]]] = {
         "ids_permuted": (PermutedIds, analysis.figures),
     },
     "compare": {
-        "": (TraceComparison, trace_comparison.figures, AnalysisComparison.figures), "by_layer": (LayerComparison,),
+        "": (TraceComparison, trace_comparison.figures, AnalysisComparison.figures),
         "a": (TraceFigures, trace_comparison._trace), "b": (TraceFigures, trace_comparison._trace),
-        "difference": (TraceFigures,), "hottest": (ComparedExpert,), "distribution": (TraceComparison,),
+        "difference": (TraceFigures,),
     },
     "plan": {"": (PlanResult, PlanResult.figures), "cluster": (ClusterSpec,)},
     "rollout": {

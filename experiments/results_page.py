@@ -28,9 +28,7 @@ def _one_case(figures: Figures) -> Figures:
 def _largest(figures: Figures) -> Figures:
     """The cases of the most ranks."""
     most = max(figures["settings"]["ranks"])
-    parts = {
-        name: [row for row in figures[name] if row["ranks"] == most] for name in ("cases", "summary", "predictors")
-    }
+    parts = {name: [row for row in figures[name] if row["ranks"] == most] for name in ("cases", "summary")}
     return figures | parts
 
 

@@ -1,4 +1,6 @@
-"""Trace v1 of Megatron-LM's token-imbalance benchmark: a folder with the routing of one layer and micro-batch.
+"""`python -m experiments.token_imbalance`: import trace v1 of Megatron-LM's token-imbalance benchmark.
+
+It is a folder with the routing of one layer and micro-batch:
 
     manifest.json             "schema_version": 1, "num_experts", "topk", "logical_num_tokens", "world_size", "step_id",
                               "logical_layer_id", "workload_id", "workload_checksum", ...
@@ -15,36 +17,59 @@ The tokens of a source rank, in their order, are one sequence.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import main
 from trimtab.array_type import Array
+from trimtab.cli.options import add_output
+from trimtab.cli.parser import Parser
 from trimtab.errors import InputError
+from trimtab.trace import RoutingTrace, write_trace
 from trimtab.trace.containers import torch_files
-from trimtab.trace.containers.json_values import json_head, json_values
+from trimtab.trace.containers.json_values import json_values
 from trimtab.trace.formats.dump_fields import damaged_values, integers, text, whole_field
-from trimtab.trace.formats.records import ImportOptions, Record
+from trimtab.trace.formats.normalise import Summary, normalise
+from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.message_text import at_place, kind_of, short
 
 TENSORS = ("expert_ids", "source_rank", "token_ids", "gates")
 VERSION = 1
 
 
-def recognise(path: Path) -> bool:
-    head = json_head(path)
-    return b'"workload_checksum"' in head and b'"logical_num_tokens"' in head
+EXAMPLES = ("out/w2/manifest.json -o out/w2.parquet",)
 
 
-def read_metadata(path: Path) -> ImportOptions:
-    """The number of experts that a manifest states. Raises InputError if it is no manifest."""
-    return ImportOptions(num_experts=whole_field(_manifest(path), "num_experts"))
+def add_to(parser: Parser) -> None:
+    """Add the options."""
+    parser.add_argument("manifests", type=Path, nargs="+", metavar="FILE", help="manifest.json of each step")
+    add_output(parser, "the trace (.parquet)")
 
 
-def read(path: Path, options: ImportOptions) -> Iterator[Record]:
+def run(options: argparse.Namespace) -> None:
+    """Run the command with its options."""
+    write_trace(read_traces(options.manifests), options.output)
+
+
+def read_traces(manifests: Sequence[Path]) -> RoutingTrace:
+    """One trace of the folders of several steps. Raises InputError for a file that is none, or damaged."""
+    records: list[Record | Dropped] = []
+    experts = set()
+    for path in manifests:
+        with at_place(str(path)):
+            records += read(path)
+            experts.add(whole_field(_manifest(path), "num_experts"))
+    if len(experts) > 1:
+        raise InputError(f"the manifests have {sorted(experts)} experts; they should have the same number")
+    return RoutingTrace.concatenate(list(normalise(records, ImportOptions(num_experts=experts.pop()), Summary())))
+
+
+def read(path: Path) -> Iterator[Record]:
     """The records of a manifest and the tensors beside it, one per source rank with tokens."""
     manifest = _manifest(path)
     tensors = manifest.get("tensors")
@@ -52,9 +77,7 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record]:
         raise InputError("no tensors")
     for name in TENSORS:
         _check_file(path.parent, name, tensors.get(name))
-    experts, world_size = whole_field(manifest, "num_experts"), whole_field(manifest, "world_size")
-    if options.num_experts not in (None, experts):
-        raise InputError(f"it has {experts} experts; it should have {options.num_experts}")
+    world_size = whole_field(manifest, "world_size")
     shape = whole_field(manifest, "logical_num_tokens"), whole_field(manifest, "topk")
     ids_TK = _tensor(path.parent, "expert_ids", tensors, shape)
     source_T = _tensor(path.parent, "source_rank", tensors, shape[:1])
@@ -110,3 +133,7 @@ def _tensor(folder: Path, name: str, tensors: Mapping[str, Any], shape: tuple[in
         if array.shape != shape:
             raise InputError(f"its shape is {list(array.shape)}; with the manifest's counts it should be {list(shape)}")
         return array
+
+
+if __name__ == "__main__":
+    main("experiments.token_imbalance")

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from trimtab import write_trace
-from trimtab.trace import synthesize
-
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -76,10 +73,3 @@ def test_the_first_example_plans_a_trace_without_torch() -> None:
     rows = [line.split() for line in table.splitlines()]
     assert [layer for layer, _, _ in rows] == ["0", "1", "2", "3"]
     assert all(float(planned) < 1.05 < 1.3 < float(static) for _, static, planned in rows)
-
-
-def test_a_trace_is_counted_on_ray(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    trace = synthesize(num_sequences=64, sequence_length=64, num_layers=2, num_experts=16, top_k=2, zipf=1.0)
-    write_trace(trace, tmp_path / "t.parquet")
-    assert "On 4 ranks" in run(str(EXAMPLES / "analyze_on_ray.py"), str(tmp_path / "t.parquet"), "4")

@@ -15,8 +15,11 @@ SAMPLE = "examples/sample.parquet"
 # What each page shows, by its name, and the options of the command of that name.
 PAGES = {
     "analyze": ("what imbalance costs on 8 ranks, and in which layers", "--ranks 8"),
-    "simulate": ("the step time of each balancer", "--ranks 8 --step-tokens 500K --checkpointing"),
-    "advise": ("what pays, with intervals and money", "--ranks 8 --step-tokens 500K --checkpointing --gpu-hour 2.50"),
+    "simulate": ("the step time of each balancer", "--ranks 8 --step-tokens 500K --recompute-granularity full"),
+    "advise": (
+        "what pays, with intervals and money",
+        "--ranks 8 --step-tokens 500K --recompute-granularity full --gpu-hour 2.50",
+    ),
 }
 INTRODUCTION = f"""# Gallery
 

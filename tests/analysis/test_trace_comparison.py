@@ -11,7 +11,7 @@ import pytest
 from helpers.trace_counts import random_counts, trace_counts_of
 from trimtab import InputError
 from trimtab.analysis import Analysis, analyze
-from trimtab.analysis.trace_comparison import TraceComparison, TraceFigures, compare_traces, figures
+from trimtab.analysis.trace_comparison import TraceComparison, TraceFigures, compare_traces
 
 
 def analysis_of(counts_MLE: Any, ranks: int = 4, **changes: Any) -> Analysis:
@@ -20,35 +20,6 @@ def analysis_of(counts_MLE: Any, ranks: int = 4, **changes: Any) -> Analysis:
 
 def compared(first: Analysis, second: Analysis) -> TraceComparison:
     return compare_traces(("a.parquet", "b.parquet"), first, second)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_layers_and_experts_are_those_of_a_plain_computation(seed: int) -> None:
-    counts = [random_counts(seed, experts=16), random_counts(seed + 10, micro_steps=3, experts=16)]
-    found = compared(*map(analysis_of, counts))
-    for place, layer in enumerate(found.by_layer):
-        loads = [each[:, place].sum(axis=0) for each in counts]
-        ratios = []
-        for each in counts:
-            ranks = each[:, place].reshape(len(each), 4, 4).sum(axis=2)
-            ratios.append(np.mean([row.max() / row.mean() for row in ranks if row.any()]) - 1)
-        assert (layer.max_vio_a, layer.max_vio_b) == pytest.approx(tuple(ratios))
-        shares = [load / load.sum() for load in loads]
-        assert layer.overlap == pytest.approx(sum(min(pair) for pair in zip(*shares, strict=True)))
-        centred = [load - load.mean() for load in loads]
-        assert layer.correlation == pytest.approx(
-            centred[0] @ centred[1] / np.sqrt((centred[0] @ centred[0]) * (centred[1] @ centred[1]))
-        )
-        top = [sorted(range(16), key=lambda expert: -load[expert])[:2] for load in loads]
-        assert layer.hottest_in_common == len({*top[0]} & {*top[1]}) / 2
-    assert (found.hottest_of_layer, found.chance) == (2, 2 / 16)
-    over = [each.sum(axis=0) / each.sum(axis=(0, 2))[:, None] * 16 for each in counts]
-    for expert in found.hottest:
-        values = tuple(each[expert.layer, expert.expert] for each in over)
-        assert (expert.over_mean_a, expert.over_mean_b) == pytest.approx(values)
-    listed = {(expert.layer, expert.expert) for expert in found.hottest}
-    for each in over:
-        assert {divmod(int(place), 16) for place in np.argsort(-each, axis=None)[:10]} <= listed
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -70,33 +41,6 @@ def test_a_trace_and_itself_are_equal() -> None:
     analysis = analysis_of(random_counts(3))
     found = compared(analysis, analysis)
     assert {getattr(found.difference, part.name) for part in fields(TraceFigures)} <= {0, None}
-    assert [found.mean(name) for name in ("correlation", "overlap", "hottest_in_common")] == pytest.approx([1, 1, 1])
-    assert found.parts_a == found.parts_b
-
-
-def test_the_distribution_has_every_instance_of_both_once() -> None:
-    first, second = analysis_of(random_counts(1)), analysis_of(random_counts(2, micro_steps=2))
-    found = compared(first, second)
-    assert found.edges[0] == 1.0
-    assert found.edges[-1] == max(first.total.max_over_mean.worst, second.total.max_over_mean.worst)
-    for analysis, parts in ((first, found.parts_a), (second, found.parts_b)):
-        assert sum(parts) == pytest.approx(1)
-        known = analysis.max_over_mean_ML[~np.isnan(analysis.max_over_mean_ML)]
-        middle = found.edges[len(parts) // 2]
-        assert sum(parts[: len(parts) // 2]) == pytest.approx((known < middle).mean())
-
-
-def test_layers_without_load_and_even_layers_have_no_figure() -> None:
-    counts = random_counts(0)
-    empty, even = counts.copy(), counts.copy()
-    empty[:, 1] = 0
-    even[:, 1] = 7
-    layer = compared(analysis_of(counts), analysis_of(empty)).by_layer[1]
-    assert (layer.max_vio_b, layer.correlation, layer.overlap, layer.hottest_in_common) == (None,) * 4
-    layer = compared(analysis_of(counts), analysis_of(even)).by_layer[1]
-    assert layer.correlation is None
-    assert layer.overlap is not None
-    assert figures(compared(analysis_of(counts), analysis_of(empty)))["overlap"] is not None
 
 
 @pytest.mark.parametrize(

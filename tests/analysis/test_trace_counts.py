@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import runpy
-import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,15 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import trimtab
-from helpers.interrupted import Interrupted
 from helpers.traces import odd_trace
 from trimtab import InputError, RoutingTrace, TraceReader, write_trace
 from trimtab.analysis import TraceCounts, count_shard, count_trace, merge, plan_counts
 from trimtab.analysis import trace_counts as module
 from trimtab.analysis.balance import by_size
-from trimtab.analysis.local_jobs import count_in_processes
-from trimtab.cli.main import main
 from trimtab.planner import pack_by_length
 from trimtab.trace import store, synthesize
 
@@ -242,36 +235,3 @@ def test_a_file_that_is_gone_or_damaged_is_one_line(folder: Path) -> None:
     (folder / "0.parquet").unlink()
     with pytest.raises(InputError, match=r"0\.parquet: "):
         count_shard(plan, 0)
-    with pytest.raises(InputError, match=r"0\.parquet: "):
-        count_in_processes(plan, 2, lambda done, total: None)
-
-
-def test_processes_that_are_interrupted_print_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    name: Any = Interrupted()
-    plan = replace(plan_counts(folder, ranks=2, shards=3), name=name)
-    with pytest.raises(MemoryError, match="the system ended a process"):
-        count_in_processes(plan, 2, lambda done, total: None)
-    assert capfd.readouterr().err == ""
-
-
-def test_several_jobs_give_the_figures_of_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = trimtab.analyze(folder, ranks=2).figures()
-    calls: list[tuple[int, int]] = []
-    assert trimtab.analyze(folder, ranks=2, jobs=2, progress=lambda *done: calls.append(done)).figures() == one
-    assert calls == [(1, 2), (2, 2)]
-    assert main(["analyze", str(folder), "--ranks", "2", "--jobs", "2", "--json", str(folder / "a.json")]) == 0
-    assert "On 2 ranks" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(InputError, match="jobs: 0 should be"):
-        trimtab.analyze(folder, ranks=2, jobs=0)
-
-
-def test_the_example_counts_by_tasks_of_ray(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in, which pickles what tasks take and return, as Ray does."""
-
-    def remote(function: Any) -> Any:
-        return SimpleNamespace(remote=lambda *args: pickle.dumps(function(pickle.loads(args[0]), *args[1:])))
-
-    ray = SimpleNamespace(put=pickle.dumps, get=pickle.loads, remote=remote, init=None)
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    example = runpy.run_path(str(EXAMPLES / "analyze_on_ray.py"))
-    assert example["analyze"](str(folder), 2, shards=5).figures() == trimtab.analyze(folder, ranks=2).figures()

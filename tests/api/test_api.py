@@ -6,7 +6,6 @@ import json
 import pydoc
 import re
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,10 +15,10 @@ import pytest
 from matplotlib import pyplot
 
 import trimtab
+from helpers.trace_arrays import write_npz
 from trimtab import InputError, ModelSpec, RoutingTrace, read_trace, write_trace
 from trimtab.cli.main import main
 from trimtab.trace import synthesize
-from trimtab.trace.exports.arrays import write_npz
 
 CONFIG = {
     "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 128,
@@ -31,7 +30,6 @@ ANALYZE: dict[str, Any] = {"ranks": 4, "ranks_per_node": 2, "micro_steps": 2}
 FUNCTIONS = {"plan": PLAN, "simulate": SIMULATE, "analyze": ANALYZE}
 # Measured while planning; every other figure is the same in every run.
 TIMES = ("planning_s", "us_per_instance", "plan_us_per_instance")
-PLAIN_TAGS = {"div", "p", "b", "br", "caption", "table", "thead", "tbody", "tr", "th", "td"}
 
 
 @pytest.fixture(scope="module")
@@ -140,26 +138,18 @@ def test_an_estimate_has_the_nodes_of_the_analysis(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_repr_is_short_and_notebook_html_is_escaped(name: str, folder: Path) -> None:
+def test_repr_is_short(name: str, folder: Path) -> None:
     odd = folder / "<b onclick=x>&.parquet"
     result = call(name, odd, folder)
     text = repr(result)
     assert str(odd) in text.splitlines()[0]
     assert 1 <= len(text.splitlines()) <= 5
-    page = result._repr_html_()
-    assert escape(odd.name) in page
-    assert "<script" not in page
-    assert len(page) < 10_000
-    tags = re.findall(r"<(\w+)([^>]*)>", page)
-    assert {tag for tag, _ in tags} <= PLAIN_TAGS
-    assert not any(re.search(r"\bon\w+\s*=", attributes) for _, attributes in tags)
 
 
-def test_repr_and_notebook_html_of_a_sweep(folder: Path) -> None:
+def test_repr_of_a_sweep(folder: Path) -> None:
     result = call("simulate", folder / "run", folder, ranks=(2, 4), policies=())
     assert len(repr(result).splitlines()) <= 5
     assert "1 more in cases" in repr(result)
-    assert result._repr_html_().count("<table>") == 3
     assert repr(result.cases[1]) == "SimulatedCase: 4 ranks, 2 slots, 2 micro-steps; static, balanced"
 
 
@@ -331,7 +321,6 @@ def test_wrong_arguments_of_an_import_are_one_line(arguments: dict[str, Any], me
 
 
 def test_steps_of_one_trace_are_compared() -> None:
-    pytest.importorskip("pandas", reason="pandas is not installed")
     trace = made()
     first, second = (trimtab.analyze(trace, ranks=4, token_budget=64, step=step) for step in (0, 1))
     compared = first.compare(second)
@@ -341,7 +330,5 @@ def test_steps_of_one_trace_are_compared() -> None:
         second.figures()["expert_time_lost"] - first.figures()["expert_time_lost"]
     )
     assert repr(compared).startswith("AnalysisComparison: ")
-    table = compared.to_pandas()
-    assert table.groupby("plan")["step"].unique().map(list).to_dict() == {"A": [0], "B": [1]}
     with pytest.raises(InputError, match="use the same ranks"):
         first.compare(trimtab.analyze(trace, ranks=2, step=1))

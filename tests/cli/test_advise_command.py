@@ -86,7 +86,6 @@ def test_advise_prints_a_recommendation_in_80_columns_and_writes_files(
         (["--ranks", "8", "--cp", "3"], "doesn't divide the 8 ranks of a stage"),
         (["--pp", "64"], "--pp 64: qwen3-30b-a3b has 48 layers; use 48 or less"),
         (["--pp", "0"], "'0' should be a whole number of at least 1"),
-        (["--checkpointing", "--recompute-granularity", "full"], "not allowed with argument"),
         (["--gpu-hour", "-1"], "'-1' should be a price, 0 or more"),
     ],
 )

@@ -98,16 +98,6 @@ def test_no_estimate_for_a_model_with_fewer_layers_than_the_trace(tmp_path: Path
         model_or_none("t.parquet", many, "qwen3-30b-a3b")
 
 
-def test_figures_are_written_into_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["analyze", str(folder / "odd.parquet"), "--ranks", "4", "--figures"]
-    assert main([*command, str(folder / "new" / "figures"), "--format", "svg"]) == 0
-    files = {path.name for path in (folder / "new" / "figures").iterdir()}
-    assert files == {"layers.svg", "heatmap.svg", "cdf.svg"}
-    assert f"pictures: {folder / 'new' / 'figures'}\n" in capsys.readouterr()[1]
-    assert main([*command, str(folder / "one.parquet")]) == 2
-    assert capsys.readouterr() == ("", f"trimtab analyze: {folder / 'one.parquet'}: not a folder\n")
-
-
 def test_two_traces_are_compared_in_text_json_and_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = synthesize(num_sequences=40, sequence_length=32, num_layers=2, num_experts=16, top_k=4, zipf=0.2, seed=3)
     write_trace(trace, folder / "other.parquet")
@@ -118,7 +108,7 @@ def test_two_traces_are_compared_in_text_json_and_page(folder: Path, capsys: pyt
     printed, notes = capsys.readouterr()
     assert max(map(len, printed.splitlines())) <= 80
     content = json.loads(outputs["json"].read_text())
-    assert content["schema"] == "trimtab-compare-1"
+    assert content["schema"] == "trimtab-compare-2"
     assert [[Path(file).name for file in files] for files in content["traces"]] == [
         ["0.parquet", "1.parquet"], ["other.parquet"],
     ]  # fmt: skip

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from trimtab import StepPlan, Workload, read_trace
-from trimtab.cli.bench import BENCHMARKS
 from trimtab.cli.main import main, run
 from trimtab.errors import InputError, RankFailedError
 
@@ -22,7 +21,6 @@ from trimtab.errors import InputError, RankFailedError
 pytestmark = pytest.mark.slow
 
 Printed = Callable[..., str]
-BENCHMARK_FILES = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -83,15 +81,6 @@ def test_windows_is_refused_by_name(error_of: Printed, monkeypatch: pytest.Monke
     )
 
 
-def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
-    for name in BENCHMARKS:
-        command = f"python -m benchmarks.{name.replace('-', '_')} --json 'some file'"
-        assert error_of("bench", name, "--json", "some file") == (
-            f"trimtab bench {name}: run this in a clone of the repository instead: {command}\n"
-        )
-        assert (BENCHMARK_FILES / f"{name.replace('-', '_')}.py").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -145,7 +134,7 @@ def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
         (["simulate", "{trace}", "--set", "vocab_size=9"], "--set vocab_size: needs --model"),
         (["simulate", "{trace}", "--model", "{config}", "--set", "num_hidden_layer=3"], "mean num_hidden_layers?"),
         (["simulate", "{trace}", "--model", "Qwen/Qwen3-31B-A3B"], "did you mean Qwen/Qwen3-30B-A3B?"),
-        (["trace", "export", "{folder}", "--to", "numpy", "-o", "{trace}"], "trace.parquet: to be read and written"),
+        (["trace", "export", "{folder}", "--to", "megatron", "-o", "{trace}"], "trace.parquet: to be read and written"),
         (["doctor", "--ranks", "1"], "--ranks is 1; "),
         (["doctor", "--model", "absent"], "absent: no such file"),
         (["doctor", "--megatron", "absent"], "can't be read"),
@@ -175,7 +164,7 @@ def test_commands_without_ranks_never_import_torch_or_pandas(
     """With torch and transformers blocked, everything but training works. Arrow would import pandas on its own."""
     simulate = ["simulate", str(trace_file), "--model", str(config_file), "--ranks", "4", "--policy", "trimtab"]
     simulate += ["--html", str(tmp_path / "page.html"), "--perfetto", str(tmp_path / "timeline.json")]
-    exported = tmp_path / "trace.safetensors"
+    exported = tmp_path / "trace.jsonl"
     program = f"""
 import sys
 asked = set()
@@ -190,9 +179,10 @@ from trimtab.cli.main import main
 assert main(['trace', 'info', {str(trace_file)!r}]) == 0
 assert main(['plan', {str(trace_file)!r}, '--ranks', '4', '--token-budget', '512']) == 0
 assert main({simulate!r}) == 0
-assert main(['trace', 'export', {str(trace_file)!r}, '--to', 'safetensors', '-o', {str(exported)!r}]) == 0
-assert main(['trace', 'import', {str(exported)!r}, '-o', {str(tmp_path / "again.parquet")!r}]) == 0
-assert main(['analyze', {str(tmp_path / "again.parquet")!r}, '--ranks', '4']) == 0
+assert main(['trace', 'export', {str(trace_file)!r}, '--to', 'megatron', '-o', {str(exported)!r}]) == 0
+again = {str(tmp_path / "again.parquet")!r}
+assert main(['trace', 'import', {str(exported)!r}, '--num-experts', '32', '-o', again]) == 0
+assert main(['analyze', again, '--ranks', '4']) == 0
 assert 'pandas' not in asked
 from benchmarks.harness import run_command
 planner = ['--sizes', '2/16', '--layers', '1', '--slots', '1', '--policies', 'trimtab']

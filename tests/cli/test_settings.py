@@ -79,9 +79,9 @@ def test_keys_are_the_options_of_the_commands(write: Callable[[str], Path]) -> N
 
 
 def test_options_on_the_command_line_win(write: Callable[[str], Path]) -> None:
-    path = write("ranks = [8, 16]\nmicro_steps = 4\nsampled = 0.5\ncheckpointing = true\n")
+    path = write('ranks = [8, 16]\nmicro_steps = 4\nsampled = 0.5\nrecompute_granularity = "full"\n')
     found = arguments("simulate", path, "--ranks", "4", "--token-budget", "512", "--step-tokens", "9k")
-    assert found == {"ranks": (4,), "token_budget": 512, "step_tokens": 9000, "checkpointing": True}
+    assert found == {"ranks": (4,), "token_budget": 512, "step_tokens": 9000, "checkpointing": "full"}
     assert arguments("simulate", path)["ranks"] == (8, 16)
 
 

@@ -23,9 +23,6 @@ GOOD: dict[str, Any] = {
     "recompute_method": "uniform", "use_distributed_optimizer": True,
     "moe_router_load_balancing_type": ["seq_aux_loss"],
 }  # fmt: skip
-STATIC = {
-    "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep", "moe_use_grouped_tensor": True,
-}  # fmt: skip
 SCRIPT = r"""#!/bin/bash
 EP=${EP:-8}
 export TP="2"
@@ -105,7 +102,6 @@ def test_a_supported_configuration_has_no_problem(tmp_path: Path) -> None:
         ({"tp_comm_overlap": True}, "tp_comm_overlap", "warning"),
         ({"moe_use_grouped_tensor": True}, "moe_use_grouped_tensor", "problem"),
         ({"moe_expert_rank_capacity_factor": 1.5}, "moe_expert_rank_capacity_factor", "problem"),
-        ({"moe_expert_rank_capacity_factor": 1.5, **STATIC}, "moe_expert_rank_capacity_factor", "warning"),
         ({"optimizer": "muon"}, "optimizer", "warning"),
         ({"optimizer_cpu_offload": True}, "moves", "warning"),
         ({"ckpt_format": "torch"}, "moves", "warning"),

@@ -24,5 +24,5 @@ def test_the_commands_are_those_of_the_settings() -> None:
         assert all(f"{options[name]} {value}" in page for name, value in of_model.items())
         words = [f" --{name} {setting[name]}" for name in ("ranks", "groups", "tp", "pp") if name in setting]
         tokens = f"{setting['step_tokens'] // 10**6}M"
-        command = f"--model {setting['model']}{''.join(words)} --step-tokens {tokens} --checkpointing"
+        command = f"--model {setting['model']}{''.join(words)} --step-tokens {tokens} --recompute-granularity full"
         assert f"{command} --gpu-hour {setting['gpu_hour']}" in page

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.harness import run_command
+from experiments import token_imbalance
 from helpers.pickled_dumps import saved
 from helpers.response_dumps import routes
 from helpers.token_imbalance_files import trace_v1, write_files
 from trimtab import InputError, read_trace
 from trimtab.cli.main import main
-from trimtab.trace.formats import token_imbalance
-from trimtab.trace.formats.importing import format_of
-from trimtab.trace.formats.records import ImportOptions
 
 EXPERTS, TOP_K, RANKS = 16, 4, 4
 IDS = routes(40, 1, TOP_K, EXPERTS, "int64")[:, 0]
@@ -31,9 +30,7 @@ FILES = trace_v1(IDS, SOURCES, EXPERTS, RANKS)
 def test_tokens_of_a_source_rank_are_a_sequence(tmp_path: Path, top_k: int, experts: int) -> None:
     ids = routes(40, 1, top_k, experts, "int64")[:, 0]
     manifest = write_files(trace_v1(ids, SOURCES, experts, RANKS, step_id=3, logical_layer_id=7), tmp_path)
-    assert format_of(manifest) == "token-imbalance"
-    assert token_imbalance.read_metadata(manifest) == ImportOptions(num_experts=experts)
-    records = list(token_imbalance.read(manifest, ImportOptions()))
+    records = list(token_imbalance.read(manifest))
     assert [record.where for record in records] == [f"source rank {rank}" for rank in (0, 1, 3)]
     for record, rank in zip(records, (0, 1, 3), strict=True):
         np.testing.assert_array_equal(record.ids[:, 0], ids[rank == SOURCES])
@@ -41,11 +38,12 @@ def test_tokens_of_a_source_rank_are_a_sequence(tmp_path: Path, top_k: int, expe
 
 
 def test_folders_of_several_steps_become_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for step in range(2):
+    manifests = [
         write_files(trace_v1(IDS + step, SOURCES, EXPERTS + 1, RANKS, step_id=step), tmp_path / f"step-{step}")
-    folders = [str(tmp_path / f"step-{step}") for step in range(2)]
+        for step in range(2)
+    ]
     out = tmp_path / "out.parquet"
-    assert main(["trace", "import", *folders, "-o", str(out)]) == 0
+    assert run_command("experiments.token_imbalance", [*map(str, manifests), "-o", str(out)]) == 0
     trace = read_trace(out)
     assert (trace.num_experts, trace.top_k, trace.steps.tolist()) == (EXPERTS + 1, TOP_K, [0, 0, 0, 1, 1, 1])
     expected = np.concatenate([(IDS + step)[rank == SOURCES] for step in range(2) for rank in (0, 1, 3)])
@@ -98,9 +96,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, change: Callable[[dict[str
     files = dict(FILES)
     change(files)
     with pytest.raises(InputError, match=message):
-        list(token_imbalance.read(write_files(files, tmp_path), ImportOptions()))
+        list(token_imbalance.read(write_files(files, tmp_path)))
 
 
 def test_another_number_of_experts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="it has 16 experts; it should have 128"):
-        list(token_imbalance.read(write_files(FILES, tmp_path), ImportOptions(num_experts=128)))
+    manifests = [write_files(trace_v1(IDS, SOURCES, n, RANKS), tmp_path / str(n)) for n in (16, 128)]
+    with pytest.raises(InputError, match=r"the manifests have \[16, 128\] experts"):
+        token_imbalance.read_traces(manifests)

@@ -1,7 +1,4 @@
-"""A small valid dump of every imported format: 3 sequences of a model with 4 MoE layers, top-2 of 16.
-
-Trace v1 of the token-imbalance benchmark holds one layer, here the first.
-"""
+"""A small valid dump of every imported format: 3 sequences of a model with 4 MoE layers, top-2 of 16."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import json
 import pickle
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +17,8 @@ import numpy as np
 import torch
 
 from helpers.pickled_dumps import saved
-from helpers.token_imbalance_files import trace_v1, write_files
+from helpers.trace_arrays import write_npz, write_safetensors
 from trimtab import RoutingTrace, write_trace
-from trimtab.trace.exports.arrays import write_npz, write_safetensors
 from trimtab.trace.exports.megatron import write_megatron
 
 Array = np.ndarray[Any, Any]
@@ -33,16 +29,11 @@ PROMPT = 3
 
 @dataclass(frozen=True)
 class Dump:
-    """A file of a format, `form`; `suffix` is that of its name. `beside` are files that it needs in its folder."""
+    """A file of a format, `form`; `suffix` is that of its name."""
 
     form: str
     suffix: str
     content: bytes
-    beside: dict[str, bytes] = field(default_factory=dict)
-
-    def write(self, path: Path) -> None:
-        """Write the file and those beside it."""
-        write_files({path.name: self.content, **self.beside}, path.parent)
 
 
 def routes(seed: int = 0) -> list[Array]:
@@ -85,9 +76,6 @@ def all_dumps() -> dict[str, Dump]:
     identity = torch.arange(NUM_EXPERTS).repeat(LAYERS, 1)
     add("sglang-recorder:tokens", ".pt", saved({"records": passes, "last_physical_to_logical_map": identity}))
     counts = np.stack([[np.bincount(each[:, layer].ravel(), minlength=16) for layer in range(LAYERS)] for each in ids])
-    sources = np.repeat(np.arange(len(ids)), [len(each) for each in ids])
-    files = trace_v1(np.concatenate(ids)[:, 0], sources, NUM_EXPERTS, len(ids))
-    found["token-imbalance"] = Dump("token-imbalance", ".json", files.pop("manifest.json"), files)
     add("sglang-recorder:counts", ".pt", saved({"rank": 0, "logical_count": torch.from_numpy(counts)}))
     return found
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from trimtab.integrations.megatron import on_cpu
+from examples import megatron_on_cpu
 
 
 def use_deep_ep() -> None:
@@ -32,7 +32,7 @@ def use_deep_ep() -> None:
     names = "fused_dispatch", "fused_combine", "set_deepep_num_sms", "hybrid_ep_dispatch", "hybrid_ep_combine"
     vars(token_dispatcher).update({name: functions[name] for name in names})
     for method in (_record, _synchronize):
-        setattr(on_cpu._NoStream, method.__name__[1:], method)
+        setattr(megatron_on_cpu._NoStream, method.__name__[1:], method)
 
 
 class EventHandle:

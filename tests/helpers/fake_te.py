@@ -22,14 +22,12 @@ class GroupedLinear(nn.Module):
 
     It keeps this of their contract: Parameters `weight0`.. `[output, input]` and `bias0`.. `[output]`, empty tensors
     instead of biases if it has none; the number of products and these attributes are read in every call. With splits on
-    the device, or `is_static`, there may be more rows than in all products, whose output is 0.
+    the device there may be more rows than in all products, whose output is 0.
 
     Args:
         fuse_wgrad_accumulation: gradients of weights are added to their `main_grad` here. Autograd then gets a tensor
             of arbitrary values, here NaN. The first micro-batch overwrites `main_grad`.
     """
-
-    is_static = False
 
     def __init__(
         self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Callable[..., Any],
@@ -65,7 +63,7 @@ class GroupedLinear(nn.Module):
     ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """The products `[N, output]` of rows `[N, input]`, and the biases that the caller has to add."""
         assert len(m_splits) == self.num_gemms, (m_splits, self.num_gemms)
-        may_have_more = self.is_static or isinstance(m_splits, torch.Tensor)
+        may_have_more = isinstance(m_splits, torch.Tensor)
         m_splits = torch.as_tensor(m_splits).tolist()
         left = len(inp) - sum(m_splits)
         assert left >= 0 if may_have_more else left == 0, (m_splits, inp.shape)

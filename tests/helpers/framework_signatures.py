@@ -56,25 +56,6 @@ roll.pipeline.dpo.actor_worker:ActorWorker
 roll.pipeline.base_worker:ActorWorker.initialize(self, pipeline_config)
 """,
     ),
-    "moe_scheduler": (
-        "kunlunl/Megatron-MoeScheduler d5f538fb5",
-        """
-megatron.core.transformer.moe.moe_scheduler:MoEPlacementResult
-megatron.core.transformer.moe.moe_scheduler:MoELoadPlanner.planner_name
-megatron.core.transformer.moe.moe_scheduler:MoELoadPlanner.should_plan(self, probs, routing_map, context, \
-tokens_per_expert)
-megatron.core.transformer.moe.moe_scheduler:MoELoadPlanner.update_placement(self, probs, routing_map, context, \
-tokens_per_expert)
-megatron.core.transformer.moe.moe_scheduler:MoELoadPlanner.step(self, completed_version)
-megatron.core.transformer.moe.moe_scheduler:MoELoadPlanner.reroute(self, probs, routing_map, placement_result, context)
-megatron.core.transformer.moe.moe_scheduler:MoEScheduler.planner
-megatron.core.transformer.moe.moe_scheduler:MoEScheduler.home_expert_dispatch
-megatron.core.transformer.moe.moe_scheduler:MoEScheduler.schedule(self, probs, routing_map, experts, context, \
-tokens_per_expert)
-megatron.core.transformer.moe.moe_scheduler:SchedulerContext.layer_number
-megatron.core.transformer.moe.moe_scheduler:SchedulerContext.ep_rank
-""",
-    ),
     "deep_ep": (
         "deepseek-ai/DeepEP dd758ca",
         """

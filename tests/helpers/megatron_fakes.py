@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from examples.megatron_on_cpu import use_cpu
 from helpers.fake_deep_ep import use_deep_ep
 from helpers.fake_te import use_extensions
 from helpers.megatron_runs import Layout, use_layout
 from helpers.rank_pool import RankPool, shared_pool
-from trimtab.integrations.megatron.on_cpu import use_cpu
 
 State = dict[str, Any]
 FAKES_LAYOUT = Layout(ranks=2, expert=2)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from examples.megatron_on_cpu import use_cpu
 from helpers.examples import examples
 from helpers.fake_te import use_grouped_experts
 from helpers.late_device import unwaited
@@ -21,12 +22,11 @@ from helpers.megatron_recipes import RECIPES, build_recipe
 from helpers.megatron_specs import parts_of_spec
 from helpers.random_plans import random_group_plans
 from trimtab.array_type import Array
-from trimtab.integrations.megatron.on_cpu import use_cpu
 from trimtab.planner import Placement, PlannedStep, Schedule, plan_schedule
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.runtime import step_planner
 from trimtab.runtime.live import balancer
-from trimtab.runtime.live.policies import LivePolicy
+from trimtab.runtime.live.balancer import LivePolicy
 
 VOCABULARY, LENGTH = 64, 16
 # Halves of these buckets end within the weights of an expert.

@@ -68,7 +68,7 @@ ABSENT = (
 
 def use_slime(folder: str) -> None:
     """Make slime's modules of a folder importable on this rank, for good."""
-    from trimtab.integrations.megatron.on_cpu import use_cpu
+    from examples.megatron_on_cpu import use_cpu
 
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trimtab.integrations.megatron.on_cpu import use_cpu
+from examples.megatron_on_cpu import use_cpu
 
 EXPERTS, TOP_K, LAYERS, VOCABULARY = 8, 2, 2, 64
 

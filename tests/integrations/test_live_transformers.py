@@ -22,7 +22,7 @@ from trimtab.runtime import Session
 from trimtab.runtime.live import balancer
 
 STEPS, MICRO_STEPS, BATCH, LENGTH, VOCAB = 2, 2, 4, 12, 30
-POLICIES = ("quota", "feplb", "predict", "auto")
+POLICIES = ("quota", "feplb")
 
 
 @dataclass(frozen=True)

@@ -86,14 +86,14 @@ def cases_of(layout: str) -> list[MegatronCase]:
 LIVE: dict[str, list[MegatronCase]] = {
     "EP 2": [
         MegatronCase(1, double=True, live="quota", recompute="uniform"),
-        MegatronCase(2, double=True, live="predict", recompute="moe", router_replay=True),
-        MegatronCase(3, live="predict", distributed_optimizer=True, overlap=True),
-        MegatronCase(4, 3, double=True, live="auto", recompute="block"),
+        MegatronCase(2, double=True, live="quota", recompute="moe", router_replay=True),
+        MegatronCase(3, live="quota", distributed_optimizer=True, overlap=True),
+        MegatronCase(4, 3, double=True, live="quota", recompute="block"),
         MegatronCase(5, double=True, live="off"),
         MegatronCase(6, double=True, live="quota", balanced_routers=True),
     ],
     "EP 2 x expert-DP 2": [MegatronCase(11, 3, double=True, live="quota", overlap=True)],
-    "PP 2 x EP 2": [MegatronCase(7, double=True, live="predict", dense_stage=True)],
+    "PP 2 x EP 2": [MegatronCase(7, double=True, live="quota", dense_stage=True)],
     "interleaved PP 2 x EP 2": [MegatronCase(9, double=True, live="quota", recompute="uniform")],
 }
 

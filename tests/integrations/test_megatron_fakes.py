@@ -32,7 +32,7 @@ from helpers.megatron_runs import Layout, MegatronCase, Model, compare_runs, use
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.errors import InputError
-from trimtab.runtime.live.policies import LivePolicy
+from trimtab.runtime.live.balancer import LivePolicy
 
 CASES = {
     "grouped": MegatronCase(grouped=True, double=True, bias=True, recompute="moe_act"),

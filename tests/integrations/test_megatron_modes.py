@@ -152,7 +152,7 @@ def test_live_micro_steps_are_megatron_s_own_with_replicas(state: State) -> None
 
     pair = pair_of(state)
     before = parts_of(pair)
-    with pytest.raises(InputError, match=r"policy 'feplb' .*; use 'quota', 'predict'"):
+    with pytest.raises(InputError, match=r"policy 'feplb' .*; use 'quota' or 'off'"):
         balance(pair.other.chunks, mode="live", policy="feplb")
     assert all(part is kept for part, kept in zip(parts_of(pair), before, strict=True))
     with mock.patch.object(balancer, "choose_quotas", quotas_of_few), pair.balanced(policy="quota") as session:

@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 
 import trimtab
-from helpers.browser import open_page
 from helpers.examples import examples
 from helpers.reports import some_analysis, some_comparison, some_report
 from trimtab.cluster import ModelSpec
 from trimtab.report.advice import Advice
 from trimtab.report.html import Page
 from trimtab.report.model import Report
-from trimtab.report.policies_table import policies_table
-from trimtab.report.tables import facts_table, notebook_html
 from trimtab.trace import synthesize
 
 # Also the rules of level AAA and the experimental ones, which do not run by default.
@@ -82,18 +79,4 @@ def violations(page: Any, axe_script: str) -> list[tuple[str, str]]:
 def test_no_violations(show: Any, axe_script: str, name: str, scheme: str, width: int) -> None:
     with show(PAGES[name](), width=width, scheme=scheme) as opened:
         opened.page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
-        assert violations(opened.page, axe_script) == []
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_notebook_output_has_no_violations(browser: Any, axe_script: str, tmp_path: Path, scheme: str) -> None:
-    tables = (policies_table(some_report().policies), facts_table("Setting", some_report().facts))
-    shown = notebook_html("simulation of trace.parquet", "Trimtab makes this step 1.70 times as fast.", tables)
-    document = (
-        '<!doctype html><html lang="en" data-ready><head><title>notebook</title>'
-        '<meta name="viewport" content="width=device-width"><style>:root { color-scheme: light dark }</style></head>'
-        f"<body><main><h1>notebook</h1>{shown}</main></body></html>"
-    )
-    (tmp_path / "notebook.html").write_text(document)
-    with open_page(browser, tmp_path / "notebook.html", scheme=scheme) as opened:
         assert violations(opened.page, axe_script) == []

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib import pyplot
 
 from trimtab import InputError
-from trimtab.report.imbalance import FORMATS, KINDS, Imbalance
+from trimtab.report.imbalance import KINDS, Imbalance
 
 RATIOS = {"static": [[2.0, 1.0], [1.5, np.nan], [1.0, 1.25]], "planned": [[1.0, 1.0], [1.25, np.nan]]}
 
@@ -73,17 +72,6 @@ def test_a_heatmap_is_of_the_first_plan() -> None:
     assert ax.get_legend() is None
     assert ax.images[0].colorbar.ax.get_ylabel()
     pyplot.close(ax.figure)
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_files_are_the_same_in_every_run(form: str, tmp_path: Path) -> None:
-    begins = {"pdf": b"%PDF", "svg": b"<?xml", "png": b"\x89PNG"}[form]
-    for folder in ("one", "other"):
-        files = made().write(tmp_path / folder, form)
-        assert files == [tmp_path / folder / f"{kind}.{form}" for kind in KINDS]
-        assert all(file.read_bytes().startswith(begins) for file in files)
-    for kind in KINDS:
-        assert (tmp_path / "one" / f"{kind}.{form}").read_bytes() == (tmp_path / f"other/{kind}.{form}").read_bytes()
 
 
 @pytest.mark.parametrize("kind", KINDS)

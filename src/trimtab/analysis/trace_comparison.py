@@ -1,4 +1,4 @@
-"""Two traces of models with the same layers and experts, compared: imbalance, its layers, and which experts are hot."""
+"""Two traces of models with the same layers and experts: the figures of both, and their difference."""
 
 from __future__ import annotations
 
@@ -9,17 +9,10 @@ from typing import Any
 import numpy as np
 
 from trimtab.analysis.analysis import Analysis
-from trimtab.analysis.balance import known_mean, overlap
 from trimtab.analysis.trace_counts import TraceCounts
-from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.figures import measured, plural, with_documented_figures
 from trimtab.trace import RoutingTrace
-
-# The hottest experts of a layer are one in this many, and no fewer than these.
-ONE_IN, LEAST_HOTTEST = 8, 2
-BINS = 24
-SHOWN = 10
 
 
 @with_documented_figures
@@ -43,41 +36,30 @@ class TraceFigures:
     micro_steps: int = measured("micro-steps", "count")
     token_budget: int = measured("tokens of a rank, at most", "count")
 
+    @classmethod
+    def of(cls, analysis: Analysis) -> TraceFigures:
+        """The figures of an analysis."""
+        counts, estimate, past = analysis.counts, analysis.estimate, analysis.placements.best("past")
+        return cls(
+            lost_part=estimate.lost_part if estimate else None,
+            lost_s=estimate.lost_s if estimate else None,
+            step_s=estimate.step_s if estimate else None,
+            expert_time_lost=analysis.total.lost,
+            lost_with_past=past.expert_time_lost if past else None,
+            max_vio_mean=analysis.total.max_vio.mean,
+            max_vio_p99=analysis.total.max_vio.p99,
+            overlap_steps=analysis.stability.overlap_steps,
+            sequences=counts.num_sequences,
+            tokens=counts.num_tokens,
+            micro_steps=counts.num_micro_steps,
+            token_budget=counts.token_budget,
+        )
 
-@dataclass(frozen=True)
-class LayerComparison:
-    """One MoE layer in both traces; None without load.
-
-    Attributes:
-        layer: decoder layer.
-        max_vio_a, max_vio_b: means over micro-steps.
-        correlation: of the experts' loads (Pearson); None if one trace has even loads.
-        overlap: sum over experts of the smaller of their two shares of the load; 1 for equal proportions.
-        hottest_in_common: part of the hottest experts that is the same in both.
-    """
-
-    layer: int
-    max_vio_a: float | None
-    max_vio_b: float | None
-    correlation: float | None
-    overlap: float | None
-    hottest_in_common: float | None
-
-
-@dataclass(frozen=True)
-class ComparedExpert:
-    """An expert that is one of the hottest in one of the traces or in both.
-
-    Attributes:
-        layer: decoder layer.
-        expert: its number in the layer.
-        over_mean_a, over_mean_b: tokens over the mean expert's.
-    """
-
-    layer: int
-    expert: int
-    over_mean_a: float
-    over_mean_b: float
+    def minus(self, other: TraceFigures) -> TraceFigures:
+        """Differences of the figures."""
+        pairs = [(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
+        values: list[Any] = [None if None in pair else pair[0] - pair[1] for pair in pairs]
+        return TraceFigures(*values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,11 +70,6 @@ class TraceComparison:
         first, second: the analyses of A and B.
         a, b: figures of A and B.
         difference: b minus a.
-        by_layer: the MoE layers.
-        hottest: the hottest experts of A and of B, the hottest first.
-        hottest_of_layer: number of experts of a layer that are compared as its hottest.
-        edges: ascending max/mean, the edges of bins.
-        parts_a, parts_b: part of the instances whose max/mean is in each bin.
     """
 
     first: Analysis
@@ -100,22 +77,6 @@ class TraceComparison:
     a: TraceFigures
     b: TraceFigures
     difference: TraceFigures
-    by_layer: tuple[LayerComparison, ...]
-    hottest: tuple[ComparedExpert, ...]
-    hottest_of_layer: int
-    edges: tuple[float, ...]
-    parts_a: tuple[float, ...]
-    parts_b: tuple[float, ...]
-
-    def mean(self, figure: str) -> float | None:
-        """Mean over the layers of `correlation`, `overlap` or `hottest_in_common`; None if no layer has it."""
-        values = [getattr(layer, figure) for layer in self.by_layer]
-        return known_mean(np.array([np.nan if value is None else value for value in values]))
-
-    @property
-    def chance(self) -> float:
-        """`hottest_in_common` of traces whose hottest experts have nothing to do with each other."""
-        return self.hottest_of_layer / self.first.counts.num_experts
 
 
 def check_comparable(names: Sequence[str], shapes: Sequence[RoutingTrace | TraceCounts]) -> None:
@@ -149,83 +110,8 @@ def compare_traces(names: Sequence[str], first: Analysis, second: Analysis) -> T
     if nodes[0] != nodes[1]:
         texts = [f"{ranks} ranks, {per_node} per node" for ranks, per_node in nodes]
         raise InputError(f"can't compare: {names[0]} is on {texts[0]}, {names[1]} on {texts[1]}; use the same ranks")
-    loads = [each.counts.counts_MLE.sum(axis=0) for each in (first, second)]
-    a, b = _figures_of(first), _figures_of(second)
-    edges = np.linspace(1.0, max(1.05, first.total.max_over_mean.worst, second.total.max_over_mean.worst), BINS + 1)
-    hottest_of_layer = min(first.counts.num_experts, max(LEAST_HOTTEST, first.counts.num_experts // ONE_IN))
-    return TraceComparison(
-        first=first,
-        second=second,
-        a=a,
-        b=b,
-        difference=TraceFigures(*(_minus(getattr(b, part.name), getattr(a, part.name)) for part in fields(a))),
-        by_layer=tuple(
-            LayerComparison(
-                layer=index,
-                max_vio_a=known_mean(first.max_over_mean_ML[:, place] - 1),
-                max_vio_b=known_mean(second.max_over_mean_ML[:, place] - 1),
-                **_alike(loads[0][place], loads[1][place], hottest_of_layer),
-            )
-            for place, index in enumerate(first.counts.layer_indices.tolist())
-        ),
-        hottest=_hottest(loads, first.counts.layer_indices.tolist()),
-        hottest_of_layer=hottest_of_layer,
-        edges=tuple(edges.tolist()),
-        parts_a=_parts(first, edges),
-        parts_b=_parts(second, edges),
-    )
-
-
-def _figures_of(analysis: Analysis) -> TraceFigures:
-    counts, estimate, past = analysis.counts, analysis.estimate, analysis.placements.best("past")
-    return TraceFigures(
-        lost_part=estimate.lost_part if estimate else None,
-        lost_s=estimate.lost_s if estimate else None,
-        step_s=estimate.step_s if estimate else None,
-        expert_time_lost=analysis.total.lost,
-        lost_with_past=past.expert_time_lost if past else None,
-        max_vio_mean=analysis.total.max_vio.mean,
-        max_vio_p99=analysis.total.max_vio.p99,
-        overlap_steps=analysis.stability.overlap_steps,
-        sequences=counts.num_sequences,
-        tokens=counts.num_tokens,
-        micro_steps=counts.num_micro_steps,
-        token_budget=counts.token_budget,
-    )
-
-
-def _minus(one: float | None, other: float | None) -> Any:
-    return None if one is None or other is None else one - other
-
-
-def _alike(one_E: Array, other_E: Array, hottest: int) -> dict[str, float | None]:
-    """Correlation, overlap and the part of the hottest experts in common, of tokens `[E]` of two traces."""
-    if not one_E.any() or not other_E.any():
-        return {"correlation": None, "overlap": None, "hottest_in_common": None}
-    varies = one_E.std() > 0 and other_E.std() > 0
-    tops = [set(np.argsort(-loads_E, kind="stable")[:hottest].tolist()) for loads_E in (one_E, other_E)]
-    return {
-        "correlation": float(np.corrcoef(one_E, other_E)[0, 1]) if varies else None,
-        "overlap": float(overlap(one_E, other_E)),
-        "hottest_in_common": len(tops[0] & tops[1]) / hottest,
-    }
-
-
-def _hottest(loads: Sequence[Array], layers: Sequence[int]) -> tuple[ComparedExpert, ...]:
-    """The hottest `SHOWN` experts of each trace, tokens `[L, E]`, by the larger of their two loads over the mean."""
-    over = [counts_LE * counts_LE.shape[1] / np.maximum(1, counts_LE.sum(axis=1, keepdims=True)) for counts_LE in loads]
-    chosen = {place for each in over for place in np.argsort(-each, axis=None, kind="stable")[:SHOWN].tolist()}
-    experts = over[0].shape[1]
-    found = [
-        ComparedExpert(layers[place // experts], place % experts, *(float(each.flat[place]) for each in over))
-        for place in sorted(chosen)
-    ]
-    return tuple(sorted(found, key=lambda expert: -max(expert.over_mean_a, expert.over_mean_b)))
-
-
-def _parts(analysis: Analysis, edges: Array) -> tuple[float, ...]:
-    known = analysis.max_over_mean_ML[~np.isnan(analysis.max_over_mean_ML)]
-    return tuple((np.histogram(known, edges)[0] / max(1, len(known))).tolist())
+    a, b = TraceFigures.of(first), TraceFigures.of(second)
+    return TraceComparison(first, second, a, b, b.minus(a))
 
 
 def figures(comparison: TraceComparison) -> dict[str, Any]:
@@ -235,9 +121,6 @@ def figures(comparison: TraceComparison) -> dict[str, Any]:
     experts: number of experts of a layer.
     layers: decoder layers.
     a, b: figures of the first and of the second trace.
-    correlation, overlap, hottest_in_common: means over the layers, see `by_layer`.
-    chance: `hottest_in_common` of hottest experts that have nothing to do with each other.
-    distribution: of max/mean over the instances of each trace.
     """
     return {
         "ranks": comparison.first.ranks,
@@ -247,18 +130,6 @@ def figures(comparison: TraceComparison) -> dict[str, Any]:
         "a": _trace(comparison.first) | asdict(comparison.a),
         "b": _trace(comparison.second) | asdict(comparison.b),
         "difference": asdict(comparison.difference),
-        "correlation": comparison.mean("correlation"),
-        "overlap": comparison.mean("overlap"),
-        "hottest_in_common": comparison.mean("hottest_in_common"),
-        "hottest_of_layer": comparison.hottest_of_layer,
-        "chance": comparison.chance,
-        "by_layer": [asdict(layer) for layer in comparison.by_layer],
-        "hottest": [asdict(expert) for expert in comparison.hottest],
-        "distribution": {
-            "edges": list(comparison.edges),
-            "parts_a": list(comparison.parts_a),
-            "parts_b": list(comparison.parts_b),
-        },
     }
 
 

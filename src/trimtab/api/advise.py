@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.api.arguments import ModelSource, Overrides, check_run, layout_of, model_of, nodes_of, ranks_of, recomputed
-from trimtab.api.result_summary import Summarised, Summary
+from trimtab.api.result_summary import Summarised
 from trimtab.api.steps import read_steps, spread_layers
 from trimtab.cluster.parallel_layout import ZERO1
 from trimtab.errors import InputError
 from trimtab.figures import plural
-from trimtab.report.advice import Advice, StrategyFigures, advice_table
+from trimtab.report.advice import Advice, StrategyFigures
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance
 from trimtab.report.number_text import seconds
@@ -68,10 +68,10 @@ class AdviceResult(Summarised):
         loads = {name: self.outcomes[name].simulated.work.loads_MLR for name in names}
         return Imbalance(loads, self.trace.layer_indices, int(self.trace.steps[0]), self.trace.top_k)
 
-    def summary(self) -> Summary:
+    def summary(self) -> Sequence[str]:
         advice = self.advice
         size = f"{advice.model}, {plural(advice.gpus, 'GPU')} of {advice.cluster}"
-        return Summary(f"{self.source}, {size}", (advice.assumed, advice.answer), (advice_table(advice),))
+        return f"{self.source}, {size}", advice.assumed, advice.answer
 
 
 def advise(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trimtab.analysis import Analysis, TraceCounts, count_trace, plan_counts
+from trimtab.analysis import Analysis, TraceCounts, count_trace
 from trimtab.analysis import analyze as analyze_counts
 from trimtab.analysis.analysis import figures
 from trimtab.analysis.fixed_placements import SLOTS, PlannedLoads
-from trimtab.analysis.local_jobs import count_in_processes
 from trimtab.analysis.summary import answer, cost_summary, layers_summary
 from trimtab.analysis.trace_comparison import TraceComparison, compare_traces
 from trimtab.analysis.trace_comparison import figures as comparison_figures
@@ -30,15 +29,13 @@ from trimtab.api.arguments import (
     recomputed,
 )
 from trimtab.api.plan import plan
-from trimtab.api.result_summary import Summarised, Summary
+from trimtab.api.result_summary import Summarised
 from trimtab.api.steps import read_steps
 from trimtab.figures import plural
-from trimtab.report.analysis_tables import balance_table, placements_table, setting_facts
-from trimtab.report.comparison_report import ComparisonReport, figures_table, hottest_of_both_table
+from trimtab.report.comparison_report import ComparisonReport
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance
 from trimtab.report.model import AnalysisReport
-from trimtab.report.tables import facts_table
 from trimtab.simulator.comparison import with_checkpointing
 from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace
@@ -93,22 +90,20 @@ class AnalysisResult(Summarised):
         counts = self.analysis.counts
         return Imbalance({"static": self.analysis.loads_MLR}, counts.layer_indices, counts.step_M, counts.top_k)
 
-    def summary(self) -> Summary:
+    def summary(self) -> Sequence[str]:
         analysis = self.analysis
         size = plural(analysis.counts.num_micro_steps, "micro-step")
-        return Summary(
+        return (
             f"{self.source}, {size} on {plural(analysis.ranks, 'rank')}",
-            (self.report.assumed, answer(analysis), cost_summary(analysis), layers_summary(analysis)),
-            (
-                balance_table(analysis),
-                placements_table(analysis),
-                facts_table("Setting", setting_facts(self.report)),
-            ),
+            self.report.assumed,
+            answer(analysis),
+            cost_summary(analysis),
+            layers_summary(analysis),
         )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AnalysisComparison(Summarised):
+class AnalysisComparison:
     """Two traces, A and B, on the same ranks.
 
     Attributes:
@@ -132,26 +127,15 @@ class AnalysisComparison(Summarised):
         traces: the files of A, and those of B.
         """
         traces = [[str(file) for file in files] for files in self.files]
-        return {"schema": "trimtab-compare-1", "traces": traces} | comparison_figures(self.comparison)
+        return {"schema": "trimtab-compare-2", "traces": traces} | comparison_figures(self.comparison)
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write the page of `trimtab analyze --compare --html`. Writes are atomic."""
         write_html(self.report, path, self.figures())
 
-    @property
-    def imbalance(self) -> Imbalance:
-        analyses = {"A": self.comparison.first, "B": self.comparison.second}
-        steps = {name: each.counts.step_M for name, each in analyses.items()}
-        loads = {name: each.loads_MLR for name, each in analyses.items()}
-        counts = self.comparison.first.counts
-        return Imbalance(loads, counts.layer_indices, steps, counts.top_k)
-
-    def summary(self) -> Summary:
-        return Summary(
-            f"{self.sources[0]} and {self.sources[1]}",
-            (self.report.assumed, self.report.answer),
-            (figures_table(self.comparison), hottest_of_both_table(self.comparison)),
-        )
+    def __repr__(self) -> str:
+        shown = f"AnalysisComparison: {self.sources[0]} and {self.sources[1]}", self.report.assumed, self.report.answer
+        return "\n  ".join(filter(None, shown))
 
 
 def analyze(
@@ -175,7 +159,6 @@ def analyze(
     dispatcher: str | None = None,
     model: ModelSource | None = None,
     overrides: Overrides = (),
-    jobs: int = 1,
     counts: TraceCounts | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> AnalysisResult:
@@ -195,11 +178,9 @@ def analyze(
         model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
             trace names, else a preset like the trace, and no figures in seconds if there is none.
         overrides: keys of the model's config with other values, such as `{"num_hidden_layers": 24}`.
-        jobs: local processes that count; they import the main script, which therefore needs
-            `if __name__ == "__main__"`.
         counts: of this trace and these ranks, from `trimtab.analysis.merge`, as counted on other machines; the trace is
-            then not counted, and `step`, `jobs` and the size of micro-steps are those of the counts.
-        progress: called with the number of sequences read and of all sequences; of shards with several jobs.
+            then not counted, and `step` and the size of micro-steps are those of the counts.
+        progress: called with the number of sequences read and of all sequences.
 
     Raises:
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
@@ -233,22 +214,16 @@ def analyze(
     elif fitting:
         log.info("no seconds: %s has more than %d MB of expert ids", reader.name, MOST_BYTES >> 20)
     if counts is None:
-        if jobs > 1 and files.files:
-            shards = plan_counts(
-                files, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, shards=jobs
-            )
-            counts = count_in_processes(shards, jobs, progress)
-        else:
-            counts = count_trace(
-                reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress
-            )
+        counts = count_trace(
+            reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress
+        )
     planned = None
     if ranks > 1:
         step_trace, about = _step_to_plan(reader, counts.steps[-1])
         made = plan(
             step_trace, ranks=ranks, ranks_per_node=ranks_per_node, groups=groups, slots=SLOTS,
             token_budget=counts.token_budget, cluster=cluster, dispatcher=dispatcher, model=fitting,
-            recompute=recompute, checkpointing=bool(recomputed(checkpointing)),
+            recompute=recompute, checkpointing=recomputed(checkpointing),
         )  # fmt: skip
         planned = PlannedLoads(about, made.loads_before_MLR, made.loads_after_MLR)
     analysis = analyze_counts(counts, ranks=ranks, ranks_per_node=spec.ranks_per_node, case=case, planned=planned)

@@ -22,7 +22,7 @@ Overrides = Mapping[str, Any] | Iterable[tuple[str, Any]]
 # Least values of arguments that are whole numbers, choices of others, and those that may be None.
 LEAST = {"slots": 0, "step": 0} | dict.fromkeys(
     ("ranks", "ranks_per_node", "groups", "micro_steps", "token_budget", "mini_batches", "steps", "tp", "pp", "cp",
-     "jobs", "draws", "max_rows_per_rank"), 1
+     "draws", "max_rows_per_rank"), 1
 )  # fmt: skip
 # What is sent to a node: every row, or a token once; see `ClusterSpec.dispatch_forwards`.
 DISPATCHERS = {"rows": False, "tokens": True}

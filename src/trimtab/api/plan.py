@@ -6,7 +6,16 @@ import os
 import time
 
 from trimtab.analysis.trace_counts import DEFAULT_BUDGET
-from trimtab.api.arguments import ModelSource, Overrides, check_choice, check_run, model_or_none, nodes_of, ranks_of
+from trimtab.api.arguments import (
+    ModelSource,
+    Overrides,
+    check_choice,
+    check_run,
+    model_or_none,
+    nodes_of,
+    ranks_of,
+    recomputed,
+)
 from trimtab.api.plan_result import PlanResult
 from trimtab.cluster import ClusterSpec, StepCosts
 from trimtab.errors import InputError
@@ -35,7 +44,7 @@ def plan(
     model: ModelSource | None = None,
     overrides: Overrides = (),
     recompute: bool = True,
-    checkpointing: bool = False,
+    checkpointing: bool | str = False,
 ) -> PlanResult:
     """Returns a plan of one step of a routing trace for a cluster, as `trimtab plan` does.
 
@@ -71,7 +80,7 @@ def plan(
     if spec:
         costs = StepCosts.of(
             nodes, spec, moe_layers=step_trace.num_layers, groups=groups, recompute=recompute,
-            checkpointing=checkpointing,
+            checkpointing=recomputed(checkpointing) is True,
         )  # fmt: skip
     homes = Placement.contiguous(step_trace.num_layers, step_trace.num_experts, nodes.ranks)
     # Untimed, so that compiling is not timed: a few sequences, in several micro-steps.

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from trimtab.api.result_summary import Summarised, Summary
+from trimtab.api.result_summary import Summarised
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts
 from trimtab.figures import by_key, computed, plural
 from trimtab.planner import StepPlan, Workload
-from trimtab.planner.plan.bounds import gap_to_bound
 from trimtab.planner.plan.prediction import cross_node_rows, predict
-from trimtab.planner.plan.solver import why_no_solver
 from trimtab.planner.replicas.paths import HOST
 from trimtab.policies import POLICIES
 from trimtab.report.imbalance import Imbalance
 from trimtab.report.number_text import bytes_text, seconds
-from trimtab.report.tables import Facts, facts_table, plan_balance_table
+from trimtab.report.tables import Facts
 from trimtab.simulator import Balance, expert_time, summarise_balance
 from trimtab.trace import RoutingTrace
-
-# Instances whose bound is solved.
-SAMPLED = 16
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -97,12 +93,6 @@ class PlanResult(Summarised):
     def expert_time_saved(self) -> float:
         """1 - (busiest rank's tokens, summed over instances) under the plan / before; negative if the plan is worse."""
         return 1 - expert_time(self.loads_after_MLR) / max(1, expert_time(self.loads_before_MLR))
-
-    @computed("fraction", key="gap_to_bound_mean")
-    def gap_to_bound(self) -> float | None:
-        """The busiest rank's load divided by a lower bound (`load_bound`) for these homes and slots, minus 1; mean of
-        up to 16 instances. None without highspy."""
-        return None if why_no_solver() else gap_to_bound(self.plan, self.workload_after, SAMPLED)
 
     @computed("experts", key="moved_homes")
     def moved_homes(self) -> int:
@@ -244,7 +234,6 @@ class PlanResult(Summarised):
                 f"{plural(plan.num_micro_steps, 'micro-step')}, each of up to {self.token_budget:,} tokens per rank",
             ),
             ("expert time saved", f"{self.expert_time_saved:.1%} (tokens of the busiest rank, summed over instances)"),
-            ("gap to the bound", self._gap_text()),
             (
                 "replicas",
                 f"{self.num_replicas:,}, {self.replicas_per_instance:.2f} per instance, "
@@ -270,11 +259,6 @@ class PlanResult(Summarised):
             )
         return rows
 
-    def _gap_text(self) -> str:
-        if self.gap_to_bound is None:
-            return f"not computed: {why_no_solver()}"
-        return f"{self.gap_to_bound:.2%} (busiest rank over a bound for these homes and slots, {SAMPLED} instances)"
-
     def _strategy_facts(self) -> list[tuple[str, str]]:
         """The chosen strategy and the others, the fastest first; nothing for balancers that don't predict time."""
         predicted = self.predicted_seconds
@@ -298,7 +282,7 @@ class PlanResult(Summarised):
         planning_s: seconds of planning, without counting and compilation.
         """
         figures = {
-            "schema": "trimtab-plan-1",
+            "schema": "trimtab-plan-2",
             "trace": self.source,
             "step": int(self.trace.steps[0]),
             "policy": self.policy,
@@ -316,17 +300,12 @@ class PlanResult(Summarised):
         loads = {"static": self.loads_before_MLR, self.policy: self.loads_after_MLR}
         return Imbalance(loads, self.trace.layer_indices, int(self.trace.steps[0]), self.trace.top_k)
 
-    def summary(self) -> Summary:
+    def summary(self) -> Sequence[str]:
         before, after = self.balance_before, self.balance_after
-        return Summary(
+        return (
             f"{self.title}, {plural(self.cluster.ranks, 'rank')}",
-            (
-                f"max/mean of rank loads, mean over instances: {before.mean:.3f} before, {after.mean:.3f} planned; "
-                f"expert time saved {self.expert_time_saved:.1%}",
-            ),
-            (plan_balance_table(before, after), facts_table("Figures of the plan", self.facts)),
-            details=(
-                f"{plural(self.plan.num_micro_steps, 'micro-step')}, {plural(self.plan.num_replicas, 'replica')}, "
-                f"{plural(self.moved_homes, 'home')} moved",
-            ),
+            f"max/mean of rank loads, mean over instances: {before.mean:.3f} before, {after.mean:.3f} planned; "
+            f"expert time saved {self.expert_time_saved:.1%}",
+            f"{plural(self.plan.num_micro_steps, 'micro-step')}, {plural(self.plan.num_replicas, 'replica')}, "
+            f"{plural(self.moved_homes, 'home')} moved",
         )

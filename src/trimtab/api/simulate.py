@@ -22,7 +22,7 @@ from trimtab.api.arguments import (
     recomputed,
     split_names,
 )
-from trimtab.api.result_summary import Summarised, Summary
+from trimtab.api.result_summary import Summarised
 from trimtab.api.steps import read_steps
 from trimtab.cluster.parallel_layout import ZERO1
 from trimtab.errors import InputError
@@ -30,8 +30,7 @@ from trimtab.figures import plural
 from trimtab.policies import POLICIES
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance, need
-from trimtab.report.policies_table import policies_table, sweep_table
-from trimtab.report.simulation import answer, assumed, fitting_first, policy_results, simulation_report, table_title
+from trimtab.report.simulation import answer, assumed, fitting_first, policy_results, simulation_report
 from trimtab.simulator.comparison import Outcome, permuted_steps, simulate_policy, with_checkpointing
 from trimtab.simulator.comparison_case import ComparisonCase, trace_hash
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
@@ -157,16 +156,16 @@ class SimulationResult(Summarised):
                 rows.append({**size, "dispatcher": sent, "balancer": name, **dict(_flat(figures))})
         return need("pandas").DataFrame(rows)
 
-    def summary(self) -> Summary:
+    def summary(self) -> Sequence[str]:
         first = fitting_first(self.cases)[0]
         times = ", ".join(f"{policy.name} {policy.step_time_s:.3f}" for policy in policy_results(first))
         more = len(self.cases) - 1
-        tables = [policies_table(policy_results(case), f"{table_title(case)}, {case.text}") for case in self.cases]
-        return Summary(
+        return (
             f"{self.source}, step {self.trace.steps[0]}, {first.case.model.name}, {first.text}",
-            (assumed(self.cases), answer(first)),
-            [sweep_table(self.cases), *tables] if more else tables,
-            details=(f"seconds of a step: {times}", f"{more} more in cases" if more else ""),
+            assumed(self.cases),
+            answer(first),
+            f"seconds of a step: {times}",
+            f"{more} more in cases" if more else "",
         )
 
 

@@ -13,13 +13,12 @@ from rich.progress import Progress
 from trimtab.analysis.trace_comparison import check_comparable
 from trimtab.api.analyze import AnalysisComparison, AnalysisResult, analyze
 from trimtab.api.steps import MOST_STEPS
-from trimtab.cli.options import add_options, given, need_extra, positive
+from trimtab.cli.options import add_options, given
 from trimtab.cli.output import compile_planners, write_figures
 from trimtab.cli.run_options import add_run, add_simulated_steps
 from trimtab.figures import plural
 from trimtab.report.analysis_tables import analysis_tables
 from trimtab.report.comparison_report import comparison_output
-from trimtab.report.imbalance import FORMATS
 from trimtab.trace.store import open_trace
 
 log = logging.getLogger("trimtab")
@@ -32,7 +31,6 @@ def add(commands: Any) -> None:
         "would help. Nothing is planned; traces can be larger than memory.",
         examples=[
             "trimtab analyze out/mixed.parquet --ranks 16 --html out/analysis.html",
-            "trimtab analyze out/mixed.parquet --ranks 16 --figures out/figures --format svg",
             "trimtab analyze out/math.parquet --compare out/code.parquet --html out/compared.html",
         ],
     )
@@ -40,19 +38,14 @@ def add(commands: Any) -> None:
     add_simulated_steps(parser, of=analyze, most=MOST_STEPS)
     parser.add_argument(
         "--compare", type=Path, nargs="+", metavar="FILE",
-        help="another trace of the same layers and experts; both and their difference are shown (default: none)",
+        help="another trace of the same layers and experts; the figures of both and their difference are shown "
+        "(default: none)",
     )  # fmt: skip
-    option = partial(add_options, parser, of=analyze)
-    option("--jobs", type=positive, help="local processes that count")
     add_options(parser, "--json", "--html")
-    add_options(parser, "--figures", type=Path, metavar="FOLDER", help="write pictures for a paper into FOLDER")
-    add_options(parser, "--format", choices=FORMATS, default="pdf", help="of the pictures")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.figures:
-        need_extra("matplotlib", extra="plot")
     compile_planners(["trimtab"])
     if options.compare:
         # Before anything is counted.
@@ -67,15 +60,11 @@ def run(options: argparse.Namespace) -> None:
     console = write_figures(options, result.figures())
     if options.html:
         result.write_html(options.html)
-    if options.figures:
-        result.write_figures(options.figures, options.format)
     console.print(*tables, sep="\n")
     if "ranks" not in options:
         console.print(f"For {plural(shown.analysis.ranks, 'rank')}, since --ranks is not given.")
     if options.html:
         log.info("page: %s", options.html)
-    if options.figures:
-        log.info("pictures: %s", options.figures)
 
 
 def _analyzed(options: argparse.Namespace, trace: list[Path]) -> AnalysisResult:

@@ -30,7 +30,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Step": {
         "token_budget": "8192", "micro_steps": "32", "mini_batches": "1", "step_tokens": '"20M"', "sampled": "0.05",
-        "recompute": "false", "checkpointing": "true", "sharding": '"zero1"',
+        "recompute": "false", "recompute_granularity": '"full"', "sharding": '"zero1"',
     },
     "Rollout": {"gpus": "64", "token_ms": "150", "context": "8000", "expert_cluster": '"h200x8"'},
     "Price": {"gpu_hour": "2.50", "expert_gpu_hour": "3.50"},

@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.api.plan import plan
 from trimtab.cli.options import add_options, add_output, given, positive
 from trimtab.cli.output import write_figures
-from trimtab.cli.run_options import add_run
+from trimtab.cli.run_options import add_recompute_granularity, add_run
 from trimtab.policies import POLICIES
 from trimtab.report.tables import balance_tables, terminal_facts
 
@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
     option("--policy", choices=tuple(POLICIES))
     option("--max-rows-per-rank", type=positive, unset="none", help="most rows of a rank in a layer of a micro-step")
     option("--exact", action="store_true", help="spread rows of every layer evenly over ranks, to the row")
-    option("--checkpointing", action="store_true", help="checkpoint activations, for seconds")
+    add_recompute_granularity(parser, of=plan)
     add_output(parser, "the plan (.npz)", required=False)
     add_options(parser, "--json")
     parser.set_defaults(run=run)

@@ -67,9 +67,12 @@ def add_simulated_steps(parser: argparse.ArgumentParser, *, of: Callable[..., ob
     scale = partial(add_options, parser.add_mutually_exclusive_group(), of=of)
     scale("--step-tokens", "--sampled", unset="the trace's")
     option("--tp", "--pp", "--cp")
-    again = partial(add_options, parser.add_mutually_exclusive_group(), of=of)
-    again(
-        "--recompute-granularity", dest="checkpointing", choices=tuple(GRANULARITIES), unset="none",
+    add_recompute_granularity(parser, of=of)
+
+
+def add_recompute_granularity(parser: argparse.ArgumentParser, *, of: Callable[..., object]) -> None:
+    """Add the option of activation checkpointing, `checkpointing` in Python."""
+    add_options(
+        parser, "--recompute-granularity", of=of, dest="checkpointing", choices=tuple(GRANULARITIES), unset="none",
         help="activations that are computed again for backward",
     )  # fmt: skip
-    again("--checkpointing", action="store_true", help="the same as --recompute-granularity full")

@@ -22,13 +22,12 @@ from trimtab.console import console
 from trimtab.errors import InputError
 from trimtab.figures import plural
 from trimtab.files import is_stream, write_atomically
-from trimtab.planner.placement.serving_placement import count_parts, engine_map, fill_slots, slot_loads
+from trimtab.planner.placement.serving_placement import count_parts, fill_slots, sglang_map, slot_loads
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.rollout_placement import count_steps, judge_placements
 from trimtab.report.number_text import bytes_text
 from trimtab.report.tables import skew_table, terminal_facts, trace_facts
 from trimtab.trace import PRESETS, RoutingTrace, TraceReader, id_dtype, synthesize_preset, write_trace
-from trimtab.trace.exports.arrays import write_npz, write_safetensors
 from trimtab.trace.exports.megatron import write_megatron
 from trimtab.trace.formats.bounded_import import bounded_import
 from trimtab.trace.formats.importing import FORMATS, import_own_files
@@ -198,43 +197,38 @@ def _import_options(options: argparse.Namespace, files: Sequence[Path]) -> Impor
     return with_model(found, found.model or named_model(files, found), getattr(options, "overrides", ()))
 
 
-TRACES = {"megatron": write_megatron, "numpy": write_npz, "safetensors": write_safetensors}
-PLACEMENTS = ("sglang-placement", "vllm-placement")
-
-
 def add_export(actions: Any) -> None:
     parser = actions.add_parser(
         "export",
         help="write a trace for other tools, or a placement for a rollout engine",
-        description="Write a routing trace as Megatron's JSON lines, numpy's .npz or safetensors; or make an expert "
-        "placement from it. sglang-placement is read by SGLang's --init-expert-location. vllm-placement is a list of "
-        "physical experts for each MoE layer, as proposed for vLLM (pull request 49572); no release of vLLM reads it.",
+        description="Write a routing trace as Megatron's JSON lines, or make an expert placement from it, which "
+        "SGLang's --init-expert-location reads.",
         examples=[
             "trimtab trace export rollout.parquet --to sglang-placement --ranks 8 --redundant 16 -o placement.json",
             "trimtab trace export rollout.parquet --to megatron -o trace.jsonl",
         ],
     )
     add_trace(parser)
-    add_options(parser, "--to", choices=(*TRACES, *PLACEMENTS), required=True, help="format to write")
+    add_options(parser, "--to", choices=("megatron", "sglang-placement"), required=True, help="format to write")
     add_output(parser, "the trace or placement")
-    add_options(parser, "--step", unset="all; placements take all")
-    add_options(parser, "--ranks", unset="none; required for placements")
+    add_options(parser, "--step", unset="all; a placement takes all")
+    add_options(parser, "--ranks", unset="none; required for a placement")
     add_options(parser, "--ranks-per-node", unset="all")
     add_options(
         parser, "--redundant", type=whole, unset="0", help="placement: redundant experts of a layer, over all ranks"
     )
-    add_options(parser, "--num-layers", unset="up to the last of the trace; only for sglang-placement")
+    add_options(parser, "--num-layers", unset="placement: up to the last of the trace")
     parser.set_defaults(run=run_export)
 
 
 def run_export(options: argparse.Namespace) -> None:
-    placing = options.to in PLACEMENTS
+    placing = options.to == "sglang-placement"
     for name in ("ranks", "ranks_per_node", "redundant", "num_layers"):
         if not placing and getattr(options, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')} is for placements; --to {options.to} writes the trace itself")
+            raise InputError(f"--{name.replace('_', '-')} is for a placement; --to megatron writes the trace itself")
     trace = TraceReader(options.trace)
     if not placing:
-        TRACES[options.to](trace.read(options.step), options.output)
+        write_megatron(trace.read(options.step), options.output)
         shown = []
     else:
         shown = _place(options, trace)
@@ -249,15 +243,13 @@ def _place(options: argparse.Namespace, trace: TraceReader) -> list[tuple[str, s
         raise InputError(f"--to {options.to} needs --ranks, the ranks of the engine's expert parallelism")
     if options.step is not None:
         raise InputError("--step is for traces; a placement is made from all of its trace")
-    if options.to == "sglang-placement" and options.output.suffix != ".json":
+    if options.output.suffix != ".json":
         raise InputError(f"{options.output}: SGLang takes a file for a placement only if it is named *.json")
     ranks, nodes_of, redundant = options.ranks, options.ranks_per_node or options.ranks, options.redundant or 0
     layers, experts = trace.empty.layer_indices, trace.empty.num_experts
-    if options.to == "vllm-placement" and options.num_layers is not None:
-        raise InputError("--num-layers is for sglang-placement; vLLM's maps have MoE layers only")
     counts_MLE = count_parts(trace)
     slots_LP = fill_slots(counts_MLE, experts + redundant, ranks, nodes_of)
-    content = engine_map(options.to.removesuffix("-placement"), slots_LP, layers, experts, options.num_layers)
+    content = sglang_map(slots_LP, layers, experts, options.num_layers)
     write_atomically(options.output, json.dumps(content) + "\n")
     usual_LP = np.broadcast_to(np.arange(experts + redundant) % experts, slots_LP.shape)
     before, after = (float(max_over_mean(slot_loads(counts_MLE, each, ranks)).mean()) for each in (usual_LP, slots_LP))

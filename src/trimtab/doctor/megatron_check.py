@@ -16,7 +16,6 @@ from trimtab.files import read_small_text
 from trimtab.integrations.megatron.option_tables import (
     NEVER_RUN,
     OFF,
-    RANK_CAPACITY,
     REFUSED,
     immovable,
     never_run,
@@ -27,7 +26,7 @@ from trimtab.integrations.megatron.option_tables import (
 FIELDS = {"num_experts": "num_moe_experts", "fp8_format": "fp8", "fp4_format": "fp4", "fp8_param_gather": "fp8_param"}
 SWITCHES = {option.name for option in (*REFUSED, *NEVER_RUN) if option.supported == OFF} - {"fp8", "fp4"} | {
     "moe_enable_routing_replay", "overlap_grad_reduce", "overlap_param_gather", "sequence_parallel",
-    "moe_use_grouped_tensor", "use_distributed_optimizer", "dist_ckpt_optim_fully_reshardable",
+    "use_distributed_optimizer", "dist_ckpt_optim_fully_reshardable",
 }  # fmt: skip
 LISTS = ("cuda_graph_scope", "cuda_graph_modules", "moe_router_load_balancing_type", "recompute_modules")
 LOG_LINE = re.compile(r"^\s*(?:\S+:\s*)?([a-z]\w*) \.{3,} ?(.*?)\s*$", re.MULTILINE)
@@ -190,11 +189,6 @@ def check_options(values: dict[str, Any], unknown: list[str]) -> list[Finding]:
         findings.append(_dispatcher(values))
     findings += [_gradients(values), _recompute(values), _routing(values), _moves(values)]
     findings += [Finding(f"megatron {name}", "warning", text) for name, text in never_run(values).items()]
-    if values.get(RANK_CAPACITY) and RANK_CAPACITY not in refused:
-        text = (
-            f"{RANK_CAPACITY}={values[RANK_CAPACITY]} needs exact=True or max_rows_per_rank in balance(), in mode plan"
-        )
-        findings.append(Finding(f"megatron {RANK_CAPACITY}", "warning", text))
     if unknown:
         text = f"{', '.join(unknown)} have values that are not in the file; write them there to check them"
         findings.append(Finding("megatron variables", "warning", text))

@@ -21,7 +21,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trimtab.array_type import Array
-from trimtab.integrations.megatron.option_tables import RANK_CAPACITY
 
 EXPERTS, TOP_K, WIDTH, HIDDEN, VOCABULARY, LENGTH, BUCKET = 8, 2, 24, 16, 64, 16, 1500
 TAKEN = ("moe_", "recompute_", "calculate_per_token_loss", "deallocate_pipeline_outputs", "add_qkv_bias", "bf16")
@@ -32,8 +31,7 @@ OF_SIZES = {
 }  # fmt: skip
 NOT_ON_CPU = {
     "moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_token_dispatcher_type": "alltoall",
-    "moe_flex_dispatcher_backend": "deepep", "moe_router_dtype": None, RANK_CAPACITY: None,
-    "moe_use_grouped_tensor": False,
+    "moe_flex_dispatcher_backend": "deepep", "moe_router_dtype": None,
 }  # fmt: skip
 """Options that need a GPU, or a library for one, and what is in their place."""
 NOT_OF_DDP = {"bucket_size", "nccl_ub", "use_megatron_fsdp", "fp8_param_gather", "check_for_nan_in_grad"}

@@ -1,4 +1,4 @@
-"""A rollout engine's placement of experts: judged on later steps, and renewed from each step's routing.
+"""SGLang's placement of experts: judged on later steps, and renewed from each step's routing.
 
 `RolloutPlacement` writes the map of step t with the weight sync of step t + 1, when the engine loads all
 experts anyway.
@@ -7,7 +7,6 @@ experts anyway.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,21 +17,14 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.files import write_atomically
-from trimtab.planner.placement.serving_placement import ENGINES, PARTS, count_parts, engine_map, fill_slots, slot_loads
+from trimtab.planner.placement.serving_placement import PARTS, count_parts, fill_slots, sglang_map, slot_loads
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.trace import RoutingTrace
 from trimtab.trace.counting import count_experts
 from trimtab.trace.store import TraceReader
 
-log = logging.getLogger("trimtab")
 # Steps after its own for which a placement is judged, and the rise of max/mean from which a refresh pays.
 LATER_STEPS, LEAST_RISE = 4, 0.01
-# A load of checkpoint weights addresses experts by their first places, while inference uses the present ones.
-CORRUPTS = {
-    "vllm": "vLLM can load new weights into the first placement of experts after that has changed, which gives wrong "
-    "outputs without an error (prime-rl pull request 3583, vLLM 55228): make sure that yours has the fix, or start the "
-    "engine anew with the map"
-}
 
 
 class HeldOut(NamedTuple):
@@ -95,15 +87,14 @@ class RolloutPlacement:
     """Makes a placement from the routing of a step, and writes it at the next weight sync.
 
     Args:
-        path: JSON file to write; writes are atomic.
+        path: JSON file to write, for SGLang's `--init-expert-location`; writes are atomic.
         ranks: of the engine's expert parallelism.
-        engine: `sglang` or `vllm`, whose format is written.
         redundant: redundant experts of a layer, over all ranks.
         ranks_per_node: by default all.
-        num_layers: decoder layers, for SGLang; by default up to the last with experts.
+        num_layers: decoder layers; by default up to the last with experts.
 
     Raises:
-        InputError: if the engine is unknown, a number is too small, or SGLang would not take the file.
+        InputError: if a number is too small, or SGLang would not take the file.
     """
 
     def __init__(
@@ -111,27 +102,23 @@ class RolloutPlacement:
         path: str | os.PathLike[str],
         *,
         ranks: int,
-        engine: str = "sglang",
         redundant: int = 0,
         ranks_per_node: int | None = None,
         num_layers: int | None = None,
     ) -> None:
-        if engine not in ENGINES:
-            raise InputError(f"engine: {engine!r} should be one of {', '.join(ENGINES)}")
         at_least_1 = {"ranks": ranks, "ranks_per_node": ranks_per_node, "num_layers": num_layers}
         for name, value in [*at_least_1.items(), ("redundant", redundant + 1)]:
             if value is not None and value < 1:
                 raise InputError(f"{name}: it should be at least {int(name != 'redundant')}")
         self.path = Path(path)
-        if engine == "sglang" and self.path.suffix != ".json":
+        if self.path.suffix != ".json":
             raise InputError(f"{self.path}: SGLang takes a file for a placement only if it is named *.json")
-        self._engine, self._ranks, self._redundant = engine, ranks, redundant
+        self._ranks, self._redundant = ranks, redundant
         self._ranks_per_node, self._num_layers = ranks_per_node or ranks, num_layers
         self._counts_MLE: Array | None = None
         self._layers: Array | None = None
         self._sequences = 0
         self._made: tuple[int, Array] | None = None
-        self._has_warned = False
 
     def check(self, num_experts: int) -> None:
         """Raise InputError unless ranks and nodes divide the experts with the redundant ones."""
@@ -142,7 +129,7 @@ class RolloutPlacement:
     def state(self) -> tuple[object, ...]:
         """What must be equal on all ranks that make the placement together: settings, and sizes of the counts."""
         sizes = None if self._counts_MLE is None else self._counts_MLE.shape
-        return self._engine, self._ranks, self._redundant, self._ranks_per_node, self._num_layers, sizes
+        return self._ranks, self._redundant, self._ranks_per_node, self._num_layers, sizes
 
     def add(self, trace: RoutingTrace) -> None:
         """Count sequences of the present step."""
@@ -175,18 +162,13 @@ class RolloutPlacement:
     def sync(self, step: int) -> Path | None:
         """Write the map for the weights of a step, from an earlier step's routing; before the engine loads them.
 
-        A warning is logged once for an engine that is known to mix up experts when it loads weights.
-
         Returns:
             The file; None if no earlier step's placement is ready, and the engine should keep the one that it has.
         """
         if self._made is None or self._made[0] >= step:
             return None
-        if self._engine in CORRUPTS and not self._has_warned:
-            self._has_warned = True
-            log.warning(CORRUPTS[self._engine])
         slots_LP, layers = self._made[1], self._layers
         assert layers is not None
-        content = engine_map(self._engine, slots_LP, layers, slots_LP.shape[1] - self._redundant, self._num_layers)
+        content = sglang_map(slots_LP, layers, slots_LP.shape[1] - self._redundant, self._num_layers)
         write_atomically(self.path, json.dumps(content) + "\n")
         return self.path

@@ -15,7 +15,7 @@ from typing import Any
 from trimtab.files import json_text, write_atomically
 from trimtab.report.advice import Advice, advice_sections
 from trimtab.report.analysis_sections import analysis_sections
-from trimtab.report.comparison_report import ComparisonReport, comparison_data, comparison_sections
+from trimtab.report.comparison_report import ComparisonReport, comparison_sections
 from trimtab.report.model import AnalysisReport, Report
 from trimtab.report.page_data import PageArrays, analysis_data, in_script, load_scale, page_data, simulation_data
 from trimtab.report.sections import sections
@@ -44,10 +44,9 @@ def page_of(report: Page, figures: Mapping[str, Any] | None = None) -> str:
     arrays = PageArrays()
     if isinstance(report, AnalysisReport):
         data, parts = analysis_data(report.analysis, arrays), analysis_sections(report)
-    elif isinstance(report, ComparisonReport):
-        data, parts = comparison_data(report.comparison, arrays), comparison_sections(report)
-    elif isinstance(report, Advice):
-        data, parts = page_data((), (), load_scale(()), start_layer=-1), advice_sections(report)
+    elif isinstance(report, Advice | ComparisonReport):
+        data = page_data((), (), load_scale(()), start_layer=-1)
+        parts = advice_sections(report) if isinstance(report, Advice) else comparison_sections(report)
     else:
         data, parts = simulation_data(report, arrays), sections(report)
     headline, _, rest = report.answer.partition(". ")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +12,8 @@ import numpy as np
 from trimtab.analysis.balance import max_over_mean_or_nan
 from trimtab.array_type import Array
 from trimtab.errors import InputError, install
-from trimtab.files import atomic_file
 
 KINDS = ("layers", "heatmap", "cdf")
-FORMATS = ("pdf", "svg", "png")
 LABEL = "max/mean of rank loads"
 # Inches: a column of a paper.
 SIZE = (3.4, 2.3)
@@ -81,25 +77,6 @@ class Imbalance:
             ax = pyplot.subplots(figsize=SIZE, layout="constrained")[1]
         {"layers": self._layers, "heatmap": self._heatmap, "cdf": self._cdf}[kind](ax)
         return ax
-
-    def write(self, folder: str | os.PathLike[str], form: str) -> list[Path]:
-        """Write a picture of each kind into a folder. Returns the files; each is written whole or not at all.
-
-        Args:
-            form: of `FORMATS`.
-        """
-        matplotlib = need("matplotlib")
-        written = []
-        # Fonts that journals accept; the same file in every run.
-        with matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "trimtab"}):
-            for kind in KINDS:
-                figure = need("matplotlib.figure").Figure(figsize=SIZE, layout="constrained")
-                self.plot(kind, figure.subplots())
-                written.append(Path(folder) / f"{kind}.{form}")
-                date = {"pdf": "CreationDate", "svg": "Date", "png": "Software"}[form]
-                with atomic_file(written[-1]) as file:
-                    figure.savefig(file, format=form, dpi=300, metadata={date: None})
-        return written
 
     def _layers(self, ax: Any) -> None:
         """Mean over micro-steps by layer, and the range of the middle nine tenths."""

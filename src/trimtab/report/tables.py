@@ -1,4 +1,4 @@
-"""Tables as data, and as text of a terminal, HTML of pages and of notebooks; tables of traces and plans."""
+"""Tables as data, and as text of a terminal, HTML of pages; tables of traces and plans."""
 
 from __future__ import annotations
 
@@ -129,22 +129,6 @@ def _html_row(row: Row) -> str:
         cells[0] = f'<td class="with-bar"><span class="amount">{bar}</span></td>'
     ours = ' class="ours"' if row.is_ours else ""
     return f'<tr{ours}><th scope="row">{name}{about}</th>{"".join(cells)}</tr>'
-
-
-def notebook_html(title: str, text: str, tables: Sequence[TableData]) -> str:
-    """A title and a sentence over tables, whose titles are their captions."""
-    shown = "".join(html_table(_plain(each)) for each in tables)
-    return f"<div><p><b>{escape(title)}</b><br>{escape(text)}</p>{shown}</div>"
-
-
-def _plain(data: TableData) -> TableData:
-    """The table without bars and descriptions, which need the page's styles."""
-    return replace(data, rows=tuple(Row(row.name, row.cells) for row in data.rows))
-
-
-def facts_table(title: str, facts: Facts) -> TableData:
-    """Names and values as a table."""
-    return TableData(title, ("name", "value"), tuple(Row(name, (value,)) for name, value in facts))
 
 
 def trace_facts(reader: TraceReader, unknown_routes: int | None = None) -> Table:

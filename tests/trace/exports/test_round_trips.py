@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from helpers.import_items import kept
 from helpers.response_dumps import routes, safetensors_bytes
+from helpers.trace_arrays import write_npz, write_safetensors
 from trimtab import InputError, RoutingTrace
 from trimtab.trace import no_route
-from trimtab.trace.exports.arrays import write_npz, write_safetensors
 from trimtab.trace.exports.megatron import write_megatron
 from trimtab.trace.formats import arrays, megatron, vllm
 from trimtab.trace.formats.records import ImportOptions, Record
@@ -116,33 +116,6 @@ def test_sequences_of_one_step_stay_apart(tmp_path: Path) -> None:
     records = kept(megatron.read(tmp_path / "a.jsonl", ImportOptions()))
     assert [record.prompt_length for record in records] == trace.prompt_lengths.tolist()
     assert [record.domain for record in records] == trace.domains.tolist()
-
-
-def test_numpy_and_safetensors_read_the_files(tmp_path: Path) -> None:
-    trace = some_trace()
-    write_npz(trace, tmp_path / "a.npz")
-    with np.load(tmp_path / "a.npz", allow_pickle=False) as found:
-        np.testing.assert_array_equal(found["expert_ids"], trace.expert_ids)
-        assert (found["num_experts"].tolist(), found["domains"].tolist()) == ([300], ["", "maths, é中", "code"])
-    write_safetensors(trace, tmp_path / "a.safetensors")
-    library = pytest.importorskip("safetensors.numpy")
-    tensors = library.load_file(tmp_path / "a.safetensors")
-    np.testing.assert_array_equal(tensors["expert_ids"], trace.expert_ids)
-    np.testing.assert_array_equal(tensors["sequence_hashes"], trace.sequence_hashes)
-
-
-def test_tensors_are_aligned_and_little_endian(tmp_path: Path) -> None:
-    for model in ("", "a", "ab", "abcdefg"):
-        trace = replace(some_trace(), model=model)
-        trace = replace(trace, steps=trace.steps.astype(">i4"), prompt_lengths=trace.prompt_lengths.astype(">i4"))
-        write_safetensors(trace, tmp_path / "a.safetensors")
-        content = (tmp_path / "a.safetensors").read_bytes()
-        size = int.from_bytes(content[:8], "little")
-        assert size % 8 == 0
-        for name, tensor in json.loads(content[8 : 8 + size]).items():
-            if name != "__metadata__":
-                assert tensor["data_offsets"][0] % (int(tensor["dtype"][1:]) // 8) == 0
-        assert [record.step for record in kept(arrays.read(tmp_path / "a.safetensors", ImportOptions()))] == [3, 3, 4]
 
 
 def test_texts_in_either_byte_order(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from trimtab.integrations.megatron.exporters import check_reader
 from trimtab.integrations.megatron.logical_order import ADVICE, POSITIONAL, format_of, logical_shards
 from trimtab.integrations.megatron.physical_dispatch import PlannedDispatcher
 from trimtab.integrations.megatron.replay import SessionReplay
-from trimtab.integrations.megatron.static_budget import StaticBudget
 from trimtab.runtime import Session
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.state.expert_places import ExpertPlaces
@@ -35,7 +34,6 @@ class BalancedLayer:
         number: its number among all MoE layers of the model, from 0.
         layers_of_model: MoE layers of the model.
         decoder_layer: its number among all layers of the model, from 0.
-        budget: rows of static dispatch buffers.
         is_exported: whether an exporter runs, which may ask for names and a `state_dict()`.
         before_positional: called before something stores experts by position while they are away; they return home, or
             it raises.
@@ -59,7 +57,6 @@ class BalancedLayer:
         # Megatron before 0.16 and forks of it have none; their routers have to ask `SessionReplay` in another way.
         plain_replay = getattr(moe_layer.router, "router_replay", None)
         replay = SessionReplay(self._layer, plain_replay, lambda: session.settings.executes_plans)
-        self.budget = StaticBudget.of(config, moe_layer.num_local_experts + session.slots_per_rank)
         joins = isinstance(experts, GroupedExperts)
         self._dispatcher = PlannedDispatcher(moe_layer, self._layer, replay, session.slots_per_rank, groups, joins)
         self._compute_homes = moe_layer.experts.forward

@@ -22,9 +22,7 @@ from trimtab.integrations.megatron.layer_numbers import moe_layers, number_layer
 from trimtab.integrations.megatron.movable_experts import MovableExperts
 from trimtab.integrations.megatron.physical_dispatch import PlannedDispatcher
 from trimtab.integrations.megatron.reduction_order import ReductionOrder
-from trimtab.integrations.megatron.static_budget import RowLimits, StaticBudget
 from trimtab.integrations.megatron.support import auxiliary_loss, check_supported, fitting_slots, warn_of_unknown
-from trimtab.rank_variables import is_switched_off
 from trimtab.runtime import MicroStep, PlanReport, Session
 from trimtab.runtime.session_settings import Mode
 from trimtab.trace import RoutingTrace
@@ -79,9 +77,6 @@ def balance(
             raise InputError("the model is balanced already; call remove() of its MegatronSession first")
         if layers:
             check_supported(layers[0].config, layers, chunks)
-        if layers and not is_switched_off():
-            limits = RowLimits(mode, options.get("exact", False), options.get("max_rows_per_rank"))
-            _require(StaticBudget.of(layers[0].config, layers[0].num_local_experts).problem_of_limits(limits))
     except InputError as error:
         problem = str(error)
     groups = pg_collection or get_default_pg_collection()
@@ -101,12 +96,6 @@ def balance(
     session.auxiliary_loss = partial(auxiliary_loss, config)
     balanced = [BalancedLayer(layer, numbers, session, groups) for layer in layers]
     return MegatronSession(session, chunks, balanced)
-
-
-def _require(problem: str) -> None:
-    """Raises InputError if there is a problem."""
-    if problem:
-        raise InputError(problem)
 
 
 class MegatronSession(MovableExperts):
@@ -165,7 +154,6 @@ class MegatronSession(MovableExperts):
 
         def run(*, num_microbatches: int, **others: Any) -> Any:
             self._need_model()
-            self._check_budget([])
             self._gather_parameters()
             session = self.session
             if session is not None:
@@ -197,8 +185,7 @@ class MegatronSession(MovableExperts):
         def forward_step(data_iterator: Any, model: Any, *more: Any, **named: Any) -> Any:
             index = forwards.get(id(model), 0)
             forwards[id(model)] = index + 1
-            # Megatron runs a step again if its static buffers were too small.
-            with steps[index % len(steps)]:
+            with steps[index]:
                 return forward_step_func(data_iterator, model, *more, **named)
 
         return forward_backward(forward_step_func=forward_step, **others)
@@ -248,7 +235,6 @@ class MegatronSession(MovableExperts):
         rows: list[Array] = []
         try:
             rows = self._rows(routing, num_microbatches) if problem is None else []
-            self._check_budget([len(ids) for ids in rows])
         except InputError as error:
             problem = error
         self._prepare_moves()
@@ -302,14 +288,6 @@ class MegatronSession(MovableExperts):
             f"the routing of micro-batch {index} has {ids.shape[1]} layers; it should have the {total} MoE layers of "
             f"the model or the {len(numbers)} of this rank"
         )
-
-    def _check_budget(self, tokens_M: Sequence[int]) -> None:
-        """Raises InputError if a step with these tokens of a rank by micro-batch might not fit static buffers."""
-        if self.session is None:
-            return
-        settings, budget = self.session.settings, self._layers[0].budget
-        limits = RowLimits(settings.mode, settings.exact, settings.max_rows_per_rank)
-        _require(budget.problem_of_limits(limits) or budget.problem_of_step(limits, tokens_M))
 
     def _order_reductions(self, model: Any) -> None:
         """Let all ranks reduce expert gradients in the same order. The model may have been wrapped after `balance`."""

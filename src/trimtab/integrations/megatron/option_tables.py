@@ -28,7 +28,6 @@ class Option(NamedTuple):
 
 
 OFF = (None, False)
-RANK_CAPACITY = "moe_expert_rank_capacity_factor"
 _FP8 = "replicas and their gradients are made in the dtype of the weights, without scales"
 _PADDED = "rows are planned without padding"
 _DROPS = "every recorded row is computed, none is dropped"
@@ -53,6 +52,8 @@ REFUSED = (
     Option("moe_pad_expert_input_to_capacity", OFF, _PADDED, "switch it off"),
     Option("moe_router_padding_for_quantization", OFF, _PADDED, "switch it off"),
     Option("moe_router_padding_for_fp8", OFF, _PADDED, "switch it off"),
+    Option("moe_expert_rank_capacity_factor", OFF, "rows that exceed its buffers are dropped", "leave it out"),
+    Option("moe_use_grouped_tensor", OFF, _PADDED, "switch it off"),
     # Dispatcher.
     Option(
         "moe_token_dispatcher_type", (None, "alltoall", "flex"),
@@ -139,10 +140,6 @@ IMMOVABLE = (
 """Options whose other values keep experts at home."""
 
 _OFFLOADS_OF_EXPERTS = {"expert_fc1", "moe_act", "fused_group_mlp"}
-_OF_HYBRID_EP = {
-    RANK_CAPACITY: ("only HybridEP's buffers are known to fit what plans guarantee", "leave it out"),
-    "moe_use_grouped_tensor": ("it pads the rows of home experts alone", "switch it off"),
-}
 _GRAPH_MODULES_OUTSIDE = {"attn", "mlp", "mamba"}
 
 
@@ -150,7 +147,7 @@ def names() -> set[str]:
     """All names that `refusals` and `never_run` read."""
     joint = {
         "tensor_model_parallel_size", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope",
-        "cuda_graph_modules", "moe_router_load_balancing_type", "optimizer", "offload_modules", *_OF_HYBRID_EP,
+        "cuda_graph_modules", "moe_router_load_balancing_type", "optimizer", "offload_modules",
     }  # fmt: skip
     return joint | {option.name for option in (*REFUSED, *NEVER_RUN)}
 
@@ -171,7 +168,7 @@ def refusals(values: Mapping[str, Any]) -> dict[str, str]:
         value = values.get(option.name)
         if value not in option.supported and not (option.name in _MAY_BE_NEGATIVE and _is_negative(value)):
             found[option.name] = _line(option.name, value, option.reason, option.remedy)
-    for problem in (_expert_tensor, _cuda_graphs, _own_topk, _offloading, _static_buffers):
+    for problem in (_expert_tensor, _cuda_graphs, _own_topk, _offloading):
         found |= problem(values)
     return found
 
@@ -280,15 +277,3 @@ def _own_topk(values: Mapping[str, Any]) -> dict[str, str]:
     if not {"sinkhorn", "quantile_balancing"}.isdisjoint(kinds):
         return {name: _line(name, kinds, "its router can't replay recorded routing", "use none or aux_loss")}
     return {}
-
-
-def _static_buffers(values: Mapping[str, Any]) -> dict[str, str]:
-    """Options that HybridEP alone has, or that work with it alone."""
-    dispatcher = values.get("moe_token_dispatcher_type"), values.get("moe_flex_dispatcher_backend")
-    if dispatcher == ("flex", "hybridep"):
-        return {}
-    return {
-        name: _line(name, value, *reason)
-        for name, reason in _OF_HYBRID_EP.items()
-        if (value := values.get(name)) not in OFF
-    }

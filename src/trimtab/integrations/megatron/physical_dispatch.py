@@ -17,7 +17,6 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 
 from trimtab.integrations.megatron.planned_sizes import multihot, planned_rows
-from trimtab.integrations.megatron.static_budget import StaticBudget
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.layer.layer_call import LayerCall
 from trimtab.runtime.rows.device_kernels import multi_hot
@@ -254,7 +253,6 @@ class PhysicalFlex(MoEFlexTokenDispatcher):
 
     Attributes:
         num_experts: physical experts of all ranks.
-        budget: rows of static buffers.
         layer_call: the call that runs now.
     """
 
@@ -263,11 +261,6 @@ class PhysicalFlex(MoEFlexTokenDispatcher):
     def __init__(self, moe_layer: MoELayer, num_slots: int, pg_collection: Any) -> None:
         super().__init__(**_physical_experts(moe_layer, num_slots), pg_collection=pg_collection)
         self.num_experts: int = self.config.num_moe_experts
-        self.budget = StaticBudget.of(moe_layer.config, moe_layer.num_local_experts + num_slots)
-        plain = moe_layer.token_dispatcher._comm_manager
-        if hasattr(plain, "over_budget"):
-            # Megatron reads and resets the layer's own.
-            self._comm_manager.over_budget = plain.over_budget
         if isinstance(self._comm_manager, _DeepepManager):
             self._comm_manager._indices_to_multihot = partial(multihot, experts=self.num_local_experts)
 
@@ -275,8 +268,8 @@ class PhysicalFlex(MoEFlexTokenDispatcher):
         self, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As Megatron's, but DeepEP gets the experts of the layout. Megatron finds them by the top-k of `probs`, which
-        misses experts whose weight is 0. HybridEP gets the sizes of the layout, too, for which the host would wait;
-        a static buffer is larger than Megatron's where rows are not as planned, so that none is dropped."""
+        misses experts whose weight is 0. HybridEP gets the sizes of the layout, too, for which the host would
+        wait."""
         self.hidden_shape = hidden.shape
         manager, layout = self._comm_manager, self.layer_call.layout
         if isinstance(manager, _DeepepManager):
@@ -286,10 +279,9 @@ class PhysicalFlex(MoEFlexTokenDispatcher):
             manager.routing_map, manager.token_probs = routing_map, probs
             # With experts of a fixed size Megatron knows the sizes before, and leaves these attributes as they are.
             manager.drop_and_pad = True
-            counts_G = self.budget.padded(layout.arriving_RG.sum(axis=0))
+            counts_G = layout.arriving_RG.sum(axis=0)
             manager.tokens_per_expert = torch.from_numpy(counts_G)
-            planned = 0 if self.layer_call.is_live else self.budget.rows(len(routing_map))
-            manager.num_permuted_tokens = max(planned, int(counts_G.sum()))
+            manager.num_permuted_tokens = int(counts_G.sum())
         return hidden.view(-1, hidden.shape[-1]), manager.token_probs
 
     def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor | None = None, **options: Any) -> Any:

@@ -20,7 +20,6 @@ from trimtab.trace.store import TraceReader
 
 PARTS = 32
 # Engines and the argument of `trace export --to`.
-ENGINES = ("sglang", "vllm")
 
 
 def count_parts(trace: TraceReader, num_parts: int = PARTS, group_S: Array | None = None) -> Array:
@@ -89,8 +88,8 @@ def slot_loads(counts_MLE: Array, slots_LP: Array, num_ranks: int) -> Array:
     return loads_MLR
 
 
-def engine_map(engine: str, slots_LP: Array, layers: Array, num_experts: int, num_layers: int | None = None) -> Any:
-    """What the engine reads as JSON: SGLang's `--init-expert-location`, or vLLM's list for each MoE layer.
+def sglang_map(slots_LP: Array, layers: Array, num_experts: int, num_layers: int | None = None) -> dict[str, Any]:
+    """What SGLang's `--init-expert-location` reads, as JSON.
 
     Args:
         layers: `[L]` the decoder layer of each row of `slots_LP`.
@@ -99,8 +98,6 @@ def engine_map(engine: str, slots_LP: Array, layers: Array, num_experts: int, nu
     Raises:
         InputError: if there are fewer.
     """
-    if engine == "vllm":
-        return slots_LP.tolist()
     last = int(layers.max())
     if num_layers is not None and num_layers <= last:
         raise InputError(f"--num-layers is {num_layers}; the trace has decoder layer {last}")

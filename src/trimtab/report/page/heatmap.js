@@ -128,14 +128,12 @@ function startHeatMap() {
 
   function tell() {
     if (!cursor) return;
-    const nameIn = (map) => `micro-step ${map.columns?.[cursor.m] ?? cursor.m}`;
-    const isSame = maps.every((map) => nameIn(map) === nameIn(maps[0]));
-    const parts = [[`Rank ${cursor.r}${isSame ? `, ${nameIn(maps[0])}` : ""}`]];
+    const parts = [[`Rank ${cursor.r}, micro-step ${maps[0].columns?.[cursor.m] ?? cursor.m}`]];
     views.forEach(({ map, tokens, ratios }) => {
       if (cursor.m >= map.M || cursor.r >= map.R) return;
       const at = cursor.m * map.R + cursor.r;
       const count = `${map.unit > 1 ? "about " : ""}${whole.format(tokens[at])} tokens`;
-      parts.push(` · ${map.title}${isSame ? "" : `, ${nameIn(map)}`} `, [`${ratioText(ratios[at])}×`], ` the mean (${count})`);
+      parts.push(` · ${map.title} `, [`${ratioText(ratios[at])}×`], ` the mean (${count})`);
     });
     say(readout, ...parts);
   }

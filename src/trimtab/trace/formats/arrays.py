@@ -2,8 +2,7 @@
 
 `expert_ids [T, L, K]` is needed; `sequence_starts`, `prompt_lengths`, `steps`, `sequence_hashes`, `prompt_hashes`,
 `domains` and `layer_indices` are optional. Number of experts and model are stored with them: as arrays of one value in
-`.npz`, as texts (with `domains` as a JSON list) in a safetensors file's metadata. `trimtab.trace.exports.arrays`
-writes them.
+`.npz`, as texts (with `domains` as a JSON list) in a safetensors file's metadata.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Protocol
 from trimtab.errors import InputError
 from trimtab.messages import note_once
 from trimtab.trace.containers.json_values import UTF16, UTF16_MARKS, json_head
-from trimtab.trace.formats import arrays, megatron, nemo_rl, sglang, sglang_recorder, slime, token_imbalance, verl, vllm
+from trimtab.trace.formats import arrays, megatron, nemo_rl, sglang, sglang_recorder, slime, verl, vllm
 from trimtab.trace.formats.dump_fields import damaged_values
 from trimtab.trace.formats.normalise import Summary, normalise
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
@@ -48,7 +48,6 @@ FORMATS: dict[str, Format] = {
     "slime": slime,
     "nemo-rl": nemo_rl,
     "megatron": megatron,
-    "token-imbalance": token_imbalance,
     "arrays": arrays,
 }
 
