@@ -29,6 +29,7 @@ from rich.progress import Progress
 
 from benchmarks.harness import Figures, main, settings_of, show
 from benchmarks.papers_summary import BALANCED, TRIMTAB, page_blocks, print_figures, summarise
+from benchmarks.step_bound import bound_step
 from experiments.page_tables import replace_tables
 from trimtab.cli.options import add_options, given, positive, whole
 from trimtab.cli.parser import Parser
@@ -42,7 +43,6 @@ from trimtab.simulator.comparison import Outcome, simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.memory import rank_memory, replica_pool_bytes
 from trimtab.simulator.step import StepSettings
-from trimtab.simulator.step_bound import bound_step
 from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 

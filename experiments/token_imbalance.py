@@ -78,6 +78,7 @@ def read(path: Path) -> Iterator[Record]:
     for name in TENSORS:
         _check_file(path.parent, name, tensors.get(name))
     world_size = whole_field(manifest, "world_size")
+    whole_field(manifest, "num_experts")
     shape = whole_field(manifest, "logical_num_tokens"), whole_field(manifest, "topk")
     ids_TK = _tensor(path.parent, "expert_ids", tensors, shape)
     source_T = _tensor(path.parent, "source_rank", tensors, shape[:1])

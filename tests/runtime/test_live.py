@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.runtime import Session, gated_experts
-from trimtab.runtime.transfer import streams
 
 POLICIES = ("quota", "feplb", "off")
 
@@ -60,29 +56,6 @@ def test_a_forward_may_have_several_backwards(policy: str) -> None:
         for seed, run in enumerate(CHECKPOINTING, 3)
     ]
     on_ranks(compare_policy, (cases,), ranks=2)
-
-
-@runs_on_ranks()
-def test_auto_uses_the_policy_whose_forwards_are_the_fastest() -> None:
-    """In proportion to their rows, each of which takes a second of a clock that nothing else advances."""
-    clock, replicas = [0.0], list[float]()
-
-    def apply(_weights: Any, rows: torch.Tensor, _groups: Any) -> torch.Tensor:
-        clock[0] += len(rows)
-        return rows
-
-    session = Session(num_experts=4, mode="live")
-    layer = session.add_layer([torch.nn.Parameter(torch.ones(2, 1, 4))], apply)
-    with mock.patch.object(streams, "time", SimpleNamespace(perf_counter=lambda: clock[0], thread_time=lambda: 0.0)):
-        for number in range(10):
-            # The forwards of the first policy, which has no replicas, are short. All rows are of one rank's expert.
-            tokens = 256 if number < 3 else 1024
-            with torch.no_grad(), session.live_micro_step():
-                ids = layer.route(torch.zeros(tokens, 1, dtype=torch.int64))
-                layer(torch.ones(tokens, 4), ids, torch.ones(tokens, 1))
-            replicas.append(session.take_metrics()["live/replicas"])
-    assert replicas[:3] == [0, 0, 0]
-    assert replicas[-1] > 0
 
 
 @runs_on_ranks()

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from benchmarks.step_bound import bound_step
 from helpers.simulated_steps import Case, cases, free_costs
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.array_type import Array
 from trimtab.policies import Traits
 from trimtab.simulator.step import StepSettings
-from trimtab.simulator.step_bound import bound_step
 
 LITTLE = 1 + 1e-9
 

@@ -19,8 +19,7 @@ slowest rank, which is at least the mean over ranks. The bound adds up these mea
 The bound is loose where all of this can't hold at once: one expert is at home on one rank, so not every node has its
 best experts without transfers, and a plan with even loads usually sends more rows. A balancer whose copies need more
 memory than the given slots can be faster than the bound, and so can a plan with another schedule: sequences with
-similar routing on one node use fewer experts there. Shared experts that are computed as rows have the backward of
-experts, which can be shorter than that of dense parts.
+similar routing on one node use fewer experts there.
 """
 
 from __future__ import annotations
