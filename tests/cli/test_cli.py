@@ -123,7 +123,6 @@ def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
         (["trace", "synth", "spike", "-o", "{folder}/new", "--mean-length", "99999999999"], "99999999999 is too large"),
         (["train", "--output", "{folder}/new", "--live", "magic"], "unknown --live magic; use one of auto,"),
         (["train", "--output", "{folder}/new", "--live", "--mode", "off"], "--mode: not allowed with argument --live"),
-        (["nodes"], "the following arguments are required: WORD"),
         (["train"], "the following arguments are required: -o/--output"),
         (
             ["analyze", "{folder}/dumps"],

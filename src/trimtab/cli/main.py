@@ -34,7 +34,6 @@ COMMANDS = {
     "rollout": "size a rollout: attention and experts on the same ranks or on separate ones",
     "calibrate": "measure this machine and write a cluster file",
     "bench": "list the commands that reproduce the figures of README and docs",
-    "nodes": "run a command on several nodes on this machine, joined by slow links",
     "doctor": "check an installation, a model and one micro-step before a long run",
     "completion": "print a script with which bash and zsh complete commands and options",
 }
