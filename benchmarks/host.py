@@ -22,12 +22,12 @@ from torch._C._distributed_c10d import HashStore
 
 from benchmarks.grouped_linear import GroupedLinear
 from benchmarks.harness import Figures, main
+from benchmarks.megatron_layers import LayerCase, MegatronLayers, start_megatron
 from benchmarks.tables import Columns, figure_table
 from trimtab.calibration.alternating_rounds import alternate, median_with_interval
 from trimtab.cli.options import add_options, positive
 from trimtab.cli.parser import Parser
 from trimtab.cluster import ModelSpec
-from trimtab.doctor.gpu.megatron_layers import LayerCase, MegatronLayers, start_megatron
 
 MODEL = ModelSpec("tiny", 16, 4, hidden_size=8, expert_width=8)
 SLOTS = 2

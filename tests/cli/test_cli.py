@@ -149,7 +149,7 @@ def test_former_benchmark_commands_name_the_new_ones(error_of: Printed) -> None:
         (["doctor", "--model", "absent"], "absent: no such file"),
         (["doctor", "--megatron", "absent"], "can't be read"),
         (["doctor", "--gpu", "--model", "qwen"], "--model: --gpu does not check it"),
-        (["doctor", "--gpu", "--ranks", "1"], "--ranks is 1; without a GPU, experts are shared by 2 or more"),
+        (["doctor", "--gpu"], "--gpu needs a GPU, and torch finds none"),
         (["calibrate", "-o", "{folder}/new", "--json", "{folder}"], "a folder; name the file to write"),
         (["calibrate", "-o", "{folder}/new", "--model", "kimi-k2"], "'kimi_k2' can't be run; use one of qwen3_moe"),
         (["calibrate", "-o", "{folder}/new", "--model", "absent"], "absent: neither a model"),

@@ -1,4 +1,4 @@
-"""Stage `megatron` of `--full`: Megatron-core's MoE layers beside the same layers with a plan, in turns in one process.
+"""Stage `megatron`: Megatron-core's MoE layers beside the same layers with a plan, in turns in one process.
 
 Both run the same routing through Megatron's own schedule and all-to-all: Megatron by its RouterReplay. Planning is part
 of a planned step.
@@ -14,21 +14,30 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
+pytest.importorskip("megatron.core", reason="it needs megatron-core, and Transformer Engine on a GPU")
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from benchmarks.megatron_layers import LayerCase, MegatronLayers, start_megatron
 from trimtab.calibration.alternating_rounds import alternate
 from trimtab.calibration.measurement import Clock, this_device
 from trimtab.cluster import ModelSpec, load_model
 from trimtab.doctor.finding import Finding
-from trimtab.doctor.gpu.megatron_layers import LayerCase, MegatronLayers, start_megatron
 from trimtab.integrations.megatron.experts import experts_of
 from trimtab.report.number_text import seconds
 
+Run = Callable[..., None]
 # Spread of weights, so that outputs are neither lost nor infinite.
 SPREAD = 0.02
+
+
+def test_layers_of_megatron(run: Run) -> None:
+    run("megatron", check_megatron, 600)
 
 
 def time_products(case: LayerCase, replicas: int, rounds: int) -> Finding:
