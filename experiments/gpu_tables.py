@@ -26,7 +26,7 @@ CLUSTERS = {"H100": "h100x8", "H200": "h200x8", "B200": "b200x8"}
 def blocks(figures: dict[str, Any]) -> dict[str, str]:
     """The tables, by name."""
     (stage,) = [stage for stage in figures["stages"] if stage["name"] == "megatron"]
-    found = [finding["figures"] for finding in stage["findings"]]
+    found = [finding["figures"] for finding in stage["findings"] if finding["figures"]]
     return {
         "layers": markdown_table(*_layers([each for each in found if "case" in each])),
         "products": markdown_table(*_products([each for each in found if "case" not in each])),

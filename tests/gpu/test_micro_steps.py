@@ -65,7 +65,7 @@ def check_under_sanitizer() -> list[Finding]:
 def check_synchronisation() -> list[Finding]:
     """Run forward and backward of planned layers on each path, where waiting is an error."""
     sizes = StepSizes(hidden=64, width=32, dtype=torch.bfloat16)
-    findings = []
+    findings: list[Finding] = []
     for path in PATHS if dist.get_world_size() > 1 else ("host",):
         step, hidden, target = _random_step(sizes, path)
         # Communicators and memory are made in the first run.

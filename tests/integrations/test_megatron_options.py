@@ -84,6 +84,7 @@ def train(values: dict[str, Any], folder: str) -> None:
     if case.distributed_optimizer and not values.get(IS_RESHARDABLE):
         save_by_position(layout, case, folder)
         compare_checkpoints(layout, case, folder, BY_POSITION)
-    else:
+    elif case.adam:
+        # Megatron can't load those of SGD.
         save_checkpoints(layout, case, folder, 2)
         compare_checkpoints(layout, case, folder, RESHARDABLE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ NODES = Path("/sys/devices/system/node")
 def check_environment() -> list[Finding]:
     """Findings about this rank's GPU and what the ranks share. Collective."""
     device, ranks = this_device(), dist.get_world_size()
-    gpu = torch.cuda.get_device_properties(device)
+    gpu: Any = torch.cuda.get_device_properties(device)
     text = f"{ranks} x {gpu.name}, {bytes_text(gpu.total_memory)}, sm_{gpu.major}{gpu.minor}"
     findings = [Finding("device", "ok", text)]
     if gpu.major not in GROUPED_KERNEL_CAPABILITIES:
