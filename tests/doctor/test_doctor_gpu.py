@@ -117,7 +117,7 @@ def test_a_hang_is_a_finding_and_stacks_are_printed(capsys: pytest.CaptureFixtur
     (finding,) = run_stage("stage", hang_on_rank_1, 2, timeout_s=5).findings
     assert (finding.name, finding.text) == ("hang", "no result after 5 s; the stacks of all ranks are printed")
     _, first, second = capsys.readouterr().err.split("---- ")
-    assert first.startswith("rank-0-")
+    assert first.startswith("rank 0, stage stage\n")
     assert "in exchange_rows" in first
     assert "in hang_on_rank_1" in second
     assert "in exchange_rows" not in second

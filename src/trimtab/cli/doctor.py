@@ -16,6 +16,7 @@ from trimtab.cli.options import add_model, add_options, need_extra
 from trimtab.cli.output import write_figures
 from trimtab.cluster import read_checkpoint
 from trimtab.errors import InputError
+from trimtab.figures import plural
 from trimtab.rank_variables import rank_variable, torchrun_ranks
 
 if TYPE_CHECKING:
@@ -118,17 +119,18 @@ def run_on_gpus(options: argparse.Namespace) -> int:
     from trimtab.doctor.gpu_examination import examine_gpus
 
     figures = examine_gpus(options.ranks)
-    table = _table(f"trimtab doctor --gpu, {figures['ranks']} ranks", "stage", "check")
+    table = _table(None, "stage", "check")
     for stage in figures["stages"]:
         for finding in stage["findings"]:
             table.add_row(stage["name"], finding["name"], *_cells(Finding(**finding)))
     console = write_figures(options, figures)
+    console.print(f"trimtab doctor --gpu, {plural(figures['ranks'], 'rank')}", style="bold", soft_wrap=True)
     console.print(table)
     console.print(f"\n{escape(figures['verdict'])}", style="bold", soft_wrap=True)
     return int(figures["status"])
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str | None, *columns: str) -> Table:
     """A table of findings, with the given columns before status and text."""
     table = Table(*columns, "", box=None, title=title, title_justify="left", title_style="bold")
     table.add_column("finding", overflow="fold")

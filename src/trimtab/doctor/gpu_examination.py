@@ -111,9 +111,9 @@ def run_stage(name: str, check: Check, ranks: int, timeout_s: float = TIMEOUT_S)
         findings = merge([_read_findings(files / f"findings-{rank}.json") for rank in range(ranks)])
         if not failure:
             return StageResult(name, tuple(findings), seconds)
-        stacks = {path.stem: path.read_text() for path in sorted(files.glob("rank-*.txt"))}
+        stacks = {path.stem: path.read_text() for path in sorted(files.glob("rank *"))}
     for rank, text in stacks.items():
-        sys.stderr.write(f"---- {rank} in stage {name}\n{text}\n")
+        sys.stderr.write(f"---- {rank}, stage {name}\n{text}\n")
     has_hung = any(text.startswith("Timeout") for text in stacks.values())
     text = f"no result after {timeout_s:.0f} s; the stacks of all ranks are printed" if has_hung else failure
     # What a rank found before it ended may be why others did not.
@@ -124,7 +124,7 @@ def run_stage(name: str, check: Check, ranks: int, timeout_s: float = TIMEOUT_S)
 def _on_rank(check: Check, files: Path, timeout_s: float) -> None:
     """Run a stage on this rank, and write its findings. Warnings that Trimtab logs are findings, too."""
     rank = dist.get_rank()
-    stacks = (files / f"rank-{rank}.txt").open("w")
+    stacks = (files / f"rank {rank}").open("w")
     faulthandler.enable(stacks)
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=stacks)
     logged = BufferingHandler(capacity=1000)

@@ -37,22 +37,12 @@ PR_SET_PDEATHSIG = 1
 
 def is_suspended(pid: int) -> bool:
     """Whether a process is suspended. False if there is no such process, or no /proc."""
-    return _state(pid) == "T"
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process has ended, also if its parent has not noticed yet. True without /proc."""
-    return _state(pid) in ("", "Z", "X")
-
-
-def _state(pid: int) -> str:
-    """The state of a process, one letter; "" if there is no such process, or no /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return ""
-    # The name before it may contain anything.
-    return stat.rpartition(")")[2].split()[0]
+        return False
+    # The name before the state may contain anything.
+    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def continue_with_launcher() -> None:
