@@ -153,6 +153,10 @@ def case_of(values: Mapping[str, Any]) -> MegatronCase:
         options |= {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
     if options.get("recompute_granularity") == "full":
         options["recompute_num_layers"] = 1
+    # Activations of experts alone are recomputed only by grouped experts.
+    options["recompute_modules"] = [each for each in options.get("recompute_modules", []) if each != "moe_act"] or None
+    if options.get("recompute_granularity") == "selective" and options["recompute_modules"] is None:
+        del options["recompute_granularity"]
     if "moe_shared_expert_intermediate_size" not in taken:
         options["moe_shared_expert_intermediate_size"] = None
     options["gated_linear_unit"] = bool(values.get("swiglu", values.get("gated_linear_unit", True)))
