@@ -15,7 +15,7 @@ demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Tr
 WIDE := tests/runtime tests/rl tests/integrations tests/launch tests/calibration tests/doctor tests/test_examples.py
 
 # Files run in processes forked from one that has imported everything: tests/helpers/forked_files.py.
-PYTEST := $(BIN)/python -m pytest --forks 4 --ignore=tests/reliability
+PYTEST := $(BIN)/python -m pytest --forks 4 --ignore=tests/reliability --ignore=tests/gpu
 
 # Those on which mistakes are tried, too: tests/mutants/function_map.py.
 OF_CHANGES := not long and not nightly
@@ -31,6 +31,7 @@ test-long: .venv/.ready  ## run tests with many more random examples and combina
 
 nightly: .venv/.ready  ## what takes too long for every change: more cases, random examples, long tests, verl, installations, mistakes, faults and fuzzing
 	$(PYTEST) --hypothesis-profile=nightly -m 'long or nightly or hypothesis'
+	$(BIN)/python -m pytest tests/gpu --device cpu
 	$(MAKE) test-verl test-te test-ray test-backward-thread test-install mutants reliability
 
 test-install: .venv/.ready  ## install the wheel with newest and oldest dependencies on every Python here, run README's commands (about 30 minutes)
@@ -41,11 +42,11 @@ lock: .venv/.ready  ## write the hashes of all packages that CI installs, and do
 	$(PIP_INSTALL) -c constraints.txt uv
 	$(BIN)/python tests/installation/lock.py
 
-# RELEASE=0.19.2 runs them with that release, MEGATRON=path/to/Megatron-LM with the Megatron in that folder. Newer ones
-# import triton, and their wheels ask for Python 3.12 and run with 3.11.
+# RELEASE=0.19.2 runs them with that release, MEGATRON=path/to/Megatron-LM with the Megatron in that folder. Newer ones import
+# triton, and their wheels ask for Python 3.12 and run with 3.11. OPTIONS=FILE runs the options of a user's script or log.
 MEGATRON_PATH = $(abspath $(or $(MEGATRON),$(RELEASE:%=out/megatron-%)))
-test-megatron: .venv/.ready $(RELEASE:%=out/megatron-%/.ready) $(if $(MEGATRON),out/triton/.ready)  ## run the long form of the Megatron tests (RELEASE=0.19.2 or MEGATRON=folder: with that version)
-	TRIMTAB_TESTS=long PYTHONPATH=$(MEGATRON_PATH:%=%:$(abspath out/triton)) $(BIN)/python -m pytest --forks 2 tests/integrations -k megatron
+test-megatron: .venv/.ready $(RELEASE:%=out/megatron-%/.ready) $(if $(MEGATRON),out/triton/.ready)  ## run the long form of the Megatron tests (RELEASE=0.19.2 or MEGATRON=folder: with that version; OPTIONS=file: a user's options alone)
+	TRIMTAB_TESTS=long PYTHONPATH=$(MEGATRON_PATH:%=%:$(abspath out/triton)) $(BIN)/python -m pytest --forks 2 $(if $(OPTIONS),tests/integrations/test_megatron_options.py -k file,tests/integrations -k megatron)
 
 out/megatron-%/.ready: out/triton/.ready
 	$(BIN)/python -m pip download --quiet --no-deps --ignore-requires-python --dest out/wheels megatron-core==$*

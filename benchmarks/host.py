@@ -22,12 +22,14 @@ from torch._C._distributed_c10d import HashStore
 
 from benchmarks.grouped_linear import GroupedLinear
 from benchmarks.harness import Figures, main
+from benchmarks.megatron_layers import LayerCase, MegatronLayers
+from benchmarks.replayed_megatron import replayed, start_megatron
 from benchmarks.tables import Columns, figure_table
 from trimtab.calibration.alternating_rounds import alternate, median_with_interval
 from trimtab.cli.options import add_options, positive
 from trimtab.cli.parser import Parser
 from trimtab.cluster import ModelSpec
-from trimtab.doctor.gpu.megatron_layers import LayerCase, MegatronLayers, start_megatron
+from trimtab.integrations.megatron import balance
 
 MODEL = ModelSpec("tiny", 16, 4, hidden_size=8, expert_width=8)
 SLOTS = 2
@@ -61,12 +63,11 @@ def run_benchmark(layers: Sequence[int] = (2, 8, 48), micro_batches: int = 4, ro
 def _run_case(case: LayerCase, linear: type[GroupedLinear] | None, rounds: int) -> Figures:
     """Seconds of processor time of each step; `planning` is a part of `planned`."""
     plain, planned = MegatronLayers(case, linear), MegatronLayers(case, linear)
-    session = planned.balance(SLOTS)
+    session = balance(planned.ddp, slots_per_rank=SLOTS)
     (routing,) = case.routing(1, 0)
-    ids = [torch.from_numpy(ids.transpose(1, 0, 2).astype("int64")) for ids in routing]
     steps = {
-        "plain": partial(_timed, plain, partial(plain.step_with_replay, ids)),
-        "planned": partial(_timed, planned, partial(planned.planned_step, session, routing)),
+        "plain": partial(_timed, plain, partial(plain.step_with_replay, replayed(routing))),
+        "planned": partial(_timed, planned, partial(planned.step, routing, session)),
     }
     planning_s: list[float] = []
     with mock.patch.object(session, "plan", partial(_timed_plan, session.plan, planning_s)):
@@ -104,6 +105,7 @@ def _timed_plan(plan: Callable[..., Any], seconds: list[float], *arguments: Any,
 @contextmanager
 def _one_rank() -> Iterator[None]:
     torch.set_num_threads(1)
+    torch.compiler.set_stance("force_eager")
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     start_megatron()
     try:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from examples.megatron_on_cpu import use_cpu
-from trimtab.array_type import Array
-from trimtab.integrations.megatron import MegatronSession
+from benchmarks.replayed_megatron import ReplayedMegatron, Routing
 from trimtab.trace import synthesize
 
 VOCABULARY = 256
 HEADS = 4
-# The ids `[n, L, K]` of each micro-batch of a rank.
-Routing = list[Array]
 
 
 @dataclass(frozen=True)
@@ -102,25 +93,8 @@ class MegatronBenchmark:
         return [np.concatenate(sequences[first : first + self.sequences]) for first in range(0, mine, self.sequences)]
 
 
-def start_megatron() -> None:
-    """Replace CUDA calls, and make all ranks one expert-parallel group. Collective."""
-    use_cpu()
-    parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=dist.get_world_size(), expert_tensor_parallel_size=1
-    )
-
-
-def replayed(routing: Routing) -> list[torch.Tensor]:
-    """For each micro-batch the ids as `RouterReplay` takes them, `[L, n, K]` int64."""
-    return [torch.from_numpy(ids.transpose(1, 0, 2).astype("int64")) for ids in routing]
-
-
-class MegatronModel:
-    """A model in DDP. Models of the same settings have equal weights.
-
-    Attributes:
-        ddp: the model.
-    """
+class MegatronModel(ReplayedMegatron):
+    """A model in DDP. Models of the same settings have equal weights."""
 
     def __init__(self, settings: MegatronBenchmark) -> None:
         model_parallel_cuda_manual_seed(0)
@@ -131,59 +105,19 @@ class MegatronModel:
             config, spec, vocab_size=VOCABULARY, max_sequence_length=settings.sequence_length,
             position_embedding_type="rope",
         )  # fmt: skip
-        self.ddp: Any = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
-        config.no_sync_func = self.ddp.no_sync
         config.finalize_model_grads_func = finalize_model_grads
-        self._replays = [layer.router.router_replay for layer in model.modules() if isinstance(layer, MoELayer)]
         generator = torch.Generator().manual_seed(dist.get_rank())
-        shape = settings.micro_batches, settings.sequences, settings.sequence_length
-        self._tokens_MBT = torch.randint(VOCABULARY, shape, generator=generator)
-        self._positions = torch.arange(settings.sequence_length).expand(shape[1:])
+        shape = settings.sequences, settings.sequence_length
+        tokens_MBT = torch.randint(VOCABULARY, (settings.micro_batches, *shape), generator=generator)
+        super().__init__(model, DistributedDataParallelConfig(), tokens_MBT.unbind(), shape)
+        self._positions = torch.arange(settings.sequence_length).expand(shape)
         is_later_TT = torch.ones(settings.sequence_length, settings.sequence_length, dtype=torch.bool).triu(1)
         self._mask = is_later_TT[None, None]
 
-    def zero(self) -> None:
-        """Zero all gradients."""
-        self.ddp.zero_grad_buffer()
-
-    def gradients(self) -> list[torch.Tensor]:
-        """The `main_grad` of every parameter."""
-        return [parameter.main_grad for parameter in self.ddp.parameters()]
-
-    def step(self, routing: Routing, session: MegatronSession) -> None:
-        """Forward and backward of all micro-batches, planned by the session, with complete gradients."""
-        self._run(session.planned(get_forward_backward_func(), routing), self._forward)
-
-    def step_with_replay(self, routing: Sequence[torch.Tensor]) -> None:
-        """As `step`, with recorded experts by Megatron's `RouterReplay`.
-
-        Args:
-            routing: of `replayed`.
-        """
-        for replay in self._replays:
-            replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        self._run(get_forward_backward_func(), partial(self._forward_with_replay, iter(routing)))
-        for replay in self._replays:
-            replay.clear_indices()
-
-    def _run(self, forward_backward: Callable[..., Any], forward: Callable[..., Any]) -> None:
-        micro_batches, sequences, length = self._tokens_MBT.shape
-        forward_backward(
-            forward_step_func=forward, data_iterator=iter(self._tokens_MBT), model=self.ddp,
-            num_microbatches=micro_batches, seq_length=length, micro_batch_size=sequences, forward_only=False,
-        )  # fmt: skip
-
-    def _forward(self, tokens: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-        tokens_BT = next(tokens)
+    def _forward(self, batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+        tokens_BT = next(batches)
         losses = model(tokens_BT, self._positions, self._mask, labels=tokens_BT.roll(-1, 1))
         return losses, lambda losses: (losses.mean(), {})
-
-    def _forward_with_replay(
-        self, routing: Iterator[torch.Tensor], tokens: Iterator[torch.Tensor], model: Any
-    ) -> tuple[torch.Tensor, Any]:
-        for replay, ids_NK in zip(self._replays, next(routing), strict=True):
-            replay.set_target_indices(ids_NK)
-        return self._forward(tokens, model)
 
 
 def _config(settings: MegatronBenchmark) -> TransformerConfig:

@@ -27,7 +27,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from rich.console import Console
 
 from benchmarks.harness import Figures, settings_of, show
-from benchmarks.megatron_model import MegatronBenchmark, MegatronModel, Routing, replayed, start_megatron
+from benchmarks.megatron_model import MegatronBenchmark, MegatronModel
+from benchmarks.replayed_megatron import Routing, replayed, start_megatron
 from benchmarks.tables import Columns, figure_table, named_rows, quantity
 from trimtab.array_type import Array
 from trimtab.calibration.alternating_rounds import alternate

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from benchmarks.harness import Figures, main, settings_of, show
+from benchmarks.namespaces import run_on_nodes
 from benchmarks.pairs import percentiles
 from benchmarks.runtime_variants import Variant, build_variants, time_blocks
 from benchmarks.tables import Columns, figure_table, interval, named_rows, quantity, with_interval
@@ -45,7 +46,7 @@ from trimtab.calibration.calibration_settings import (
 from trimtab.cli.options import add_options, positive
 from trimtab.cli.parser import Parser
 from trimtab.errors import InputError
-from trimtab.launch import launch, run_on_nodes
+from trimtab.launch import launch
 from trimtab.planner import Placement, Schedule, pack_by_length
 from trimtab.rank_variables import rank_variable, torchrun_ranks
 from trimtab.report.number_text import bytes_text, seconds

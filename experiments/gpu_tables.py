@@ -1,6 +1,6 @@
 """`python -m experiments.gpu_tables FILE`: write the measured tables of docs/gpu.md.
 
-FILE has the figures of `trimtab doctor --gpu --full --json FILE`. `estimate_tables` are the tables of estimated times.
+FILE has the figures of `python -m pytest tests/gpu --json FILE`. `estimate_tables` are the tables of estimated times.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments.page_tables import markdown_table, replace_tables
-from trimtab.cluster import QWEN3_30B, ClusterSpec, load_cluster
+from trimtab.cluster import QWEN3_30B, ClusterSpec, ModelSpec, load_cluster
 from trimtab.cluster.operations import GRADIENT_BYTES, OperationCosts
-from trimtab.doctor.gpu.micro_step_stages import estimate_layer
 from trimtab.report.number_text import bytes_text, flops, rate, scaled, seconds
 
 PAGE = Path("docs/gpu.md")
@@ -24,7 +26,7 @@ CLUSTERS = {"H100": "h100x8", "H200": "h200x8", "B200": "b200x8"}
 def blocks(figures: dict[str, Any]) -> dict[str, str]:
     """The tables, by name."""
     (stage,) = [stage for stage in figures["stages"] if stage["name"] == "megatron"]
-    found = [finding["figures"] for finding in stage["findings"]]
+    found = [finding["figures"] for finding in stage["findings"] if finding["figures"]]
     return {
         "layers": markdown_table(*_layers([each for each in found if "case" in each])),
         "products": markdown_table(*_products([each for each in found if "case" not in each])),
@@ -61,6 +63,25 @@ def _products(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         ]
         for each in found
     ]
+
+
+def estimate_layer(cluster: ClusterSpec, model: ModelSpec, tokens: int) -> dict[str, float]:
+    """Seconds of forward and backward of one MoE layer by part, in their order, from published rates of the hardware.
+
+    The routing is even, so nothing waits for a busier rank. Attention, router and norms are not in it.
+
+    Args:
+        cluster: one node. Rows are sent once for each expert of a token, as the session's own dispatcher does.
+        tokens: of each rank.
+    """
+    costs = OperationCosts.of(replace(cluster, dispatch_forwards=False), model)
+    rows, here = tokens * model.top_k, model.num_experts / cluster.ranks
+    exchange_s = costs.dispatch_s + rows * (cluster.ranks - 1) / cluster.ranks * costs.near_row_s
+    experts_s = here * float(costs.copy_seconds(np.array(rows / here)))
+    return {
+        "dispatch": exchange_s, "experts": experts_s, "combine": exchange_s, "combine, backward": exchange_s,
+        "experts, backward": costs.expert_backward * experts_s, "dispatch, backward": exchange_s,
+    }  # fmt: skip
 
 
 def estimate_tables() -> str:

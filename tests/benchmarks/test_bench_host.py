@@ -11,8 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.grouped_linear import GroupedLinear
+from trimtab.cluster import ModelSpec
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +45,19 @@ def test_grouped_products() -> None:
     for weight, like in zip(weights, again, strict=True):
         assert like.grad is not None
         torch.testing.assert_close(weight.main_grad, (1 + like.grad).float())  # type: ignore[attr-defined]
+
+
+@given(st.integers(2, 8), st.floats(1.0, 2.0), st.integers(0, 5))
+@settings(max_examples=15)
+def test_routing_has_different_experts_and_the_wanted_imbalance(ranks: int, ratio: float, seed: int) -> None:
+    from benchmarks.megatron_layers import LayerCase
+
+    model = ModelSpec("small", 8 * ranks, 4, hidden_size=64, expert_width=32)
+    routing = LayerCase(model, 512, ratio, layers=1).routing(ranks, seed)
+    ids_NK = np.concatenate([ids[:, 0] for of_rank in routing for ids in of_rank])
+    assert all(len(set(row)) == model.top_k for row in ids_NK[:50].tolist())
+    loads_R = np.bincount(ids_NK.ravel() // 8, minlength=ranks)
+    assert loads_R.max() / loads_R.mean() == pytest.approx(ratio, abs=0.12)
 
 
 @pytest.mark.nightly

@@ -1,8 +1,11 @@
-"""`trimtab doctor --gpu` on a CPU: its command, its verdicts, wrong variables."""
+"""`trimtab doctor --gpu` without a GPU: its command, its verdicts, hangs and crashes of stages, wrong variables."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,19 +13,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-import trimtab.doctor.gpu
 from trimtab.cli.main import main
-from trimtab.cluster import ClusterSpec, ModelSpec
+from trimtab.cluster import ClusterSpec
+from trimtab.doctor import gpu_environment, gpu_examination, gpu_stages
 from trimtab.doctor.examination import check_gpu_variables
 from trimtab.doctor.finding import Finding, Status
-from trimtab.doctor.gpu import gpu_examination
-from trimtab.doctor.gpu.gpu_examination import GpuExamination, examine_gpus, verdict
-from trimtab.doctor.gpu.micro_step_stages import estimate_layer
-from trimtab.doctor.gpu.stage_process import Stage, StageResult
+from trimtab.doctor.gpu_environment import check_numa, check_peer_access
+from trimtab.doctor.gpu_examination import StageResult, examine_gpus, merge, run_stage, verdict
+from trimtab.doctor.gpu_stages import check_equality, compare_rate
+from trimtab.doctor.self_check import PathCheck
 from trimtab.errors import InputError
+from trimtab.runtime.rows.exchange import exchange_rows
+from trimtab.runtime.transfer.peer_memory import Place
 
-CPU = torch.device("cpu")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def found(name: str, status: Status, text: str = "") -> Finding:
@@ -47,22 +53,19 @@ def test_the_verdict_names_the_first_finding_and_is_the_exit_status(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     assert verdict(results) == (line, status)
-    asked = []
-
-    def examine(ranks: int | None, *, full: bool) -> GpuExamination:
-        assert not full
-        asked.append(ranks)
-        return GpuExamination(2, False, results)
-
-    monkeypatch.setattr(trimtab.doctor.gpu, "examine_gpus", examine)
-    assert main(["doctor", "--gpu", "--ranks", "2", "--json", str(tmp_path / "gpu.json")]) == status
-    assert asked == [2]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(gpu_examination, "versions", dict)
+    by_name = {result.name: result for result in results}
+    monkeypatch.setattr(gpu_examination, "STAGES", by_name)
+    monkeypatch.setattr(gpu_examination, "run_stage", lambda name, check, ranks: check)
+    assert main(["doctor", "--gpu", "--json", str(tmp_path / "gpu.json")]) == status
     printed = capsys.readouterr().out
-    assert printed.splitlines()[0].rstrip() == "trimtab doctor --gpu, no GPU was tested: 2 ranks on the CPU"
+    assert printed.splitlines()[0].rstrip() == "trimtab doctor --gpu, 2 ranks"
     assert printed.splitlines()[-1] == line
     figures = json.loads((tmp_path / "gpu.json").read_text())
     assert (figures["schema"], figures["verdict"], figures["status"]) == ("trimtab-doctor-gpu-1", line, status)
-    assert [stage["name"] for stage in figures["stages"]] == [result.name for result in results]
+    assert [stage["name"] for stage in figures["stages"]] == [*by_name]
 
 
 def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,31 +84,68 @@ def test_torchrun_and_wrong_numbers_of_ranks_are_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(InputError, match="--ranks is 5; every rank needs a GPU of its own, and there are 4"):
         examine_gpus(5)
-    assert examine_gpus(4, []) == examine_gpus(None, []) == GpuExamination(4, True, ())
 
 
-def test_stages_share_a_budget_and_the_folder_stays_only_for_dumps(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(gpu_examination, "BUDGET_S", 40.0)
-    given: list[tuple[int, float]] = []
+def hang_on_rank_1() -> list[Finding]:
+    (SHARED_MEMORY / f"trimtab-{os.getpid()}-doctor-test").write_bytes(b"left")
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    exchange_rows(torch.ones(2, 4), [1, 1], [1, 1], dist.distributed_c10d._get_default_group())
+    return []
 
-    def run(stage: Stage, ranks: int, folder: Path) -> StageResult:
-        given.append((ranks, stage.timeout_s))
-        assert folder.is_dir()
-        if stage.name == "last":
-            monkeypatch.setattr(time, "monotonic", lambda: 1e12)
-        return StageResult(stage.name, (found("x", "ok"),), 1.0)
 
-    monkeypatch.setattr(gpu_examination, "run_stage", run)
-    stages = [Stage(name, list, seconds) for name, seconds in (("short", 5), ("last", 90), ("late", 5))]
-    examined = examine_gpus(None, stages)
-    assert [ranks for ranks, _ in given] == [2, 2]
-    assert given[0][1] == 5
-    assert given[1][1] < 40
-    assert examined.results[2].findings == (found("time", "problem", "not run: the stages before it took 40 s"),)
-    assert list(tmp_path.iterdir()) == []
+def kill_rank_1() -> list[Finding]:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGABRT)
+    time.sleep(600)
+    return []
+
+
+def leave_rank_0_alone() -> list[Finding]:
+    if dist.get_rank() == 0:
+        dist.barrier()
+    return [Finding("cause", "problem", "stopped here")]
+
+
+def warn_on_rank_1() -> list[Finding]:
+    if dist.get_rank() == 1:
+        logging.getLogger("trimtab").warning("messages are %s", "slow")
+    return [Finding("check", "ok", f"text of rank {dist.get_rank()}")]
+
+
+def test_a_hang_is_a_finding_and_stacks_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    (finding,) = run_stage("stage", hang_on_rank_1, 2, timeout_s=5).findings
+    assert (finding.name, finding.text) == ("hang", "no result after 5 s; the stacks of all ranks are printed")
+    _, first, second = capsys.readouterr().err.split("---- ")
+    assert first.startswith("rank 0, stage stage\n")
+    assert "in exchange_rows" in first
+    assert "in hang_on_rank_1" in second
+    assert "in exchange_rows" not in second
+    assert not list(SHARED_MEMORY.glob("trimtab-*-doctor-test"))
+
+
+def test_a_crash_is_a_finding_after_its_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    (finding,) = run_stage("stage", kill_rank_1, 2).findings
+    assert finding.name == "crash"
+    assert "was killed by SIGABRT" in finding.text
+    assert "Fatal Python error: Aborted" in capsys.readouterr().err
+    cause, ending = run_stage("stage", leave_rank_0_alone, 2).findings
+    assert (cause.text, ending.name) == ("rank 1: stopped here", "crash")
+    assert "rank 0 failed: " in ending.text
+
+
+def test_logged_warnings_are_findings() -> None:
+    assert run_stage("stage", warn_on_rank_1, 2).findings == (
+        Finding("check", "ok", "text of rank 0"),
+        Finding("log", "warning", "rank 1: messages are slow"),
+    )
+
+
+def test_findings_name_the_ranks_that_differ() -> None:
+    both, one = Finding("both", "warning", "slow"), Finding("one", "problem", "wrong")
+    merged = merge([[Finding("one", "ok", "0"), both, Finding("first", "warning", "x")], [one, both], [one, both]])
+    of_two = Finding("one", "problem", "ranks 1, 2: wrong")
+    assert merged == [Finding("one", "ok", "0"), both, Finding("first", "warning", "x"), of_two]
 
 
 def fake_torch(nccl: tuple[int, ...], *, available: bool = True) -> Any:
@@ -129,15 +169,45 @@ def test_wrong_variables_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "set NCCL_LAUNCH_ORDER_IMPLICIT=1" in unordered.text
 
 
-def test_an_estimate_is_bytes_by_rate() -> None:
-    """16 tokens with 2 rows each on 4 ranks: 24 rows leave the rank, of 10 values of 2 bytes."""
-    model = ModelSpec("m", 8, 2, hidden_size=10, expert_width=5)
-    cluster = ClusterSpec(
-        4, 4, expert_flops=1e9, node_bytes_per_s=1e7, host_bytes_per_s=2e6, dispatch_node_bytes_per_s=48e5,
-        dispatch_s=1e-3, tile_rows=1, copy_s=0.0, memory_bytes_per_s=1e12, expert_backward=2.0,
-    )  # fmt: skip
-    parts = estimate_layer(cluster, model, 16)
-    assert parts["dispatch"] == parts["combine, backward"] == pytest.approx(1e-3 + 480 / 48e5)
-    # An expert has 3 x 10 x 5 weights, a multiplication and an addition each; 32 rows, from 32 of all ranks' 128.
-    assert parts["experts"] == pytest.approx(32 * 300 / 1e9, rel=1e-3)
-    assert parts["experts, backward"] == pytest.approx(2 * parts["experts"])
+def test_peer_access_is_that_of_the_ranks_gpus_by_uuid() -> None:
+    places = [Place("host", uuid, 0) for uuid in "abc"]
+    assert check_peer_access(places, 0, {"b": True, "c": True}).text == "all 3 GPUs read each other's memory"
+    closed = check_peer_access(places, 0, {"b": True, "c": False})
+    assert closed.status == "warning"
+    assert "GPUs of ranks 2;" in closed.text
+    assert check_peer_access(places, 0, {"b": True}).text.startswith("1 GPU of other ranks not visible")
+    assert check_peer_access([*places, places[0]], 0, {"b": True, "c": True}).status == "problem"
+
+
+def test_cores_of_another_numa_node_are_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {4, 9})
+    monkeypatch.setattr(gpu_environment, "NODES", tmp_path)
+    for node, cores in enumerate(("0-3,9", "5-7")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(cores)
+    statuses = []
+    for text in ("0\n", "1\n", "-1\n"):
+        (tmp_path / "numa_node").write_text(text)
+        statuses.append(check_numa(tmp_path / "numa_node").status)
+    assert statuses == ["ok", "warning", "ok"]
+
+
+def test_less_than_half_of_the_expected_rate_is_a_limit_with_both_figures() -> None:
+    cluster = ClusterSpec(8, 8, host_bytes_per_s=60e9, name="gpus")
+    assert compare_rate("host path", 31e9, cluster).status == "ok"
+    finding = compare_rate("host path", 29e9, cluster)
+    assert finding.status == "warning"
+    assert finding.text.startswith("29.0 GB/s, where 60.0 GB/s is expected of gpus")
+    assert compare_rate("host path", 1.0, None).status == "ok"
+
+
+def test_messages_in_place_of_peer_memory_are_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(path: str, *_: Any, **__: Any) -> PathCheck:
+        return PathCheck(path, 4, 0.0, reads_peers=False)
+
+    monkeypatch.setattr(gpu_stages, "check_path", check)
+    monkeypatch.setattr(gpu_stages, "Topology", SimpleNamespace(build=lambda *_: SimpleNamespace(control=None)))
+    monkeypatch.setattr(gpu_stages, "dist", SimpleNamespace(get_world_size=lambda: 2, barrier=lambda group: None))
+    findings = check_equality()
+    assert [finding.status for finding in findings] == ["ok", "warning", "ok", "ok"] * 2
+    assert "sent as messages" in findings[1].text

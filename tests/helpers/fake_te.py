@@ -57,6 +57,8 @@ class GroupedLinear(nn.Module):
                 setattr(self, f"bias{number}", values)
         for parameter in self.parameters():
             parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+            # As Transformer Engine sets it: the norm of gradients has those of all ranks of a tensor-parallel group.
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def forward(
         self, inp: torch.Tensor, m_splits: Sequence[int] | torch.Tensor

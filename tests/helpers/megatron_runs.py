@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -60,6 +60,7 @@ class MegatronCase:
         live: policy of live micro-steps; None for planned ones.
         recipe: the model is that of `RECIPES`.
         options: further ones of the TransformerConfig.
+        training: further ones of the DistributedDataParallelConfig and the OptimizerConfig; others are left out.
     """
 
     seed: int = 0
@@ -84,6 +85,7 @@ class MegatronCase:
     live: LivePolicy | None = None
     recipe: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,6 +105,71 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
 }
+
+
+# Options of TransformerConfig that a small model takes from a user's, by their beginnings; without sizes, and without
+# those that need a GPU, or a library for one.
+TAKEN = ("moe_", "recompute_", "deallocate_pipeline_outputs", "add_qkv_bias")
+SIZES = {
+    "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "recompute_num_layers", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_shared_expert_intermediate_size",
+}  # fmt: skip
+NEED_GPU = {
+    "moe_grouped_gemm", "moe_permute_fusion", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend",
+    "moe_router_dtype",
+}  # fmt: skip
+TRAINING = {
+    "overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_fp32", "average_in_collective", "clip_grad",
+    "weight_decay", "sgd_momentum",
+}  # fmt: skip
+
+
+def layout_of(values: Mapping[str, Any]) -> Layout:
+    """The layout of a user's options, with sizes of at most 2.
+
+    Args:
+        values: by their name in Megatron's configurations, as `read_options` returns them.
+    """
+    sizes = (values.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline"))
+    tensor, pipeline = (min(2, int(size or 1)) for size in sizes)
+    chunks = values.get("virtual_pipeline_model_parallel_size") or values.get("num_layers_per_virtual_pipeline_stage")
+    return Layout(2 * pipeline, 2, tensor, pipeline, interleaved=bool(chunks) and pipeline > 1)
+
+
+def case_of(values: Mapping[str, Any]) -> MegatronCase:
+    """A small model with a user's options, see `layout_of`."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    taken = {name: value for name, value in _fields_of(TransformerConfig, values).items() if name.startswith(TAKEN)}
+    options = {name: value for name, value in taken.items() if name not in SIZES | NEED_GPU}
+    kinds = options.get("moe_router_load_balancing_type")
+    if isinstance(kinds, list):
+        # As Megatron reads its flags.
+        options["moe_router_load_balancing_type"] = kinds[0] if len(kinds) == 1 else kinds
+        if len(kinds) > 1 and not isinstance(options.get("moe_aux_loss_coeff"), list):
+            options["moe_aux_loss_coeff"] = [options.get("moe_aux_loss_coeff", 0.0)] * len(kinds)
+    if "moe_router_num_groups" in taken:
+        options |= {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    if options.get("recompute_granularity") == "full":
+        options["recompute_num_layers"] = 1
+    # Activations of experts alone are recomputed only by grouped experts.
+    options["recompute_modules"] = [each for each in options.get("recompute_modules", []) if each != "moe_act"] or None
+    if options.get("recompute_granularity") == "selective" and options["recompute_modules"] is None:
+        del options["recompute_granularity"]
+    if "moe_shared_expert_intermediate_size" not in taken:
+        options["moe_shared_expert_intermediate_size"] = None
+    options["gated_linear_unit"] = bool(values.get("swiglu", values.get("gated_linear_unit", True)))
+    return MegatronCase(
+        distributed_optimizer=bool(values.get("use_distributed_optimizer")), bf16=bool(values.get("bf16")),
+        adam=values.get("optimizer") != "sgd", per_token=bool(values.get("calculate_per_token_loss")),
+        options=options, training={name: value for name, value in values.items() if name in TRAINING},
+    )  # fmt: skip
+
+
+def _fields_of(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the values that a configuration has, and that are set."""
+    known = {each.name for each in fields(config)}
+    return {name: value for name, value in values.items() if name in known and value is not None}
 
 
 def compare_runs(layout: Layout, cases: Sequence[MegatronCase]) -> list[float]:
@@ -138,6 +205,7 @@ class Model:
 
     Attributes:
         may_wait: whether the host may wait for a simulated device in forwards.
+        gathers_late: parameters are complete in the next forward.
     """
 
     may_wait = True
@@ -211,33 +279,36 @@ class Model:
             if case.frozen:
                 for name, parameter in model.named_parameters():
                     parameter.requires_grad_(".experts." not in name or "linear_fc1" not in name)
-            ddp_config = distributed.DistributedDataParallelConfig(
-                grad_reduce_in_fp32=not case.double, overlap_grad_reduce=case.overlap,
-                overlap_param_gather=case.overlap and case.distributed_optimizer,
-                use_distributed_optimizer=case.distributed_optimizer, bucket_size=BUCKET,
-            )  # fmt: skip
+            ddp_options: dict[str, Any] = {
+                "grad_reduce_in_fp32": not case.double, "overlap_grad_reduce": case.overlap,
+                "overlap_param_gather": case.overlap and case.distributed_optimizer,
+                "use_distributed_optimizer": case.distributed_optimizer, "bucket_size": BUCKET,
+            }  # fmt: skip
+            kind = distributed.DistributedDataParallelConfig
+            ddp_config = kind(**ddp_options | _fields_of(kind, case.training))
             self.models.append(model)
             inner = Float16Module(config, model) if case.bf16 else model
             ddp = distributed.DistributedDataParallel(config, ddp_config, inner, disable_bucketing=chunk > 0)
             ddp.train()
             self.chunks.append(ddp)
         config.no_sync_func = _all_or_one([ddp.no_sync for ddp in self.chunks])
-        if case.overlap:
+        if ddp_config.overlap_grad_reduce:
             config.grad_sync_func = _all_or_one([ddp.start_grad_sync for ddp in self.chunks])
-        if case.overlap and case.distributed_optimizer:
+        self.gathers_late: bool = ddp_config.overlap_param_gather
+        if self.gathers_late:
             config.param_sync_func = _all_or_one([ddp.start_param_sync for ddp in self.chunks])
         config.finalize_model_grads_func = distributed.finalize_model_grads
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam" if case.distributed_optimizer or case.adam else "sgd", weight_decay=0.0, adam_eps=1e-2,
-                # In bfloat16 larger steps let two runs drift apart by rounding alone.
-                lr=1e-5 if case.bf16 else 1e-3 if case.distributed_optimizer or case.adam else 0.05,
-                clip_grad=0.0 if case.double else 1.0, params_dtype=case.dtype, bf16=case.bf16,
-                use_distributed_optimizer=case.distributed_optimizer, sgd_momentum=0.5,
-                overlap_param_gather=case.overlap and case.distributed_optimizer,
-            ),
-            self.chunks,
-        )  # fmt: skip
+        optimizer: dict[str, Any] = {
+            "optimizer": "adam" if case.distributed_optimizer or case.adam else "sgd",
+            "weight_decay": 0.0, "adam_eps": 1e-2,
+            # In bfloat16 larger steps let two runs drift apart by rounding alone.
+            "lr": 1e-5 if case.bf16 else 1e-3 if case.distributed_optimizer or case.adam else 0.05,
+            "clip_grad": 0.0 if case.double else 1.0, "params_dtype": case.dtype, "bf16": case.bf16,
+            "use_distributed_optimizer": case.distributed_optimizer, "sgd_momentum": 0.5,
+            "overlap_param_gather": self.gathers_late,
+        }  # fmt: skip
+        optimizer |= _fields_of(OptimizerConfig, case.training)
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(**optimizer), self.chunks)
 
     def moe_layers(self) -> Iterator[Any]:
         """Those that routing is recorded of."""
@@ -385,7 +456,7 @@ class _Comparison:
             found += [abs(actual - expected) / max(abs(expected), 1e-30), *self.differences("main_grad")]
             for model in (self.plain, self.balanced):
                 model.optimizer.step()
-            if not (self.case.overlap and self.case.distributed_optimizer):
+            if not self.plain.gathers_late:
                 found += self.differences("data")
         assert (self.replicas > 0) == (self.has_experts and self.case.live != "off"), self.replicas
         self.session.remove()

@@ -21,7 +21,7 @@ from helpers.interrupted import Interrupted, interrupt_here
 from trimtab import shared_files
 from trimtab.errors import InputError, RankFailedError
 from trimtab.launch import launch, launcher
-from trimtab.launch.launcher import Failure, Suspensions, is_suspended, raise_cause, read_error_file
+from trimtab.launch.launcher import Failure, Suspensions, is_suspended, raise_cause
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -110,22 +110,6 @@ def suspended_process() -> Iterator[subprocess.Popen[bytes]]:
 def signal_and_wait(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     process.send_signal(number)
     wait_for(lambda: [process.pid] * (is_suspended(process.pid) == (number == signal.SIGSTOP)), 1)
-
-
-def test_the_first_to_raise_does_not_depend_on_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not where ranks report in files, whose times are those of a clock that may be set."""
-    reported = []
-    for number in range(2):
-        file, before = tmp_path / f"{number}.json", time.monotonic()
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        with process_of(lambda: launcher._exit_with_error(ValueError("wrong"))) as failing:
-            failing.join()
-        assert failing.exitcode == 1
-        report = read_error_file(file)
-        assert report is not None
-        assert before <= report.time <= time.monotonic()
-        reported.append(report.time)
-    assert reported == sorted(reported)
 
 
 def test_only_uninterrupted_suspension_counts() -> None:

@@ -225,7 +225,7 @@ class FunctionMap:
     def missing(self) -> list[str]:
         """Test files that have changed or were never recorded."""
         files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
-        return [f for f in files if f not in self._files and not f.startswith("tests/reliability")]
+        return [f for f in files if f not in self._files and not f.startswith(("tests/reliability", "tests/gpu"))]
 
     def record(self, files: Sequence[str], workers: int) -> None:
         """Run test files and store what they call."""

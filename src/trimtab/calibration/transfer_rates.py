@@ -60,12 +60,8 @@ class LinkRates:
     messages: float | None = None
 
 
-def measure_links(context: MeasurementContext, *, host_peers: bool = False) -> LinkRates:
-    """Time transfers of experts on all ranks at once, by the paths that replicas use. Collective.
-
-    Args:
-        host_peers: on a CPU, ranks of a node read each other's shared memory, which stands for that of GPUs.
-    """
+def measure_links(context: MeasurementContext) -> LinkRates:
+    """Time transfers of experts on all ranks at once, by the paths that replicas use. Collective."""
     topology, on_cuda = context.topology, context.device.type == "cuda"
     rank, ranks, per_node = topology.rank, topology.num_ranks, topology.ranks_per_node
     session = Session(num_experts=EXPERTS * ranks, ranks_per_node=per_node)
@@ -78,11 +74,7 @@ def measure_links(context: MeasurementContext, *, host_peers: bool = False) -> L
     held = [mirror.row(0, EXPERTS * neighbour + expert) for expert in range(EXPERTS)]
     works = {"host": _copies(copies, slots, held)}
     if per_node > 1:
-        peers = None
-        if on_cuda:
-            peers = PeerMemory.across(topology, session.homes)
-        elif host_peers:
-            peers = PeerMemory.in_host_memory(topology, session.homes)
+        peers = PeerMemory.across(topology, session.homes) if on_cuda else None
         sent = partial(_messages, topology, slots, homes.sources, neighbour, previous)
         works["near" if peers is None else "messages"] = sent
         if peers is not None:

@@ -16,6 +16,7 @@ from trimtab.cli.options import add_model, add_options, need_extra
 from trimtab.cli.output import write_figures
 from trimtab.cluster import read_checkpoint
 from trimtab.errors import InputError
+from trimtab.figures import plural
 from trimtab.rank_variables import rank_variable, torchrun_ranks
 
 if TYPE_CHECKING:
@@ -31,17 +32,15 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         description="Check the installation, the machine, a model's config, and one micro-step with replicas against a "
-        "single process. Exit status 1 if there is a problem; warnings don't count. With --gpu it checks instead, in "
-        "less than 5 minutes, what only GPUs can show, and ends with GO, GO WITH LIMITS (exit status 3) or NO GO (exit "
-        "status 1) and the first finding that led to it; docs/gpu.md describes the stages.",
+        "single process. Exit status 1 if there is a problem; warnings don't count. With --gpu it checks the GPUs "
+        "instead: their environment, the rates of links and equal results. It ends with GO, GO WITH LIMITS (exit "
+        "status 3) or NO GO (exit status 1) and the first finding that led to it; docs/gpu.md describes the stages.",
         examples=[
             "trimtab doctor",
             "trimtab doctor --model path/to/qwen3-moe --ranks 8",
             "trimtab doctor --megatron path/to/pretrain.sh",
-            "trimtab doctor --megatron path/to/pretrain.sh --run",
             "trimtab doctor --verl path/to/run.sh",
             "trimtab doctor --gpu --json out/gpu.json",
-            "trimtab doctor --gpu --full --json out/gpu.json",
             "torchrun --nnodes 2 --nproc-per-node 8 -m trimtab doctor --model path/to/qwen3-moe",
         ],
     )
@@ -53,13 +52,6 @@ def add(commands: Any) -> None:
         help="options of a Megatron run, to check as well: JSON or YAML of its arguments or TransformerConfig, a log "
         "with its arguments, or a script of its flags (default: none)",
     )
-    parser.add_argument(
-        "--run",
-        dest="trains",
-        action="store_true",
-        help="with --megatron, also train three steps of a small model with these options on 2 or 4 local CPU ranks, "
-        "with and without balance, and compare them; then exports and checkpoints, with experts on other ranks",
-    )
     for name in FRAMEWORKS:
         kind = "config (YAML), or the script that sets it" if name == "verl" else "arguments, such as its script"
         text = f"the same for a {name} run with Trimtab's plugin: its {kind} (default: none)"
@@ -67,14 +59,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--gpu",
         action="store_true",
-        help="check the GPUs of this machine instead: memory and links, equal results, hangs, waits, times",
+        help="check the GPUs of this machine instead: environment, rates of links, equal results",
     )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="with --gpu, also time Megatron-core's MoE layers beside planned ones, in at most 10 minutes more",
-    )
-    add_options(parser, "--ranks", unset="2; with --gpu all GPUs, or 2 without any")
+    add_options(parser, "--ranks", unset="2; with --gpu all GPUs")
     add_options(parser, "--slots", default=2)
     add_options(parser, "--json")
     parser.set_defaults(run=run)
@@ -84,12 +71,6 @@ def run(options: argparse.Namespace) -> int:
     """Returns the exit status."""
     if options.gpu:
         return run_on_gpus(options)
-    if options.full:
-        raise InputError("--full is for GPUs; add --gpu")
-    if options.trains:
-        if options.megatron is None or torchrun_ranks():
-            raise InputError("--run is for --megatron FILE, and starts ranks of its own, without torchrun")
-        need_extra("megatron", extra="megatron")
     from trimtab.doctor import FILE_CHECKS, examine
     from trimtab.doctor.finding import Finding
 
@@ -109,10 +90,6 @@ def run(options: argparse.Namespace) -> int:
     local_ranks = rank_variable("LOCAL_WORLD_SIZE", ranks)
     findings = examine(ranks=ranks, local_ranks=local_ranks, slots=options.slots, model=model, num_layers=num_layers)
     findings += of_files
-    if options.trains:
-        from trimtab.doctor.megatron_run import run_megatron
-
-        findings += run_megatron(options.megatron)
     if unclear:
         findings.append(Finding("model sizes", "warning", unclear))
     if os.environ.get("RANK", "0") != "0":
@@ -138,28 +115,19 @@ def run_on_gpus(options: argparse.Namespace) -> int:
         if getattr(options, name) is not None:
             raise InputError(f"--{name}: --gpu does not check it; run trimtab doctor without --gpu as well")
     need_extra("torch")
-    from trimtab.doctor.examination import versions
-    from trimtab.doctor.gpu import examine_gpus, verdict
+    from trimtab.doctor.finding import Finding
+    from trimtab.doctor.gpu_examination import examine_gpus
 
-    if options.full:
-        need_extra("megatron", extra="megatron")
-    examined = examine_gpus(options.ranks, full=options.full)
-    line, status = verdict(examined.results)
-    where = f"{examined.ranks} GPUs" if examined.gpus else f"no GPU was tested: {examined.ranks} ranks on the CPU"
+    figures = examine_gpus(options.ranks)
     table = _table(None, "stage", "check")
-    for result in examined.results:
-        for finding in result.findings:
-            table.add_row(result.name, finding.name, *_cells(finding))
-    stages = [asdict(result) for result in examined.results]
-    figures = {
-        "schema": "trimtab-doctor-gpu-1", "versions": versions(), "ranks": examined.ranks, "gpus": examined.gpus,
-        "verdict": line,
-    }  # fmt: skip
-    console = write_figures(options, figures | {"status": status, "stages": stages})
-    console.print(f"trimtab doctor --gpu, {where}", style="bold", soft_wrap=True)
+    for stage in figures["stages"]:
+        for finding in stage["findings"]:
+            table.add_row(stage["name"], finding["name"], *_cells(Finding(**finding)))
+    console = write_figures(options, figures)
+    console.print(f"trimtab doctor --gpu, {plural(figures['ranks'], 'rank')}", style="bold", soft_wrap=True)
     console.print(table)
-    console.print(f"\n{escape(line)}", style="bold", soft_wrap=True)
-    return status
+    console.print(f"\n{escape(figures['verdict'])}", style="bold", soft_wrap=True)
+    return int(figures["status"])
 
 
 def _table(title: str | None, *columns: str) -> Table:

@@ -33,7 +33,6 @@ COMMANDS = {
     "simulate": "step time of every balancer on a cluster",
     "rollout": "size a rollout: attention and experts on the same ranks or on separate ones",
     "calibrate": "measure this machine and write a cluster file",
-    "nodes": "run a command on several nodes on this machine, joined by slow links",
     "doctor": "check an installation, a model and one micro-step before a long run",
 }
 

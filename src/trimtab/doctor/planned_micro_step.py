@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -21,58 +19,7 @@ from trimtab.runtime.session import Session
 from trimtab.runtime.session_settings import Paths
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.peer_memory import PeerMemory
-from trimtab.runtime.transfer.ring import ReplicaRing
-from trimtab.runtime.transfer.streams import BackgroundCopies, Wait
 from trimtab.trace import RoutingTrace, synthesize
-
-# Longest pause. A layer of the checked sizes takes about as long.
-LONGEST_S = 3e-3
-# Cycles of `torch.cuda._sleep` in a second, about; the clock rate of present GPUs.
-CYCLES_PER_S = 1.5e9
-
-
-class RandomDelays:
-    """Pauses of the host, of the compute stream and of copies, drawn anew for each.
-
-    Args:
-        seed: another one on each rank.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def draw_s(self) -> float:
-        """Seconds of the next pause; half of them are 0."""
-        return max(0.0, self._random.uniform(-LONGEST_S, LONGEST_S))
-
-    def pause(self, device: torch.device) -> None:
-        """Pause the host, and compute that is queued after this call."""
-        time.sleep(self.draw_s())
-        if streams.has_streams(device):
-            torch.cuda._sleep(int(self.draw_s() * CYCLES_PER_S))
-
-    def slow_copies(self, ring: ReplicaRing, device: torch.device) -> None:
-        """Pause before each copy of the ring's replicas. Nothing may be in transfer."""
-        for copies in (ring.host_copies, ring.peer_copies):
-            copies.close()
-        ring.host_copies, ring.peer_copies = _SlowCopies(device, self), _SlowCopies(device, self)
-
-
-class _SlowCopies(BackgroundCopies):
-    """Copies with a pause before each."""
-
-    def __init__(self, device: torch.device, delays: RandomDelays) -> None:
-        super().__init__(device)
-        self._delays = delays
-
-    def start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                torch.cuda._sleep(int(self._delays.draw_s() * CYCLES_PER_S))
-        elif self._pool is not None:
-            self._pool.submit(time.sleep, self._delays.draw_s())
-        return super().start(pairs)
-
 
 PATHS: tuple[Paths, ...] = tuple(path for path in get_args(Paths) if path != "both")
 
@@ -127,21 +74,13 @@ class PlannedMicroStep:
     Args:
         weights: of each layer: router `[E, hidden]`, and of this rank's home experts gate and up
             `[E / R, 2 * width, hidden]` and down `[E / R, hidden, width]`.
-        delays: pauses before layers, forward and backward, and before copies.
 
     Attributes:
         parameters: the same tensors as Parameters.
         plan: the applied plan.
     """
 
-    def __init__(
-        self,
-        sizes: StepSizes,
-        path: Paths,
-        weights: Sequence[Sequence[torch.Tensor]],
-        *,
-        delays: RandomDelays | None = None,
-    ) -> None:
+    def __init__(self, sizes: StepSizes, path: Paths, weights: Sequence[Sequence[torch.Tensor]]) -> None:
         ranks = dist.get_world_size()
         self.session = session = Session(
             num_experts=ranks * sizes.experts_per_rank,
@@ -150,15 +89,13 @@ class PlannedMicroStep:
             # On CUDA it would wait for the device.
             verify_weights=False,
         )
-        self._sizes, self._delays = sizes, delays
+        self._sizes = sizes
         self.parameters = [[torch.nn.Parameter(tensor.clone()) for tensor in layer] for layer in weights]
         self._layers = [session.add_layer([gate_up, down], gated_experts()) for _, gate_up, down in self.parameters]
         device = self._layers[0].homes.device
         ring = session.transfers.ring
         if path == "peer" and not streams.has_streams(device) and ranks > 1:
             ring.peers = PeerMemory.in_host_memory(session.topology, session.homes)
-        if delays is not None:
-            delays.slow_copies(ring, device)
         trace = sizes.trace(ranks)
         schedule = Schedule(np.zeros(ranks, np.int32), np.arange(ranks, dtype=np.int32), np.zeros(1, np.int32), ranks)
         self.plan = _plan(trace, schedule, HOST if path == "host" else PEER, session.topology.ranks_per_node)
@@ -179,7 +116,6 @@ class PlannedMicroStep:
             The output `[n, hidden]`.
         """
         for layer, (router, _, _) in zip(self._layers, self.parameters, strict=True):
-            self._pause(hidden)
             logits = hidden @ router.T
             ids = layer.route(logits.topk(self._sizes.top_k).indices)
             hidden = hidden + layer(hidden, ids, logits.softmax(-1).gather(1, ids))
@@ -192,14 +128,6 @@ class PlannedMicroStep:
             output = self.forward_backward(hidden, target)
         self.session.finish_gradients([router for router, _, _ in self.parameters])
         return output
-
-    def _pause(self, hidden: torch.Tensor) -> None:
-        """Pause before a layer's forward, and before its backward has ended."""
-        delays = self._delays
-        if delays is not None:
-            delays.pause(hidden.device)
-            if hidden.requires_grad:
-                hidden.register_hook(lambda gradient: delays.pause(gradient.device))
 
 
 def _plan(trace: RoutingTrace, schedule: Schedule, path: int, ranks_per_node: int) -> StepPlan:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from trimtab.calibration.measurement import this_device
-from trimtab.doctor.planned_micro_step import PATHS, PlannedMicroStep, RandomDelays, StepSizes
+from trimtab.doctor.planned_micro_step import PATHS, PlannedMicroStep, StepSizes
 from trimtab.launch import launch
 from trimtab.runtime.session_settings import Paths
 
@@ -72,13 +72,10 @@ def _check_on_rank(file: Path) -> None:
         file.write_text(json.dumps([asdict(check) for check in checks]))
 
 
-def check_path(
-    path: Paths, sizes: StepSizes = SMALL, *, delays: RandomDelays | None = None, repetitions: int = 1
-) -> PathCheck:
+def check_path(path: Paths, sizes: StepSizes = SMALL, *, repetitions: int = 1) -> PathCheck:
     """Compare a micro-step on these ranks with one process. Collective; all ranks get the same result.
 
     Args:
-        delays: random pauses of compute and copies.
         repetitions: how often the micro-step runs; each is compared.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -107,7 +104,7 @@ def check_path(
         allowed = TIMES_ONE_PROCESS * float(_largest_error(pairs))
 
     shared = [[router, gate_up[home], down[home]] for router, gate_up, down in whole]
-    step = PlannedMicroStep(sizes, path, shared, delays=delays)
+    step = PlannedMicroStep(sizes, path, shared)
     wanted = [[router, gate_up[home], down[home]] for router, gate_up, down in expected]
     errors = []
     for _ in range(repetitions):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import logging
 import multiprocessing
 import os
@@ -38,22 +37,12 @@ PR_SET_PDEATHSIG = 1
 
 def is_suspended(pid: int) -> bool:
     """Whether a process is suspended. False if there is no such process, or no /proc."""
-    return _state(pid) == "T"
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process has ended, also if its parent has not noticed yet. True without /proc."""
-    return _state(pid) in ("", "Z", "X")
-
-
-def _state(pid: int) -> str:
-    """The state of a process, one letter; "" if there is no such process, or no /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return ""
-    # The name before it may contain anything.
-    return stat.rpartition(")")[2].split()[0]
+        return False
+    # The name before the state may contain anything.
+    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def continue_with_launcher() -> None:
@@ -131,7 +120,7 @@ class Failure:
 def launch(worker: Callable[..., None], args: tuple[Any, ...], *, ranks: int) -> None:
     """Call `worker(*args)` on every rank, with the default process group ready: gloo on CPU, NCCL on CUDA.
 
-    Under torchrun (or `run_on_nodes`) this process is one of the ranks and `ranks` is ignored; if the worker raises,
+    Under torchrun this process is one of the ranks and `ranks` is ignored; if the worker raises,
     the process writes the reason to torchrun's error file and ends at once. Otherwise `ranks` processes are started
     here; if one fails or is killed, the others are stopped. Ranks that share a GPU use gloo only, unless NCCL allows it
     (`can_share_gpus`).
@@ -306,18 +295,6 @@ def _exit_with_error(error: Exception) -> NoReturn:
     elif "TORCHELASTIC_ERROR_FILE" not in os.environ:
         print(error, file=sys.stderr)
     _exit_now(1)
-
-
-def read_error_file(file: Path) -> Failure | None:
-    """The report in a rank's `TORCHELASTIC_ERROR_FILE`, if any; the rank has printed its traceback."""
-    try:
-        message = json.loads(file.read_text())["message"]
-    except (FileNotFoundError, ValueError):
-        return None
-    kind, _, text = message["message"].partition(": ")
-    is_input = kind == InputError.__name__
-    line = text if is_input else message["extraInfo"]["py_callstack"].strip().splitlines()[-1]
-    return Failure(line, "", is_input, file.stat().st_mtime)
 
 
 def exit_with_parent(parent: int) -> None:

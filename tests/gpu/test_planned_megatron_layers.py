@@ -1,4 +1,4 @@
-"""Stage `megatron` of `--full`: Megatron-core's MoE layers beside the same layers with a plan, in turns in one process.
+"""Stage `megatron`: Megatron-core's MoE layers beside the same layers with a plan, in turns in one process.
 
 Both run the same routing through Megatron's own schedule and all-to-all: Megatron by its RouterReplay. Planning is part
 of a planned step.
@@ -13,22 +13,32 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
+pytest.importorskip("megatron.core", reason="it needs megatron-core, and Transformer Engine on a GPU")
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from benchmarks.megatron_layers import LayerCase, MegatronLayers
+from benchmarks.replayed_megatron import replayed, start_megatron
 from trimtab.calibration.alternating_rounds import alternate
 from trimtab.calibration.measurement import Clock, this_device
 from trimtab.cluster import ModelSpec, load_model
 from trimtab.doctor.finding import Finding
-from trimtab.doctor.gpu.megatron_layers import LayerCase, MegatronLayers, start_megatron
+from trimtab.integrations.megatron import balance
 from trimtab.integrations.megatron.experts import experts_of
 from trimtab.report.number_text import seconds
 
+Run = Callable[..., None]
 # Spread of weights, so that outputs are neither lost nor infinite.
 SPREAD = 0.02
+
+
+def test_layers_of_megatron(run: Run) -> None:
+    run("megatron", check_megatron, 600)
 
 
 def time_products(case: LayerCase, replicas: int, rounds: int) -> Finding:
@@ -130,8 +140,10 @@ MOST_DIFFERENT = {"cuda": 2e-2, "cpu": 1e-5}
 
 def check_megatron() -> list[Finding]:
     """Compare all cases on this rank's GPU. Collective."""
-    start_megatron()
     on_cuda = this_device().type == "cuda"
+    if not on_cuda:
+        torch.compiler.set_stance("force_eager")
+    start_megatron()
     rounds = GPU_ROUNDS if on_cuda else CPU_ROUNDS
     found = cases(dist.get_world_size(), on_cuda)
     even = [case for case in found if case.max_over_mean == 1]
@@ -160,16 +172,17 @@ def of_ranks(model: ModelSpec, ranks: int) -> ModelSpec:
 
 def compare_case(case: LayerCase, rounds: int) -> Finding:
     """Check that gradients are equal, and time both in some rounds. Collective."""
-    rank, ranks, device = dist.get_rank(), dist.get_world_size(), this_device()
-    mine = case.routing(ranks, seed=0)[rank]
-    ids = [torch.from_numpy(np.ascontiguousarray(each.transpose(1, 0, 2), np.int64)).to(device) for each in mine]
+    mine = case.routing(dist.get_world_size(), seed=0)[dist.get_rank()]
     plain, planned = MegatronLayers(case), MegatronLayers(case)
-    session = planned.balance(SLOTS)
+    session = balance(planned.ddp, slots_per_rank=SLOTS)
     steps: dict[str, Callable[[], None]] = {
-        "plain": partial(plain.step_with_replay, ids),
-        "planned": partial(planned.planned_step, session, mine),
+        "plain": partial(plain.step_with_replay, replayed(mine)),
+        "planned": partial(planned.step, mine, session),
     }
-    difference = _difference(plain, planned, steps)
+    for layers, step in zip((plain, planned), steps.values(), strict=True):
+        layers.zero()
+        step()
+    difference = planned.difference(plain)
     times = alternate({name: partial(_time_step, step, (plain, planned)) for name, step in steps.items()}, rounds)
     figures = _figures(case, times, difference, plain.engine)
     report = session.report
@@ -198,22 +211,6 @@ def describe_case(case: LayerCase, figures: dict[str, Any]) -> Finding:
     return Finding(
         name, "ok" if is_equal else "problem", text if is_equal else f"{text}, allowed is {most:.0e}", figures
     )
-
-
-def _difference(plain: MegatronLayers, planned: MegatronLayers, steps: dict[str, Callable[[], None]]) -> float:
-    """The worst relative difference of a gradient on any rank, after one step of each. Collective."""
-    for layers, step in zip((plain, planned), steps.values(), strict=True):
-        layers.zero()
-        step()
-    errors = [
-        (actual.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-12)
-        for expected, actual in zip(plain.gradients(), planned.gradients(), strict=True)
-    ]
-    worst = torch.stack(errors).max()
-    # NaN is not larger than others.
-    worst = torch.where(worst.isfinite(), worst, torch.full_like(worst, torch.inf))
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return float(worst)
 
 
 def _time_step(step: Callable[[], None], models: tuple[MegatronLayers, ...]) -> tuple[float, float]:

@@ -12,16 +12,22 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
+from benchmarks import namespaces
 from benchmarks.harness import run_command
-from trimtab.cli.main import main
+from benchmarks.namespaces import read_error_file, run_on_nodes
 from trimtab.errors import InputError, RankFailedError
-from trimtab.launch import namespaces, run_on_nodes
+from trimtab.launch import launcher
 
+ROOT = Path(__file__).parents[2]
 JOB = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "node_rank.py")]
+ON_NODES = """import sys
+from benchmarks.namespaces import run_on_nodes
+run_on_nodes(sys.argv[1:], nodes=2, ranks_per_node=2, link_mbit=500)"""
 # Requirements of namespaces, tested without the code under test.
 PROBE = """
 set -e
@@ -141,10 +147,10 @@ def test_the_runtime_bench_compares_with_node_blind_planning(tmp_path: Path) -> 
 def test_all_processes_end_with_the_launcher(number: signal.Signals, tmp_path: Path) -> None:
     before = namespaces_in_use()
     script = f"readlink /proc/self/ns/net > {tmp_path}/$RANK.part; mv {tmp_path}/$RANK.part {tmp_path}/$RANK; sleep 600"
-    command = [sys.executable, "-m", "trimtab.cli.main", "nodes", "--", "sh", "-c", script]
+    command = [sys.executable, "-c", ON_NODES, "sh", "-c", script]
     # Background processes ignore SIGINT, and so do their children.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=heed) as launcher:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=heed, cwd=ROOT) as launcher:
         try:
             wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(4)), 60, "the ranks didn't start")
             made = {(tmp_path / str(rank)).read_text().strip() for rank in range(4)}
@@ -154,24 +160,38 @@ def test_all_processes_end_with_the_launcher(number: signal.Signals, tmp_path: P
             launcher.wait(60)
         finally:
             launcher.kill()
-    assert launcher.returncode == (130 if number == signal.SIGINT else -number)
+    assert launcher.returncode == -number
     wait_for(lambda: made.isdisjoint(namespaces_in_use()), 60, "a process still runs")
 
 
 def test_error_messages_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    bench = partial(run_command, "benchmarks.runtime", ["--nodes", "2", "--link-mbit", "500"])
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    for command in (partial(main, ["nodes", "--", "true"]), bench):
-        assert command() == 2
-        error = capsys.readouterr().err
-        assert error.endswith("which only root can create; run this as root\n")
-        assert error.count("\n") == 1
+    assert run_command("benchmarks.runtime", ["--nodes", "2", "--link-mbit", "500"]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("which only root can create; run this as root\n")
+    assert error.count("\n") == 1
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(namespaces, "TOOLS", {})
-    assert main(["nodes", "--", "no-such-program"]) == 2
-    assert "no-such-program: no such program" in capsys.readouterr().err
-    monkeypatch.undo()
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(namespaces, "TOOLS", {})
+        with pytest.raises(InputError, match="no-such-program: no such program"):
+            run_job("no-such-program")
     monkeypatch.setenv("PATH", "/nowhere")
-    assert main(["nodes", "--", "true"]) == 2
-    assert capsys.readouterr().err.endswith("install iproute2 and util-linux\n")
+    with pytest.raises(InputError, match=r"install iproute2 and util-linux$"):
+        run_job("true")
+
+
+def test_the_first_to_raise_does_not_depend_on_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks report in files, whose times are those of a clock that may be set."""
+    reported = []
+    for number in range(2):
+        file, before = tmp_path / f"{number}.json", time.monotonic()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        failing = get_context("fork").Process(target=launcher._exit_with_error, args=(ValueError("wrong"),))
+        failing.start()
+        failing.join()
+        assert failing.exitcode == 1
+        report = read_error_file(file)
+        assert report is not None
+        assert before <= report.time <= time.monotonic()
+        reported.append(report.time)
+    assert reported == sorted(reported)

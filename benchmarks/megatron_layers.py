@@ -1,33 +1,29 @@
-"""`MegatronLayers`: MoE layers of Megatron-core in DDP, with routing of a chosen imbalance, plain or balanced."""
+"""`MegatronLayers`: MoE layers of Megatron-core in DDP; `LayerCase`: their sizes, and routing of a chosen imbalance."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import TEGroupedMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from benchmarks.replayed_megatron import ReplayedMegatron
 from trimtab.array_type import Array
 from trimtab.calibration.measurement import this_device
 from trimtab.cluster import ModelSpec
-from trimtab.integrations.megatron import MegatronSession, balance
 
 # The search for a popularity with the wanted max/mean.
 SAMPLE, HALVINGS = 2048, 20
@@ -100,22 +96,20 @@ class _Stack(MegatronModule):
         return hidden
 
 
-class MegatronLayers:
-    """The layers on this rank, and a step: forward and backward of all micro-batches by Megatron's own schedule.
+class MegatronLayers(ReplayedMegatron):
+    """The layers on this rank. Those of the same case have equal weights.
 
-    Two of the same case have equal weights. Transformer Engine computes experts and merges their gradients, if it is
-    installed; else one MLP after the other.
+    Transformer Engine computes experts and merges their gradients, if it is installed; else one MLP after the other.
 
     Args:
         grouped_linear: takes the place of Transformer Engine's class, which need not be installed then.
 
     Attributes:
-        ddp: the model.
         engine: what computes experts.
     """
 
     def __init__(self, case: LayerCase, grouped_linear: type[torch.nn.Module] | None = None) -> None:
-        self._case, device = case, this_device()
+        device = this_device()
         has_engine = device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
         self.engine = "TEGroupedMLP" if has_engine or grouped_linear else "SequentialMLP"
         model_parallel_cuda_manual_seed(0)
@@ -127,73 +121,17 @@ class MegatronLayers:
                 TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=grouped_linear, linear_fc2=grouped_linear)
             )
         stack = _Stack(config, spec, case.layers).to(device)
-        self.ddp: Any = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), stack)
-        config.no_sync_func = self.ddp.no_sync
-        self._replays = [layer.router.router_replay for layer in stack.modules() if isinstance(layer, MoELayer)]
         generator = torch.Generator().manual_seed(dist.get_rank())
         shape = (2, case.micro_batches, case.tokens, 1, case.model.hidden_size)
         values = (torch.randn(shape, generator=generator) * SCALE).to(device, config.params_dtype)
         self._hidden_MN, self._target_MN = values[0].requires_grad_(), values[1]
+        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        super().__init__(stack, options, range(case.micro_batches), (1, case.tokens))
 
-    def balance(self, slots: int) -> MegatronSession:
-        """Balance it."""
-        return balance(self.ddp, slots_per_rank=slots)
-
-    def gradients(self) -> list[torch.Tensor]:
-        """The `main_grad` of every parameter."""
-        return [parameter.main_grad for parameter in self.ddp.parameters()]
-
-    def zero(self) -> None:
-        """Zero all gradients."""
-        self.ddp.zero_grad_buffer()
-
-    def step_with_replay(self, routing: list[torch.Tensor]) -> None:
-        """A step of Megatron alone, with recorded experts by its `RouterReplay`.
-
-        Args:
-            routing: for each micro-batch `[L, n, K]` int64, on the device.
-        """
-        for replay in self._replays:
-            replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        ids = iter(routing)
-
-        def forward(numbers: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:
-            for replay, ids_NK in zip(self._replays, next(ids), strict=True):
-                replay.set_target_indices(ids_NK)
-            return self._forward(numbers, model)
-
-        self._run(get_forward_backward_func(), forward)
-        for replay in self._replays:
-            replay.clear_indices()
-            replay.clear_router_replay_action()
-
-    def planned_step(self, session: MegatronSession, routing: list[Array]) -> None:
-        """A planned step."""
-        self._run(session.planned(get_forward_backward_func(), routing), self._forward)
-
-    def _run(self, forward_backward: Callable[..., Any], forward: Callable[..., Any]) -> None:
-        forward_backward(
-            forward_step_func=forward, data_iterator=iter(range(self._case.micro_batches)), model=self.ddp,
-            num_microbatches=self._case.micro_batches, seq_length=self._case.tokens, micro_batch_size=1,
-            forward_only=False,
-        )  # fmt: skip
-
-    def _forward(self, numbers: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:
-        number = next(numbers)
+    def _forward(self, batches: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:
+        number = next(batches)
         output = model(self._hidden_MN[number])
         return output, lambda output: ((output * self._target_MN[number]).sum(), {})
-
-
-def start_megatron() -> None:
-    """Make all ranks one expert-parallel group. Collective."""
-    if not torch.cuda.is_available():
-        from trimtab.integrations.megatron.on_cpu import use_cpu
-
-        torch.compiler.set_stance("force_eager")
-        use_cpu()
-    parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=dist.get_world_size(), expert_tensor_parallel_size=1
-    )
 
 
 def _config(case: LayerCase, has_engine: bool) -> TransformerConfig:
