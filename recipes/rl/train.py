@@ -1,0 +1,705 @@
+"""`python -m recipes.rl.train`: train a small MoE by RL on local ranks or under torchrun, balanced by Trimtab.
+
+A supervised warm start on several tasks, then RL on one of them. Recompute and update replay the rollout's routing under
+the plan. At the end a second trainer without balancing trains further steps beside the run's, to compare times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch.utils.tensorboard.writer import SummaryWriter
+
+from recipes.rl import task
+from recipes.rl.batches import (
+    Loss,
+    MicroBatch,
+    Outputs,
+    TrainedTokens,
+    clipped_policy_loss,
+    clipped_tokens,
+    collate,
+    token_log_probs,
+)
+from recipes.rl.checkpoint import Checkpoint, last_checkpoint, last_folder, step_of, write_checkpoint
+from recipes.rl.compare import compare_policies, show_comparison, write_page
+from recipes.rl.config import TrainConfig, add_to, resumed
+from recipes.rl.responses import Response, count_solved, encode, gather, generate, response_draws, sample_groups
+from recipes.rl.t_ppo import PPO, ValueHead, ValueTrunk, Windows
+from trimtab.cli.main import run as run_command
+from trimtab.cli.options import given
+from trimtab.cli.parser import Parser
+from trimtab.console import console
+from trimtab.errors import InputError
+from trimtab.files import write_atomically
+from trimtab.integrations.transformers import distribute_experts, moe_blocks, num_experts
+from trimtab.integrations.transformers.families import family_of
+from trimtab.launch import launch
+from trimtab.planner import Placement, Schedule, pack_by_length
+from trimtab.rank_variables import rank_variable, torchrun_ranks
+from trimtab.runtime import MicroStep, PlannedStep, Session
+from trimtab.runtime.step_planner import default_rates
+from trimtab.trace import RoutingTrace, hash_tokens, write_trace
+
+WARM_UP_STEPS = 3
+MAX_NORM = 1.0
+WARM_START_LEARNING_RATE = 2e-3
+# The default of `router_aux_loss_coef` in transformers. Experts may specialise.
+BALANCE_WEIGHT = 0.001
+# Header and format of each column of the step lines.
+COLUMNS = {
+    "step": "{step:>4}",
+    "reward": "{reward:>6.3f}",
+    "max_vio": "{moe/max_vio_before:.3f} -> {moe/max_vio_after:.3f}",
+    "replicas": "{moe/replicas:>8}",
+    "plan": "{plan_ms:>5.1f} ms",
+    "rollout": "{rollout_s:>5.2f} s",
+    "recompute": "{recompute_s:>7.2f} s",
+    "update": "{update_s:>5.2f} s",
+}
+
+
+class GRPO:
+    """Group-relative policy optimization (arXiv 2402.03300): advantages from the rollout, no value model.
+
+    A loss is a sum over tokens divided by a constant that is known before the step, so that every grouping of responses
+    into micro-batches gives the same gradients. `PPO` and `TPPO` have the same methods.
+    """
+
+    title = "GRPO"
+    value_model = None
+    windows = None
+
+    def trained(self, responses: Sequence[Response]) -> list[Response]:
+        """Responses with an advantage. A group whose responses all have the same reward has no gradient."""
+        return [response for response in responses if response.advantage != 0]
+
+    def with_targets(self, batch: MicroBatch, outputs: Outputs) -> MicroBatch:
+        """The micro-batch with all that the loss needs from the recompute, here nothing."""
+        return batch
+
+    def loss(self, batch: MicroBatch, outputs: Outputs, old: torch.Tensor, tokens: TrainedTokens) -> Loss:
+        """The clipped loss, mean over response tokens.
+
+        Args:
+            batch: from `with_targets`.
+            outputs: under the weights now.
+            old: log-probabilities `[B, T]` under the weights before the step.
+            tokens: of the mini-batch.
+        """
+        log_ratio = outputs.log_probs - old
+        loss = clipped_policy_loss(log_ratio, batch.advantages) * batch.response_mask
+        clipped = clipped_tokens(log_ratio, batch.response_mask)
+        figures = {"clipped": clipped, "tokens": float(batch.response_mask.sum())}
+        return loss.sum() / max(1, tokens.policy), figures
+
+    def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a step from its figures, summed over all ranks and mini-batches."""
+        return {"ppo/clip_fraction": totals["clipped"] / max(1, totals["tokens"])}
+
+
+class Laps(dict[str, float]):
+    """Seconds of consecutive parts of a step, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """End the current part, give it a name, and start the next one."""
+        now = time.perf_counter()
+        self[name], self._last = now - self._last, now
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedStep:
+    """A step whose responses are on their ranks.
+
+    Attributes:
+        schedule: of all ranks.
+        planned: plan of the step over all ranks; None in mode `live`.
+        trace: routing of this rank's responses, in plan order.
+        batches: this rank's micro-batches, one per micro-step. The recompute adds what the algorithm's loss needs.
+        tokens: of each mini-batch over all ranks.
+        computed_tokens: that all ranks feed to the model.
+    """
+
+    schedule: Schedule
+    planned: PlannedStep | None
+    trace: RoutingTrace
+    batches: list[MicroBatch]
+    tokens: list[TrainedTokens]
+    computed_tokens: int
+
+
+class Trainer:
+    """One rank of a training run.
+
+    Args:
+        config: settings of the run.
+        checkpoint: to continue from; None for a new run.
+
+    Attributes:
+        algorithm: decides on losses.
+        first_step: index of the first RL step to run.
+        held_out_accuracy: measured so far, by the time of measurement.
+    """
+
+    def __init__(self, config: TrainConfig, checkpoint: Checkpoint | None = None) -> None:
+        self.config, self.operation = config, task.TASKS[config.task]
+        self.first_step = checkpoint.step if checkpoint else 0
+        self.held_out_accuracy = dict(checkpoint.held_out_accuracy) if checkpoint else {}
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        torch.set_flush_denormal(True)
+        torch.manual_seed(config.seed)
+        model = checkpoint.folder if checkpoint else config.model
+        self.tokenizer = task.load_tokenizer(model, config.task)
+        self.model_config = task.load_config(model, self.tokenizer, config.expert_width)
+        self.model = task.load_model(model, self.model_config, torch.float32).to(self.device)
+        self.rollout_model = task.load_model(None, self.model_config, torch.bfloat16).to(self.device).eval()
+        self.layer_indices = np.array(list(moe_blocks(self.model)), np.int32)
+        # Given rates, so that a resumed run makes the same plans.
+        self.session = self._session(config.mode, config.policy, rates=default_rates(self.device))
+        distribute_experts(self.model, self.session)
+        self.model.train()
+        self.replicated = self.session.replicated_parameters(self.model)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+        self.session.register_optimizers(self.optimizer)
+        self.algorithm = self._make_algorithm()
+        if checkpoint:
+            self._restore(checkpoint)
+
+    def _session(self, mode: Any, policy: Any, **settings: Any) -> Session:
+        return Session(
+            num_experts=num_experts(self.model_config),
+            mode=mode,
+            policy=policy,
+            slots_per_rank=self.config.slots,
+            ranks_per_node=rank_variable("LOCAL_WORLD_SIZE", self.num_ranks),
+            **settings,
+        )
+
+    def _make_algorithm(self) -> GRPO | PPO:
+        config = self.config
+        if config.algorithm == "grpo":
+            return GRPO()
+        if config.value_model == "head":
+            value_model: Any = ValueHead(self.model_config.hidden_size, config.seed, self.device)
+        else:
+            # Planned runs can be repeated bit for bit. `quota` depends on counts alone, `auto` on measured times.
+            policy = config.policy if self.is_live else "quota" if config.mode == "plan" else "off"
+            value_model = ValueTrunk(self.model_config, self._session("live", policy), self.device)
+        if config.algorithm == "ppo":
+            return PPO(value_model)
+        places = len(range(self.rank, config.problems, self.num_ranks)) * config.samples
+        sizes = {"window": config.window, "max_new_tokens": config.max_new_tokens, "seed": config.seed}
+        return PPO(value_model, Windows(places, operation=self.operation, **sizes))
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Continue with optimizer, algorithm and homes of a checkpoint."""
+        self.session.logical.load_optimizer_state(self.model, self.optimizer, checkpoint.optimizer)
+        for name, part in self._stateful.items():
+            part.load_state(checkpoint.algorithm[name])
+        home = np.array(checkpoint.homes, np.int16)
+        if home.max() + 1 == self.num_ranks:
+            self.session.move(Placement(home))
+        self.sync_rollout()
+
+    @property
+    def _stateful(self) -> dict[str, Any]:
+        """Parts of the algorithm that have a state from step to step."""
+        parts = {"value_model": self.algorithm.value_model, "windows": self.algorithm.windows}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @property
+    def is_live(self) -> bool:
+        """Whether steps are balanced from live routing."""
+        return bool(self.config.mode == "live")
+
+    def warm_start(self, on_step: Callable[[float], None] = lambda loss: None) -> None:
+        """Train on demonstrations, without a plan: their routing is not known, so layers follow the router. Collective.
+
+        Args:
+            on_step: called after every supervised step with this rank's loss.
+        """
+        config, rng = self.config, random.Random(f"warm start {self.config.seed}")
+        rate = WARM_START_LEARNING_RATE
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, rate, total_steps=config.warm_start_steps + 1, pct_start=0.1
+        )
+        for _ in range(config.warm_start_steps):
+            shown = [task.draw_demonstration(rng, self.operation) for _ in range(config.warm_start_batch)]
+            tokens, fed, response_mask = self._encode_demonstrations(shown[self.rank :: self.num_ranks])
+            with self.session.live_micro_step(positions=fed), recorded_routers(self.model) as routed:
+                log_probs = token_log_probs(self.model(input_ids=tokens[:, :-1], use_cache=False).logits, tokens[:, 1:])
+                loss = -(log_probs * response_mask).sum() / response_mask.sum()
+                balance = sum(load_balancing_loss(logits[fed], ids[fed]) for logits, ids in routed)
+                # All ranks have equal weight; the constant is known before the step.
+                ((loss + BALANCE_WEIGHT * balance) / self.num_ranks).backward()
+            self.session.finish_gradients(self.replicated)
+            self.session.clip_gradients(self.replicated, MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            on_step(float(loss.detach()))
+        self.weights_are_ready()
+
+    def _encode_demonstrations(
+        self, shown: Sequence[tuple[task.Problem, str]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens `[B, T + 1]`, padded on the right; positions `[n]` of fed tokens among all B * T rows; `[B, T]`
+        float32, 1 where the target belongs to the response."""
+        texts = [problem.prompt + response for problem, response in shown]
+        tokens = self.tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
+        prompt_lengths = torch.tensor([len(self.tokenizer(problem.prompt)["input_ids"]) for problem, _ in shown])
+        present = tokens["attention_mask"].bool()
+        response = (torch.arange(present.shape[1]) >= prompt_lengths[:, None]) & present
+        # A token is fed if another one follows it.
+        fed = present[:, 1:].flatten().nonzero().squeeze(1)
+        return tokens["input_ids"].to(self.device), fed.to(self.device), response[:, 1:].float().to(self.device)
+
+    def weights_are_ready(self) -> None:
+        """Copy the weights that RL starts from to the rollout model, and to a value model with layers like the
+        policy's. Collective."""
+        self.sync_rollout()
+        if self.algorithm.value_model is not None:
+            self.algorithm.value_model.start_from(self.session.logical_state_dict(self.model))
+
+    def sync_rollout(self) -> None:
+        """Copy the trained weights to the rollout model. Collective."""
+        self.rollout_model.load_state_dict(self.session.logical_state_dict(self.model))
+
+    def measure_accuracy(self, when: str) -> None:
+        """Measure the fraction of held-out problems that the rollout model solves greedily. Collective."""
+        problems = task.held_out_problems(self.config.held_out, self.operation)
+        self.held_out_accuracy[when] = self.total(self.count_correct(problems)) / len(problems)
+
+    def count_correct(self, problems: Sequence[task.Problem]) -> int:
+        """Number of this rank's part of the problems that the rollout model solves greedily."""
+        mine = problems[self.rank :: self.num_ranks]
+        if not mine:
+            return 0
+        prompts = encode(self.tokenizer, mine, self.device)
+        tokens, _ = generate(self.rollout_model, self.tokenizer, prompts, self.config.max_new_tokens)
+        return count_solved(self.tokenizer, mine, tokens[:, prompts["input_ids"].shape[1] :])
+
+    def rollout(self, step: int) -> list[Response]:
+        """Responses to this rank's part of a step's problems, or a window of the algorithm's responses."""
+        if self.algorithm.windows is not None:
+            return self.algorithm.windows.advance(self.rollout_model, self.tokenizer, step)
+        rng = random.Random(f"problems {self.config.seed} {step}")
+        problems = [
+            task.draw_problem(rng, held_out=False, operation=self.operation) for _ in range(self.config.problems)
+        ]
+        count = None if self.is_live else partial(self.session.plan_ahead, token_budget=self.config.token_budget)
+        return self.sample(problems, step, count)
+
+    def sample(
+        self, problems: Sequence[task.Problem], step: int, count: Callable[[RoutingTrace], None] | None
+    ) -> list[Response]:
+        """Responses to this rank's part of the problems of all ranks.
+
+        Args:
+            count: takes the routing of responses that end first, from which the next plan is prepared.
+        """
+        indices = range(self.rank, len(problems), self.num_ranks)
+        mine = [problems[index] for index in indices]
+        return sample_groups(self.rollout_model, self.tokenizer, mine, self.draws(step, indices), count)
+
+    def draws(self, step: int, problems: Sequence[int]) -> Any:
+        """Draws of all responses to these problems of a step."""
+        return response_draws(self.config.seed, step, problems, self.config.samples, self.config.max_new_tokens)
+
+    def routing_of(self, responses: Sequence[Response], step: int) -> RoutingTrace:
+        """The routing of this rank's responses."""
+        return RoutingTrace.from_sequences(
+            [response.expert_ids for response in responses],
+            num_experts=num_experts(self.model_config),
+            shape=(len(self.layer_indices), self.model_config.num_experts_per_tok),
+            layer_indices=self.layer_indices,
+            prompt_lengths=[response.prompt_length for response in responses],
+            steps=step,
+            sequence_hashes=[hash_tokens(response.token_ids) for response in responses],
+            prompt_hashes=[hash_tokens(response.token_ids[: response.prompt_length]) for response in responses],
+            windows=[response.windows for response in responses],
+            model=self.model_config.model_type,
+        )
+
+    def prepare(self, responses: Sequence[Response], step: int) -> PreparedStep:
+        """Schedule the step of all ranks' responses, and form this rank's micro-batches. Collective.
+
+        In mode `live` the schedule is made from lengths alone. In other modes the step is planned.
+        Mini-batches take every n-th response, so that each has some responses of most groups.
+        """
+        of_ranks: list[list[Response]] = gather(responses)
+        everyone = [response for part in of_ranks for response in part]
+        lengths = np.array([(r.num_fed, r.policy_tokens, r.value_tokens) for r in everyone], np.int64).reshape(-1, 3)
+        count, budget, planned = self.config.mini_batches, self.config.token_budget, None
+        mini_batch = np.arange(len(lengths)) % count
+        if self.is_live:
+            sizes: Any = {"num_ranks": self.num_ranks, "token_budget": budget, "mini_batch": mini_batch}
+            schedule = pack_by_length(lengths[:, 0], **sizes)
+        else:
+            routing = self.routing_of(responses, step)
+            planned = self.session.plan_sequences(routing, token_budget=budget, mini_batch=mini_batch)
+            schedule = planned.schedule
+        is_mine, pad = schedule.rank == self.rank, self.tokenizer.pad_token_id
+        parts = [
+            [everyone[index] for index in np.flatnonzero(is_mine & (schedule.micro_step == micro_step))]
+            for micro_step in range(schedule.num_micro_steps)
+        ]
+        batches = [collate(part, pad_token_id=pad, device=self.device) for part in parts]
+        policy, value = (np.bincount(mini_batch, weights=column, minlength=count) for column in lengths.T[1:])
+        tokens = [TrainedTokens(*map(int, pair)) for pair in zip(policy, value, strict=True)]
+        trace = self.routing_of([response for part in parts for response in part], step)
+        return PreparedStep(schedule, planned, trace, batches, tokens, int(lengths[:, 0].sum()))
+
+    def forward(self, batch: MicroBatch, wanted: torch.Tensor) -> Outputs:
+        """Run the model on a micro-batch, inside its micro-step.
+
+        Args:
+            wanted: `[B, T]`, not 0 where the log-probability of the target is needed. Others are 0, and have no logits.
+        """
+        hidden = self.model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        rows = wanted.flatten().nonzero()[:, 0]
+        logits = self.model.get_output_embeddings()(hidden.flatten(0, 1)[rows])
+        found = token_log_probs(logits, batch.targets.flatten()[rows])
+        return Outputs(found.new_zeros(wanted.numel()).index_put((rows,), found).view_as(wanted), hidden)
+
+    def micro_step(self, batch: MicroBatch, index: int) -> MicroStep:
+        """Context for the forwards and backwards of a micro-batch."""
+        if self.is_live:
+            return self.session.live_micro_step(positions=batch.positions)
+        return self.session.micro_step(index, positions=batch.positions, sequence_hashes=batch.sequence_hashes)
+
+    def recompute(self, prepared: PreparedStep) -> list[torch.Tensor]:
+        """Log-probabilities of all micro-batches under the weights before the step.
+
+        The micro-batches get what the algorithm's loss needs beside them.
+        """
+        old_log_probs = []
+        for index, batch in enumerate(prepared.batches):
+            with torch.no_grad(), self.micro_step(batch, index):
+                outputs = self.forward(batch, batch.response_mask)
+                prepared.batches[index] = self.algorithm.with_targets(batch, outputs)
+                old_log_probs.append(outputs.log_probs)
+        return old_log_probs
+
+    def rollout_difference(self, prepared: PreparedStep, old_log_probs: Sequence[torch.Tensor]) -> float:
+        """Mean absolute difference of the recompute's log-probabilities to the rollout's, in nats per trained token that
+        this step sampled. Only rounding of the rollout (bfloat16) remains if the recompute replays its routing.
+        Collective."""
+        difference = tokens = 0.0
+        for batch, log_probs in zip(prepared.batches, old_log_probs, strict=True):
+            mask = batch.policy_mask * (batch.ages == 0)
+            difference += float(((log_probs - batch.rollout_log_probs).abs() * mask).sum())
+            tokens += float(mask.sum())
+        return self.total(difference) / max(1, self.total(tokens))
+
+    def accumulate(
+        self, prepared: PreparedStep, old_log_probs: Sequence[torch.Tensor], mini_batch: int
+    ) -> Counter[str]:
+        """Run forward and backward of one mini-batch's micro-steps, and complete the gradients. Collective.
+
+        Returns:
+            Sums over this rank's tokens: `loss` (already divided by the tokens of all ranks), and the algorithm's
+            figures.
+        """
+        sums: Counter[str] = Counter()
+        for index in prepared.schedule.micro_steps_of(mini_batch):
+            batch = prepared.batches[index]
+            with self.micro_step(batch, index):
+                outputs = self.forward(batch, batch.policy_mask)
+                loss, figures = self.algorithm.loss(batch, outputs, old_log_probs[index], prepared.tokens[mini_batch])
+                loss.backward()
+            sums.update({"loss": float(loss.detach()), **figures})  # type: ignore[arg-type]
+        self.session.finish_gradients(self.replicated)
+        if self.algorithm.value_model is not None:
+            self.algorithm.value_model.finish_gradients()
+        return sums
+
+    def update(self, prepared: PreparedStep, old_log_probs: Sequence[torch.Tensor], step: int) -> dict[str, float]:
+        """Run all optimizer steps of an RL step. Returns metrics, equal on all ranks. Collective."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS)
+        sums: Counter[str] = Counter()
+        norms = []
+        for mini_batch in range(self.config.mini_batches):
+            sums.update(self.accumulate(prepared, old_log_probs, mini_batch))
+            norms.append(self.session.clip_gradients(self.replicated, MAX_NORM))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.algorithm.value_model is not None:
+                self.algorithm.value_model.step()
+        # Every rank has the same names.
+        totals = Counter({name: self.total(sums[name]) for name in sorted(sums)})
+        metrics = {"grad_norm": norms[0], "loss": totals["loss"] / self.config.mini_batches}
+        if self.algorithm.value_model is not None:
+            metrics |= self.algorithm.value_model.metrics()
+        return metrics | self.algorithm.metrics(totals)
+
+    def train(self, responses: Sequence[Response], step: int) -> tuple[PreparedStep, dict[str, Any]]:
+        """Prepare, recompute, update, and copy the weights to the rollout model: an RL step after its rollout.
+        Collective.
+
+        Returns:
+            The step, and metrics, which are equal on all ranks but for times.
+        """
+        laps = Laps()
+        prepared = self.prepare(responses, step)
+        metrics: dict[str, Any] = {
+            "tokens/computed": prepared.computed_tokens,
+            "tokens/trained": sum(tokens.policy for tokens in prepared.tokens),
+        }
+        laps.end("prepare_s")
+        self.session.take_metrics()
+        report = None if prepared.planned is None else self.session.apply_plan(prepared.planned, prepared.trace)
+        laps.end("plan_s")
+        old_log_probs = self.recompute(prepared)
+        laps.end("recompute_s")
+        metrics["ppo/rollout_logprob_diff"] = self.rollout_difference(prepared, old_log_probs)
+        metrics |= self.update(prepared, old_log_probs, step)
+        laps.end("update_s")
+        metrics |= self.after_update(prepared)
+        self.sync_rollout()
+        laps.end("sync_s")
+        # Every micro-step runs twice, in recompute and in update.
+        metrics |= {"moe/micro_steps": 2 * prepared.schedule.num_micro_steps, "plan/background_s": 0.0} | laps
+        for name, value in self.session.take_metrics().items():
+            metrics[name] = value if name.startswith(("moe/", "plan/", "live/")) else self.total(value)
+        if report is None:
+            names = ("max_vio_before", "max_vio_after", "replicas")
+            return prepared, metrics | {f"moe/{name}": metrics[f"live/{name}"] for name in names}
+        metrics |= report.metrics()
+        metrics["waited_s"] += metrics["plan/waited_s"]
+        # What was planned while the step ran, in place of what was expected.
+        for figure, planned in (("moe/replicas", "moe/planned_replicas"), ("moe/max_vio_after", "moe/planned_max_vio")):
+            metrics[figure] = metrics.get(planned, metrics[figure])
+        return prepared, metrics
+
+    def after_update(self, prepared: PreparedStep) -> dict[str, float]:
+        """Called before the rollout gets the weights. Returns metrics. Collective."""
+        return {}
+
+    def step(self, step: int) -> dict[str, Any]:
+        """Run one RL step. Returns its metrics; all but times are equal on all ranks. Collective."""
+        laps = Laps()
+        responses = self.rollout(step)
+        laps.end("rollout_s")
+        metrics = {"step": step} | self.rollout_metrics([r for part in gather(responses) for r in part])
+        prepared, of_training = self.train(self.algorithm.trained(responses), step)
+        traces = gather(prepared.trace)
+        if self.rank == 0:
+            write_trace(RoutingTrace.concatenate(traces), self.config.out / "routing" / f"step-{step:05d}.parquet")
+        return metrics | of_training | laps
+
+    def rollout_metrics(self, responses: Sequence[Response]) -> dict[str, Any]:
+        """Metrics of a step's rollout, from the responses of all ranks, each of which had a place.
+
+        A decode step samples one token of every response that has not ended, on every rank. Ranks decode side by side
+        and wait for the one with most decode steps. The occupancy is sampled tokens / (places x decode steps).
+        """
+        finished, new = [r for r in responses if r.is_finished], [r.new_tokens for r in responses]
+        return {
+            "reward": sum(r.reward for r in finished) / max(1, len(finished)),
+            "response_length": sum(r.length for r in finished) / max(1, len(finished)),
+            "trained_sequences": len(self.algorithm.trained(responses)),
+            "rollout/longest_response": max(r.length for r in responses),
+            "rollout/finished": len(finished),
+            "rollout/tokens": sum(new),
+            "rollout/prefix_tokens": sum(len(r.token_ids) for r in responses) - sum(new),
+            "rollout/decode_steps": max(new),
+            "rollout/occupancy": sum(new) / (len(new) * max(new)),
+        }
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint after `step` RL steps. Collective."""
+        # Gathering is collective; only rank 0 receives tensors.
+        weights = dict(self.session.logical.weights(self.model))
+        optimizer = dict(self.session.logical.optimizer_state(self.model, self.optimizer))
+        algorithm = {name: part.state() for name, part in self._stateful.items()}
+        if self.rank == 0:
+            folder = self.config.out / "checkpoints" / f"step-{step:05d}"
+            homes = self.session.placement.home.tolist()
+            checkpoint = Checkpoint(folder, step, self.held_out_accuracy, homes, optimizer, algorithm)
+            write_checkpoint(checkpoint, self.model_config, self.tokenizer, weights)
+
+    def close(self) -> None:
+        """Release threads and shared memory."""
+        self.session.close()
+        if self.algorithm.value_model is not None:
+            self.algorithm.value_model.close()
+
+    def total(self, value: float) -> float:
+        """The sum over all ranks. Collective."""
+        summed = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(summed)
+        return float(summed)
+
+
+@contextmanager
+def recorded_routers(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A list of the `(logits [T, E], ids [T, K])` of all routers that run in the context."""
+    routed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    router = family_of(model.config).router
+    hooks = [
+        getattr(block, router).register_forward_hook(lambda _router, _args, output: routed.append(output[::2]))
+        for block in moe_blocks(model).values()
+    ]
+    try:
+        yield routed
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The auxiliary loss of Switch Transformers (arXiv 2101.03961) of one layer; 1 if all experts are equally likely.
+
+    Args:
+        logits: `[T, E]` of the router.
+        ids: `[T, K]` chosen experts.
+    """
+    experts = logits.shape[1]
+    fraction_E = torch.bincount(ids.flatten(), minlength=experts) / ids.numel()
+    return experts * (fraction_E * logits.softmax(dim=-1).mean(dim=0)).sum()
+
+
+def run_training(trainer_type: type[Trainer], config: TrainConfig) -> None:
+    """Train from the last checkpoint in `config.out`, or from the start. All files are written there. Collective."""
+    trainer = trainer_type(config, last_checkpoint(config.out))
+    is_writer, out = trainer.rank == 0, config.out
+    screen = console(quiet=not is_writer)
+    metrics, events = None, None
+    if is_writer:
+        write_atomically(out / "settings.json", config.to_json(trainer.num_ranks))
+        kept = (out / "metrics.jsonl").read_text().splitlines(True) if (out / "metrics.jsonl").exists() else []
+        write_atomically(out / "metrics.jsonl", "".join(kept[: trainer.first_step]))
+        metrics = (out / "metrics.jsonl").open("a")
+        events = SummaryWriter(str(out / "tensorboard"), purge_step=trainer.first_step)
+    if trainer.first_step or trainer.held_out_accuracy:
+        screen.print(f"continuing after {trainer.first_step} of {config.steps} steps")
+    else:
+        with progress("warm start", config.warm_start_steps, shown=is_writer) as advance:
+            trainer.warm_start(lambda loss: advance(f"loss {loss:.3f}"))
+        trainer.measure_accuracy("after warm start")
+        if config.warm_start_steps:
+            trainer.save(0)
+    screen.print(f"held-out accuracy after warm start: {trainer.held_out_accuracy['after warm start']:.1%}")
+    # A Counter has 0 for every metric.
+    widths = (len(text.format_map(Counter())) for text in COLUMNS.values())
+    screen.print("  ".join(name.rjust(width) for name, width in zip(COLUMNS, widths, strict=True)))
+    for step in range(trainer.first_step, config.steps):
+        line = trainer.step(step)
+        screen.print("  ".join(t.format_map(line | {"plan_ms": line["plan_s"] * 1e3}) for t in COLUMNS.values()))
+        if metrics is not None and events is not None:
+            metrics.write(json.dumps(line) + "\n")
+            metrics.flush()
+            for name in line.keys() - {"step"}:
+                events.add_scalar(name, line[name], step)
+        if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+            trainer.save(step + 1)
+    trainer.measure_accuracy(f"after {config.steps} {trainer.algorithm.title} steps")
+    files, summary = ["metrics.jsonl", "routing/", "checkpoints/", "tensorboard/"], {}
+    comparison = None
+    if config.compare_pairs and config.mode in ("plan", "rehome"):
+        dist.barrier()
+        static = trainer_type(replace(config, mode="static"), last_checkpoint(out))
+        with progress(f"static against {config.mode}", config.compare_pairs, shown=is_writer) as advance:
+            comparison = compare_policies(static, trainer, config.steps, config.compare_pairs, advance)
+        static.close()
+    if metrics is not None and events is not None:
+        metrics.close()
+        events.close()
+        summary = show_comparison(screen, config.held_out, trainer.held_out_accuracy, comparison)
+        if comparison is not None:
+            write_page(trainer, comparison, summary)
+            files = ["report.html", "timeline.json.gz", *files]
+        write_atomically(out / "summary.json", json.dumps(summary, indent=2) + "\n")
+        screen.print(f"Everything is in {out}: {', '.join(files)}")
+
+
+@contextmanager
+def progress(title: str, total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
+    """A progress bar over `total` steps. Yields a function to call after each step, with a short note."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}"), disable=not shown) as bar:
+        task = bar.add_task(title, total=total, note="")
+        yield lambda note: bar.update(task, advance=1, note=note)
+
+
+def start(trainer_type: type[Trainer], config_type: type[TrainConfig], options: argparse.Namespace) -> None:
+    """Begin or resume the run that the options ask for.
+
+    Raises:
+        InputError: if options don't fit each other or the run in the folder.
+    """
+    out, asked = options.out, given(options, config_type)
+    is_new = not out.exists() or not any(out.iterdir())
+    if options.resume and not is_new:
+        config, ranks = resumed(config_type, out, asked)
+    elif os.environ.get("RANK", "0") == "0" and not is_new:
+        raise InputError(f"--output {out} is there already and not empty; name a new folder, or --resume the run in it")
+    else:
+        asked.setdefault("max_new_tokens", task.LONGEST_RESPONSES[asked.get("task", config_type.task)])
+        config, ranks = config_type(**asked), 2
+    folder = last_folder(out)
+    if folder is not None and step_of(folder) > config.steps:
+        raise InputError(f"--steps is {config.steps}; the run in {out} has done {step_of(folder)} already")
+    ranks = torchrun_ranks() or options.ranks or ranks
+    tokenizer = task.load_tokenizer(config.model, config.task)
+    model_config = task.load_config(config.model, tokenizer)
+    # Raises an error if the ranks don't divide the experts.
+    Placement.contiguous(1, num_experts(model_config), ranks)
+    if config.value_model == "trunk" and config.algorithm == "grpo":
+        raise InputError("--value-model trunk: grpo has no value model; use --algorithm ppo or t-ppo")
+    if config.problems < ranks:
+        raise InputError(f"--problems is {config.problems}; each of the {ranks} ranks needs at least one")
+    out.mkdir(parents=True, exist_ok=True)
+    launch(run_training, (trainer_type, config), ranks=ranks)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns its exit status."""
+    parser = Parser(
+        prog="python -m recipes.rl.train",
+        description="Warm start on several tasks, then RL on one of them. Writes metrics.jsonl, summary.json, "
+        "settings.json, routing/, checkpoints/, tensorboard/, and of a comparison report.html and timeline.json.gz.",
+        examples=[
+            "python -m recipes.rl.train -o out/demo",
+            "python -m recipes.rl.train -o out/demo --resume --steps 60",
+            "python -m recipes.rl.train -o out/tppo --algorithm t-ppo --task counting --window 32",
+            "python -m recipes.rl.train -o out/live --mode live --policy quota",
+            "python -m recipes.rl.train --model path/to/qwen3-moe --warm-start-steps 0 --ranks 8 -o out/run",
+            "torchrun --nnodes 2 --nproc-per-node 8 -m recipes.rl.train -o /shared/run",
+        ],
+    )
+    add_to(parser, TrainConfig)
+    parser.set_defaults(run=partial(start, Trainer, TrainConfig), needs=("torch", "transformers", "tensorboard"))
+    return run_command(parser.prog, lambda: parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    # The module as other processes import it.
+    sys.exit(import_module("recipes.rl.train").main())
