@@ -110,15 +110,19 @@ def token_log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return -flat.view_as(targets)
 
 
-def clipped_policy_loss(log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """PPO's loss of every token, `[B, T]`: minus the smaller of ratio * advantage and clipped ratio * advantage.
+def policy_loss(log_ratio: torch.Tensor, batch: MicroBatch, tokens: TrainedTokens) -> Loss:
+    """PPO's loss: minus the smaller of ratio * advantage and clipped ratio * advantage, mean over the policy's tokens.
 
     Args:
         log_ratio: `[B, T]`, log-probability now minus log-probability before the step.
-        advantages: `[B, 1]` or `[B, T]`.
     """
+    # Targets without a policy loss have no log-probability.
+    log_ratio = log_ratio * batch.policy_mask
     ratio = log_ratio.exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+    loss = -torch.minimum(ratio * batch.advantages, clipped * batch.advantages) * batch.policy_mask
+    figures = {"clipped": clipped_tokens(log_ratio, batch.policy_mask), "policy_tokens": float(batch.policy_mask.sum())}
+    return loss.sum() / max(1, tokens.policy), figures
 
 
 def clipped_tokens(log_ratio: torch.Tensor, mask: torch.Tensor) -> float:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from recipes.rl.task import save_model
 from trimtab.errors import InputError
@@ -69,19 +68,13 @@ def write_checkpoint(checkpoint: Checkpoint, config: Any, tokenizer: Any, weight
     Args:
         config, tokenizer: of the model.
         weights: in logical expert order.
-
-    Raises:
-        InputError: if the weights can't be written, for example on a full disk.
     """
     folder = checkpoint.folder
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     state = {name: getattr(checkpoint, name) for name in ("held_out_accuracy", "homes", "optimizer", "algorithm")}
-    try:
-        save_model(config, weights, tokenizer, partial)
-        torch.save(state, partial / "trainer.pt")
-    except (SafetensorError, RuntimeError) as error:
-        raise InputError(f"{folder}: can't be written ({error}); when that is solved, continue with --resume") from None
+    save_model(config, weights, tokenizer, partial)
+    torch.save(state, partial / "trainer.pt")
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(partial, folder)

@@ -5,9 +5,10 @@ The result in words, figures for `summary.json`, and the page of a simulated ste
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,36 +20,28 @@ from rich.table import Column, Table
 from recipes.rl.responses import Response, gather
 from trimtab.array_type import Array
 from trimtab.calibration.alternating_rounds import median_with_interval
+from trimtab.files import write_atomically
 from trimtab.planner.plan.pass_times import PARTS
 from trimtab.report.html import write_html
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import seconds
 from trimtab.report.timelines import write_perfetto
-from trimtab.runtime.ranks.recorder import (
-    ACTIVITIES,
-    BACKWARD,
-    COMBINE,
-    DISPATCH,
-    EXPERTS,
-    OTHER,
-    REFRESHING,
-    SUMMING,
-    WAITING,
-    Recording,
-)  # fmt: skip
+from trimtab.runtime.ranks import recorder as kinds
+from trimtab.runtime.ranks.recorder import BACKWARD, Recording
 from trimtab.simulator.recorded_operations import LANES
 
 if TYPE_CHECKING:
     from recipes.rl.train import Trainer
 
 # No rank continues a collective before the last one has started it.
-COLLECTIVES = (DISPATCH, COMBINE, DISPATCH + BACKWARD, COMBINE + BACKWARD)
-IMBALANCE = len(ACTIVITIES)
-NAMES = (*ACTIVITIES, "waiting for other ranks")
+COLLECTIVES = (kinds.DISPATCH, kinds.COMBINE, kinds.DISPATCH + BACKWARD, kinds.COMBINE + BACKWARD)
+EXPERTS = (kinds.EXPERTS, kinds.EXPERTS + BACKWARD)
+IMBALANCE = len(kinds.ACTIVITIES)
+NAMES = (*kinds.ACTIVITIES, "waiting for other ranks")
+# Parts of the page's bars by kind of activity; all others are attention and other.
 PART_OF = {
-    OTHER: "attention", OTHER + BACKWARD: "attention", EXPERTS: "experts", EXPERTS + BACKWARD: "experts",
-    **dict.fromkeys(COLLECTIVES, "dispatch"), WAITING: "transfers", REFRESHING: "migration", SUMMING: "optimizer",
-    IMBALANCE: "imbalance",
+    **dict.fromkeys(EXPERTS, "experts"), **dict.fromkeys(COLLECTIVES, "dispatch"), kinds.WAITING: "transfers",
+    kinds.REFRESHING: "migration", kinds.SUMMING: "optimizer", IMBALANCE: "imbalance",
 }  # fmt: skip
 ABOUT = {
     "static": "uses no routing; no replicas",
@@ -85,111 +78,52 @@ class MeasuredPolicy:
     metrics: list[Metrics]
     loads_MLR: Array
     recorded: Metrics
-    recordings: tuple[Recording, ...]
-
-    @property
-    def median_s(self) -> float:
-        """Median of `step_s`."""
-        return statistics.median(self.step_s)
+    recordings: Sequence[Recording]
 
     def median(self, name: str) -> float:
         """Median of a metric over the steps."""
         return statistics.median(metrics[name] for metrics in self.metrics)
 
-    def total(self, name: str) -> int:
-        """Sum of a metric over the steps."""
-        return int(sum(metrics[name] for metrics in self.metrics))
-
-
-@dataclass(frozen=True, eq=False)
-class PairedComparison:
-    """Both policies on the same responses: expert parallelism without replicas, and the run's mode."""
-
-    static: MeasuredPolicy
-    balanced: MeasuredPolicy
-
-    @property
-    def policies(self) -> dict[str, MeasuredPolicy]:
-        """Both, by name."""
-        return {"static": self.static, "trimtab": self.balanced}
-
-    @property
-    def speedup(self) -> tuple[float, list[float]]:
-        """Step time of static divided by that of the other: median over the pairs, and its 95% interval."""
-        return median_with_interval([s / b for s, b in zip(self.static.step_s, self.balanced.step_s, strict=True)])
-
-    def largest_difference(self, name: str) -> float:
-        """Largest difference of a metric of a pair. Losses and norms are equal but for rounding."""
-        pairs = zip(self.static.metrics, self.balanced.metrics, strict=True)
-        return max(abs(static[name] - balanced[name]) for static, balanced in pairs)
-
     def figures(self) -> dict[str, Any]:
-        """The comparison in `summary.json`. On rank 0.
-
-        `busiest_part` of a static step goes to the experts of the rank that is busiest between two collectives;
-        `possible_speedup` is that of even loads, if nothing else changes.
-        """
-        (ratio, interval), busiest = self.speedup, busiest_part(self.static.recordings)
-        max_vio = self.static.median("moe/max_vio_after")
-        smallest_norm = max(min(metrics["grad_norm"] for metrics in self.static.metrics), 1e-30)
+        """The policy in `summary.json`."""
         return {
-            "speedup": ratio,
-            "speedup_interval": interval,
-            "busiest_part": busiest,
-            "possible_speedup": 1 / (1 - busiest * max_vio / (1 + max_vio)),
-            "loss_difference": self.largest_difference("loss"),
-            "norm_difference": self.largest_difference("grad_norm") / smallest_norm,
-            **{
-                name: {
-                    "median_s": policy.median_s,
-                    "step_s": policy.step_s,
-                    "max_vio": policy.median("moe/max_vio_after"),
-                    "replicas": policy.total("moe/replicas"),
-                    "homes_moved": policy.total("moe/homes_moved"),
-                    **{time: policy.median(time) for time in ("planning_s", "waited_s", "moving_s")},
-                }
-                for name, policy in self.policies.items()
-            },
+            "median_s": statistics.median(self.step_s),
+            "step_s": self.step_s,
+            "max_vio": self.median("moe/max_vio_after"),
+            **{name: int(sum(m[f"moe/{name}"] for m in self.metrics)) for name in ("replicas", "homes_moved")},
+            **{time: self.median(time) for time in ("planning_s", "waited_s", "moving_s")},
         }
 
 
-def compare_policies(
-    static: Trainer, balanced: Trainer, first_step: int, pairs: int, advance: Callable[[str], None] = lambda note: None
-) -> PairedComparison:
-    """Train `pairs` steps with both trainers, and time each. Both change. Collective.
+Policies = Mapping[str, MeasuredPolicy]
+"""`static`, expert parallelism on contiguous homes without replicas, and `trimtab`, the run's mode."""
 
-    A pair before them warms up, one after them is recorded. The trainers alternate in which is first.
+
+def compare_policies(static: Trainer, balanced: Trainer, steps: Iterable[int]) -> Policies:
+    """Train these RL steps with both trainers, and time all but the first. Both change. Collective.
+
+    One more step after them is recorded. The trainers alternate in which is first.
 
     Args:
         static: in mode `static`, with the weights and optimizer state of `balanced`.
         balanced: the run's trainer; it also samples the responses.
-        first_step: index of the first RL step.
-        pairs: number of pairs that are timed.
-        advance: called after each pair with "".
     """
     trainers = {"static": static, "trimtab": balanced}
-    times: dict[str, list[float]] = {name: [] for name in trainers}
-    metrics: dict[str, list[Metrics]] = {name: [] for name in trainers}
-    for pair in range(pairs + 1):
-        responses = balanced.algorithm.trained(balanced.rollout(first_step + pair))
+    timed: dict[str, list[tuple[float, Metrics]]] = {name: [] for name in trainers}
+    for pair, step in enumerate(steps):
+        responses = balanced.algorithm.trained(balanced.rollout(step))
         for name in list(trainers)[:: -1 if pair % 2 else 1]:
-            taken, of_step = _train(trainers[name], responses, first_step + pair)
-            if pair:
-                times[name].append(taken)
-                metrics[name].append(of_step)
-        if pair:
-            advance("")
-    last = first_step + pairs + 1
-    responses = balanced.algorithm.trained(balanced.rollout(last))
-    results = {}
+            timed[name].append(_train(trainers[name], responses, step))
+    responses = balanced.algorithm.trained(balanced.rollout(step + 1))
+    policies = {}
     for name, trainer in trainers.items():
         dist.barrier()
         with trainer.session.recording() as recorder:
-            _, recorded = _train(trainer, responses, last)
+            _, recorded = _train(trainer, responses, step + 1)
             recordings = gather(recorder.finish())
-        loads = trainer.session.rank_loads
-        results[name] = MeasuredPolicy(times[name], metrics[name], loads, recorded, tuple(recordings))
-    return PairedComparison(results["static"], results["trimtab"])
+        times, metrics = (list(column) for column in zip(*timed[name][1:], strict=True))
+        policies[name] = MeasuredPolicy(times, metrics, trainer.session.rank_loads, recorded, recordings)
+    return policies
 
 
 def _train(trainer: Trainer, responses: Sequence[Response], step: int) -> tuple[float, Metrics]:
@@ -201,8 +135,31 @@ def _train(trainer: Trainer, responses: Sequence[Response], step: int) -> tuple[
     return time.perf_counter() - start, metrics
 
 
+def comparison_figures(policies: Policies) -> dict[str, Any]:
+    """The comparison in `summary.json`.
+
+    `speedup` is step time of static divided by the other's: median over the pairs, with its 95% interval. The part
+    `busiest_part` of a static step goes to the experts of the busiest rank; `possible_speedup` is that of even loads,
+    if nothing else changes. Losses and gradient norms of a pair are equal but for rounding.
+    """
+    static, balanced = policies["static"], policies["trimtab"]
+    ratio, interval = median_with_interval([s / b for s, b in zip(static.step_s, balanced.step_s, strict=True)])
+    busiest, max_vio = busiest_part(static.recordings), static.median("moe/max_vio_after")
+    pairs = list(zip(static.metrics, balanced.metrics, strict=True))
+    smallest_norm = max(min(one["grad_norm"] for one, _ in pairs), 1e-30)
+    return {
+        "speedup": ratio,
+        "speedup_interval": interval,
+        "busiest_part": busiest,
+        "possible_speedup": 1 / (1 - busiest * max_vio / (1 + max_vio)),
+        "loss_difference": max(abs(one["loss"] - other["loss"]) for one, other in pairs),
+        "norm_difference": max(abs(one["grad_norm"] - other["grad_norm"]) for one, other in pairs) / smallest_norm,
+        **{name: policy.figures() for name, policy in policies.items()},
+    }
+
+
 def busiest_part(recordings: Sequence[Recording]) -> float:
-    """The part of a step, 0 to 1, that goes to the experts of the rank that takes longest, between two collectives each.
+    """The part of a step, 0 to 1, in which experts of the slowest rank run, between two collectives each.
 
     Args:
         recordings: of all ranks, in one step. The n-th collective of a rank is the n-th of all ranks.
@@ -210,26 +167,21 @@ def busiest_part(recordings: Sequence[Recording]) -> float:
     most = max(int(np.isin(each.kind_N, COLLECTIVES).sum()) for each in recordings) + 1
     expert_s = []
     for each in recordings:
-        number_N, is_expert_N = (
-            np.cumsum(np.isin(each.kind_N, COLLECTIVES)),
-            np.isin(each.kind_N, (EXPERTS, EXPERTS + BACKWARD)),
-        )
+        number_N, is_expert_N = np.cumsum(np.isin(each.kind_N, COLLECTIVES)), np.isin(each.kind_N, EXPERTS)
         seconds_N = (each.end_N - each.start_N)[is_expert_N]
         expert_s.append(np.bincount(number_N[is_expert_N], seconds_N, minlength=most))
     return float(np.max(expert_s, axis=0).sum() / np.mean([each.end_N[-1] - each.start_N[0] for each in recordings]))
 
 
-def sentences(comparison: PairedComparison, figures: Mapping[str, Any]) -> tuple[str, str, str]:
+def sentences(figures: Mapping[str, Any]) -> tuple[str, str, str]:
     """The result in two or three sentences; what even loads could gain; how far the two trainers differ."""
-    ratio, (low, high) = comparison.speedup
-    static, balanced = comparison.static, comparison.balanced
+    ratio, (low, high) = figures["speedup"], figures["speedup_interval"]
     measured = f"{ratio:.2f} times as fast as static expert parallelism (95% interval {low:.2f} to {high:.2f})"
     result = "Trimtab is slower here" if high < 1 else "no sure gain is measured here"
     claim = f"Trimtab makes a training step {measured}" if low > 1 else f"{result}: a training step is {measured}"
     return (
-        f"With planning and moves in the clock, {claim}. The busiest rank has "
-        f"{balanced.median('moe/max_vio_after'):.1%} more than the mean instead of "
-        f"{static.median('moe/max_vio_after'):.1%}.",
+        f"With planning and moves in the clock, {claim}. The busiest rank has {figures['trimtab']['max_vio']:.1%} more "
+        f"than the mean instead of {figures['static']['max_vio']:.1%}.",
         f"Experts of the busiest rank are {figures['busiest_part']:.0%} of a static step: with even loads, and nothing "
         f"else changed, it would be {figures['possible_speedup']:.2f} times as fast.",
         f"Both trainers compute the same step: losses differ by {figures['loss_difference']:.1g} at most, norms of "
@@ -237,68 +189,72 @@ def sentences(comparison: PairedComparison, figures: Mapping[str, Any]) -> tuple
     )
 
 
-def show_comparison(
-    screen: Console, held_out: int, accuracies: Mapping[str, float], comparison: PairedComparison | None
-) -> dict[str, Any]:
-    """Print accuracies and the comparison. Returns the content of `summary.json`."""
+def show_results(screen: Console, trainer: Trainer, policies: Policies | None) -> list[str]:
+    """Print accuracies and the comparison, and write the files of both. Returns their names. On rank 0."""
+    out, accuracies, files = trainer.config.out, trainer.held_out_accuracy, ["summary.json"]
     table = Table("model", Column("accuracy", justify="right"))
     for name, accuracy in accuracies.items():
         table.add_row(name, f"{accuracy:.1%}")
-    screen.print(f"\nHeld-out accuracy, {held_out} problems, greedy", table, sep="\n")
-    if comparison is None:
-        return {"held_out_accuracy": dict(accuracies)}
-    headers = ("step time", "max_vio", "replicas", "moved", "planning", "waiting")
-    title = f"Net step time, medians of {len(comparison.static.step_s)} training steps"
-    table = Table("policy", *(Column(name, justify="right") for name in headers), title=title, title_justify="left")
-    figures = comparison.figures()
-    for name in comparison.policies:
-        row = figures[name]
-        cells = f"{row['median_s']:.3f} s", f"{row['max_vio']:.3f}", f"{row['replicas']:,}", f"{row['homes_moved']:,}"
-        table.add_row(name, *cells, seconds(row["planning_s"]), seconds(row["waited_s"]))
-    screen.print(table, *sentences(comparison, figures), sep="\n")
-    return {"held_out_accuracy": dict(accuracies), "comparison": figures}
+    screen.print(f"\nHeld-out accuracy, {trainer.config.held_out} problems, greedy", table, sep="\n")
+    summary: dict[str, Any] = {"held_out_accuracy": accuracies}
+    if policies is not None:
+        summary["comparison"] = figures = comparison_figures(policies)
+        report = report_of(trainer, policies, figures)
+        headers = ("step time", "max_vio", "replicas", "moved", "planning", "waiting")
+        columns = [Column(name, justify="right") for name in headers]
+        table = Table("policy", *columns, title=report.table_title, title_justify="left")
+        for name in policies:
+            row = figures[name]
+            counts = f"{row['max_vio']:.3f}", f"{row['replicas']:,}", f"{row['homes_moved']:,}"
+            times = seconds(row["planning_s"]), seconds(row["waited_s"])
+            table.add_row(name, f"{row['median_s']:.3f} s", *counts, *times)
+        screen.print(table, *sentences(figures), sep="\n")
+        write_html(report, out / "report.html", summary)
+        write_perfetto(report.timelines, out / "timeline.json.gz")
+        files += ["report.html", "timeline.json.gz"]
+    write_atomically(out / "summary.json", json.dumps(summary, indent=2) + "\n")
+    return files
 
 
-def write_page(trainer: Trainer, comparison: PairedComparison, summary: Mapping[str, Any]) -> None:
-    """Write `report.html`, and its timelines for Perfetto. On rank 0, which has the recordings."""
-    report, out = report_of(trainer, comparison, summary["comparison"]), trainer.config.out
-    write_html(report, out / "report.html", summary)
-    write_perfetto(report.timelines, out / "timeline.json.gz")
-
-
-def report_of(trainer: Trainer, comparison: PairedComparison, figures: Mapping[str, Any]) -> Report:
+def report_of(trainer: Trainer, policies: Policies, figures: Mapping[str, Any]) -> Report:
     """The page of a comparison."""
-    static, balanced, config = comparison.static, comparison.balanced, trainer.config
-    result, *notes = sentences(comparison, figures)
+    static, balanced, config = policies["static"], policies["trimtab"], trainer.config
+    result, *notes = sentences(figures)
     low, high = figures["speedup_interval"]
     M, L, R = balanced.loads_MLR.shape
     model, topology = trainer.model_config, trainer.session.topology
+    experts = f"{trainer.session.num_experts} experts, top-{model.num_experts_per_tok}"
     facts = {
-        "model": f"{model.model_type}, {L} MoE layers, {trainer.session.num_experts} experts, top-{model.num_experts_per_tok}",
+        "model": f"{model.model_type}, {L} MoE layers, {experts}",
         "ranks": f"{R}, {topology.ranks_per_node} per node, {trainer.device.type.upper()}",
-        "step": f"{len(static.loads_MLR)} micro-steps under static, {M} under trimtab",
-        "token budget": f"{config.token_budget:,} per rank and micro-step",
-        "slots": f"{config.slots} per rank",
-        "mode": config.mode,
-        "pairs": str(len(static.step_s)),
-        "95% interval of the ratio": f"{low:.2f} to {high:.2f}",
-        "replicas": f"{balanced.total('moe/replicas'):,} in all steps",
-        "homes moved": f"{balanced.total('moe/homes_moved'):,} in all steps",
-        "planning, training waited": f"{seconds(balanced.median('waited_s'))} a step",
-        "planning during the rollout": f"{seconds(balanced.median('ahead_s'))} a step",
-        "planning during the step": f"{seconds(balanced.median('plan/background_s'))} a step",
-        "moves": f"{seconds(balanced.median('moving_s'))} a step",
+        "micro-steps": f"{len(static.loads_MLR)} (static), {M} (trimtab) of {config.token_budget:,} tokens a rank",
+        "mode": f"{config.mode}, {config.slots} slots per rank",
+        "95% interval of the ratio": f"{low:.2f} to {high:.2f}, of {len(static.step_s)} pairs",
+        "all steps": f"{figures['trimtab']['replicas']:,} replicas, {figures['trimtab']['homes_moved']:,} homes moved",
     }
+    times = {
+        "planning, training waited": "waited_s", "planning during the rollout": "ahead_s",
+        "planning during the step": "plan/background_s", "moves": "moving_s",
+    }  # fmt: skip
+    facts |= {name: f"{seconds(balanced.median(metric))} a step" for name, metric in times.items()}
     lane = LANES.index("network" if topology.ranks_per_node < R else "node link")
-    split = {name: with_waiting(policy.recordings) for name, policy in comparison.policies.items()}
+    split = {name: with_waiting(policy.recordings) for name, policy in policies.items()}
+    nbytes = float(sum(parameter.nbytes for parameter in trainer.model.parameters()))
+    memory = {"parameters": nbytes, "gradients": nbytes, "optimizer state": 2 * nbytes}
+    pool = {f"replica {name}": balanced.recorded[f"memory/{name}_bytes"] for name in ("pool", "mirror")}
+    results = []
+    for name, policy in policies.items():
+        median_s, is_static = figures[name]["median_s"], policy is static
+        speedup, of_rank = (1.0, memory) if is_static else (figures["speedup"], memory | pool)
+        parts_s = parts_of(split[name], median_s, policy.recorded["waited_s"], policy.recorded["moving_s"])
+        replicas = policy.median("moe/replicas") / policy.loads_MLR[..., 0].size
+        ratio = 1 + figures[name]["max_vio"]
+        results.append(PolicyResult(name, ABOUT[name], median_s, speedup, None, ratio, parts_s, of_rank, replicas))
     return Report(
         title=f"Trimtab, training run {config.out.name}",
         answer=result,
         facts=tuple(facts.items()),
-        policies=tuple(
-            _policy_result(name, policy, split[name], comparison.speedup[0] if policy is balanced else 1.0, trainer)
-            for name, policy in comparison.policies.items()
-        ),
+        policies=tuple(results),
         layer_names=tuple(str(layer) for layer in trainer.layer_indices.tolist()),
         before=LoadMap("static", static.loads_MLR),
         after=LoadMap("trimtab", balanced.loads_MLR),
@@ -309,54 +265,31 @@ def report_of(trainer: Trainer, comparison: PairedComparison, figures: Mapping[s
     )
 
 
-def _policy_result(
-    name: str, policy: MeasuredPolicy, recordings: Sequence[Recording], speedup: float, trainer: Trainer
-) -> PolicyResult:
-    parameters = float(sum(parameter.nbytes for parameter in trainer.model.parameters()))
-    memory = {"parameters": parameters, "gradients": parameters, "optimizer state": 2 * parameters}
-    recorded, (M, L, _) = policy.recorded, policy.loads_MLR.shape
-    if recorded["moe/replicas"]:
-        memory["replica pool"] = recorded["memory/pool_bytes"]
-        memory["host mirror of the node"] = recorded["memory/mirror_bytes"]
-    return PolicyResult(
-        name=name,
-        about=ABOUT[name],
-        step_time_s=policy.median_s,
-        speedup=speedup,
-        fraction_of_balanced=None,
-        max_over_mean=1 + policy.median("moe/max_vio_after"),
-        parts_s=parts_of(recordings, policy.median_s, recorded["waited_s"], recorded["moving_s"]),
-        memory_bytes=memory,
-        replicas_per_instance=policy.median("moe/replicas") / (M * L),
-    )
-
-
-def with_waiting(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
+def with_waiting(recordings: Sequence[Recording]) -> Sequence[Recording]:
     """Recordings in which dispatch and combine start when the last rank has reached them.
 
     The time before counts as waiting for other ranks. The n-th collective of a rank is the n-th of all ranks. If
     the recordings differ in the order of collectives, they are returned unchanged.
     """
-    places = [np.flatnonzero(np.isin(recording.kind_N, COLLECTIVES)) for recording in recordings]
-    kinds = [recording.kind_N[place].tolist() for recording, place in zip(recordings, places, strict=True)]
-    if any(other != kinds[0] for other in kinds):
-        return tuple(recordings)
-    last = np.max([recording.start_N[place] for recording, place in zip(recordings, places, strict=True)], axis=0)
-    result = []
-    for recording, place in zip(recordings, places, strict=True):
-        met = np.clip(last, recording.start_N[place], recording.end_N[place])
-        start_N = recording.start_N.copy()
+    places = [np.flatnonzero(np.isin(each.kind_N, COLLECTIVES)) for each in recordings]
+    order = [each.kind_N[place].tolist() for each, place in zip(recordings, places, strict=True)]
+    if any(other != order[0] for other in order):
+        return recordings
+    last = np.max([each.start_N[place] for each, place in zip(recordings, places, strict=True)], axis=0)
+    split = []
+    for each, place in zip(recordings, places, strict=True):
+        met, start_N = np.clip(last, each.start_N[place], each.end_N[place]), each.start_N.copy()
         start_N[place] = met
-        result.append(
+        split.append(
             replace(
-                recording,
-                kind_N=np.insert(recording.kind_N, place, IMBALANCE),
-                layer_N=np.insert(recording.layer_N, place, recording.layer_N[place]),
-                start_N=np.insert(start_N, place, recording.start_N[place]),
-                end_N=np.insert(recording.end_N, place, met),
+                each,
+                kind_N=np.insert(each.kind_N, place, IMBALANCE),
+                layer_N=np.insert(each.layer_N, place, each.layer_N[place]),
+                start_N=np.insert(start_N, place, each.start_N[place]),
+                end_N=np.insert(each.end_N, place, met),
             )
         )
-    return tuple(result)
+    return split
 
 
 def parts_of(
@@ -366,14 +299,11 @@ def parts_of(
 
     Planning and migration happen outside of micro-steps, which recordings count as attention and other.
     """
-    seconds_RK = [
-        np.bincount(recording.kind_N, recording.end_N - recording.start_N, minlength=len(NAMES))
-        for recording in recordings
-    ]
+    seconds_RK = [np.bincount(r.kind_N, r.end_N - r.start_N, minlength=len(NAMES)) for r in recordings]
     parts_s = dict.fromkeys(PARTS, 0.0) | {"planning": planning_s, "migration": migration_s}
     parts_s["attention"] -= planning_s + migration_s
-    for kind, part in PART_OF.items():
-        parts_s[part] += float(np.mean(seconds_RK, axis=0)[kind])
+    for kind, kind_s in enumerate(np.mean(seconds_RK, axis=0).tolist()):
+        parts_s[PART_OF.get(kind, "attention")] += kind_s
     total = sum(parts_s.values())
     return {part: step_time_s * value / total for part, value in parts_s.items() if value > 0}
 
@@ -386,21 +316,20 @@ def timeline_of(name: str, recordings: Sequence[Recording], link_lane: int) -> T
         recordings: of all ranks.
         link_lane: index into `LANES` of the link that dispatch and combine use.
     """
-    begins = np.array([[begin for _, begin, _ in r.micro_steps] for r in recordings]).min(axis=0)
-    ends = np.array([[end for _, _, end in r.micro_steps] for r in recordings]).max(axis=0)
+    begin_RM, end_RM = np.moveaxis([[spans[1:] for spans in each.micro_steps] for each in recordings], -1, 0)
+    begin_M, taken_M = begin_RM.min(axis=0), end_RM.max(axis=0) - begin_RM.min(axis=0)
     # The first half of all passes is recompute, the second half is the update.
-    updates = np.arange(len(begins) // 2, len(begins))
-    chosen = int(updates[np.argsort((ends - begins)[updates], kind="stable")[(len(updates) - 1) // 2]])
+    half = len(taken_M) // 2
+    chosen = half + int(np.argsort(taken_M[half:], kind="stable")[(len(taken_M) - half - 1) // 2])
     columns = []
-    for rank, recording in enumerate(recordings):
-        index, begin, end = recording.micro_steps[chosen]
-        inside = (recording.start_N >= begin) & (recording.end_N <= end) & (recording.end_N > recording.start_N)
-        kind_N = recording.kind_N[inside]
+    for rank, each in enumerate(recordings):
+        index, begin, end = each.micro_steps[chosen]
+        inside = (each.start_N >= begin) & (each.end_N <= end) & (each.end_N > each.start_N)
+        kind_N = each.kind_N[inside]
         lane_N = np.where(np.isin(kind_N, COLLECTIVES), link_lane, LANES.index("compute"))
-        times = (recording.start_N[inside] - begins[chosen], recording.end_N[inside] - begins[chosen])
-        columns.append((kind_N, lane_N, np.full(len(kind_N), rank), recording.layer_N[inside], *times))
-    kind_N, lane_N, rank_N, layer_N, start_N, end_N = (np.concatenate(column) for column in zip(*columns, strict=True))
-    return Timeline(
-        f"{name}, update of micro-step {index}", NAMES, kind_N.astype(np.uint8), lane_N.astype(np.uint8),
-        rank_N.astype(np.int16), layer_N.astype(np.int16), start_N, end_N,
-    )  # fmt: skip
+        times = each.start_N[inside] - begin_M[chosen], each.end_N[inside] - begin_M[chosen]
+        columns.append((kind_N, lane_N, np.full(len(kind_N), rank), each.layer_N[inside], *times))
+    whole = [np.concatenate(column) for column in zip(*columns, strict=True)]
+    dtypes = (np.uint8, np.uint8, np.int16, np.int16, np.float64, np.float64)
+    of_type = [column.astype(dtype) for column, dtype in zip(whole, dtypes, strict=True)]
+    return Timeline(f"{name}, update of micro-step {index}", NAMES, *of_type)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,14 @@ MODES = ("plan", "rehome", "live", "static", "shadow", "off")
 LIVE_POLICIES = ("auto", "quota", "feplb", "predict", "off")
 # Settings that a resumed run may change: its length and how its work is distributed. Others would change its results.
 MAY_CHANGE = {
-    "mode", "policy", "slots", "steps", "token_budget", "save_every", "compare_pairs",
+    "out", "mode", "policy", "slots", "steps", "token_budget", "save_every", "compare_pairs",
     "attention_ranks", "expert_ranks", "micro_batches",
 }  # fmt: skip
+
+
+def absolute(path: str) -> Path:
+    """The path from the root, so that a run can be resumed in another folder."""
+    return Path(path).absolute()
 
 
 def about(help: str, kind: Any = str, **settings: Any) -> dict[str, Any]:
@@ -28,7 +33,7 @@ def about(help: str, kind: Any = str, **settings: Any) -> dict[str, Any]:
 
 def choice(help: str, *choices: str) -> dict[str, Any]:
     """The option of a setting that is one of these names."""
-    return {"help": help, "choices": choices}
+    return {"help": help, "choices": choices, "type": None}
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class TrainConfig:
 
     out: Path
     model: Path | None = field(
-        default=None, metadata=about("local Hugging Face checkpoint", Path, metavar="FOLDER", unset="a small model")
+        default=None, metadata=about("local Hugging Face checkpoint", absolute, metavar="FOLDER", unset="a small model")
     )
     task: str = field(default="sums", metadata=choice("counting down has long responses", "sums", "counting"))
     algorithm: str = field(default="grpo", metadata=choice("t-ppo generates in parts", "grpo", "ppo", "t-ppo"))
@@ -53,9 +58,7 @@ class TrainConfig:
     mini_batches: int = field(default=2, metadata=about("optimizer steps in an RL step", positive))
     token_budget: int = field(default=8192, metadata=about("most tokens of a rank in a micro-step", positive))
     max_new_tokens: int = field(default=20, metadata=about("longest response", positive, unset="20, or 100 to count"))
-    value_model: str = field(
-        default="head", metadata=choice("of ppo and t-ppo: small, or with experts", "head", "trunk")
-    )
+    value_model: str = field(default="head", metadata=choice("of ppo and t-ppo", "head", "trunk"))
     window: int = field(default=8, metadata=about("t-ppo: most new tokens of a response in a step", positive))
     learning_rate: float = field(default=2e-4, metadata=about("learning rate of RL steps", float))
     warm_start_steps: int = field(default=250, metadata=about("supervised steps before RL", whole))
@@ -68,9 +71,14 @@ class TrainConfig:
 
     def to_json(self, ranks: int) -> str:
         """Content of `out/settings.json`, which `resumed` reads."""
-        settings = asdict(self) | {"model": self.model and str(self.model.absolute()), "ranks": ranks}
-        del settings["out"]
-        return json.dumps(settings, indent=2) + "\n"
+        return json.dumps(asdict(self) | {"ranks": ranks}, indent=2, default=str) + "\n"
+
+    def check(self, ranks: int, model_config: Any) -> None:
+        """Raise InputError if settings don't fit each other."""
+        if self.value_model == "trunk" and self.algorithm == "grpo":
+            raise InputError("--value-model trunk: grpo has no value model; use --algorithm ppo or t-ppo")
+        if self.problems < ranks:
+            raise InputError(f"--problems is {self.problems}; each of the {ranks} ranks needs at least one")
 
 
 def add_to(parser: Parser, of: type[TrainConfig]) -> None:
@@ -101,12 +109,9 @@ def resumed(of: type[TrainConfig], out: Path, asked: Mapping[str, Any]) -> tuple
         raise InputError(f"--output {out}: no run to resume there (no settings.json)") from None
     except (KeyError, TypeError, ValueError):
         raise InputError(f"{out}/settings.json: expected the settings of a run of this version") from None
-    for name in sorted(asked.keys() - MAY_CHANGE - {"out"}):
-        now = asked[name].absolute() if name == "model" else asked[name]
-        if now != getattr(config, name):
-            given = f"--{name.replace('_', '-')}"
-            raise InputError(
-                f"{given} is {now}; the run in {out} has {getattr(config, name)}, and that can't change: leave {given} "
-                "out, or begin a new run"
-            )
-    return of(**asdict(config) | asked), ranks
+    for name in sorted(asked.keys() - MAY_CHANGE):
+        if asked[name] != (before := getattr(config, name)):
+            option = f"--{name.replace('_', '-')}"
+            wrong = f"{option} is {asked[name]}; the run in {out} has {before}, and that can't change"
+            raise InputError(f"{wrong}: leave {option} out, or begin a new run")
+    return replace(config, **asked), ranks

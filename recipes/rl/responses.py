@@ -34,7 +34,7 @@ class Response:
         reward: of the response; 0 if it is incomplete.
         advantage: reward minus the mean of its group.
         is_finished: whether the response is complete.
-        trained_tokens: tokens at the start of the response that the policy was trained on in earlier steps.
+        known_tokens: tokens at the start of the response that earlier steps sampled.
         row_versions: `[n - 1]` int32, the step with whose weights a token was fed and the token after it sampled. Rows
             with the same version are a window. None if all have the same.
     """
@@ -46,7 +46,7 @@ class Response:
     reward: float = 0.0
     advantage: float = 0.0
     is_finished: bool = True
-    trained_tokens: int = 0
+    known_tokens: int = 0
     row_versions: Array | None = None
 
     @property
@@ -62,10 +62,12 @@ class Response:
     @property
     def new_tokens(self) -> int:
         """Tokens that the last step sampled."""
-        if self.row_versions is None:
-            return self.length
-        versions = self.row_versions[self.prompt_length - 1 :]
-        return int((versions == versions[-1]).sum())
+        return self.length - self.known_tokens
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that the policy was trained on in earlier steps. The last known one had no advantage yet."""
+        return max(0, self.known_tokens - 1)
 
     @property
     def windows(self) -> tuple[tuple[int, int], ...]:
@@ -178,11 +180,9 @@ def sample_groups(
                 waiting.pop()(record.trace(tokens.cpu()[rows], mask[rows], eos_token_id=end))
 
         tokens, log_probs = generate(model, tokenizer, prompts, uniforms.shape[1], uniforms, count_ended)
-    routing = record.trace(tokens, mask, eos_token_id=end)
     for each in waiting:
-        each(routing.part(0, 0))
-    routes = [routing.sequence(row) for row in range(len(repeated))]
-    return rewarded(tokenizer, problems, mask, tokens, routes, log_probs)
+        each(record.trace(tokens, mask, eos_token_id=end).part(0, 0))
+    return rewarded(tokenizer, problems, mask, tokens, log_probs, record.expert_ids(tokens))
 
 
 def rewarded(
@@ -190,8 +190,8 @@ def rewarded(
     problems: Sequence[Problem],
     mask: torch.Tensor,
     tokens: Array,
-    routes: Sequence[Array],
     log_probs: Array,
+    expert_ids: Array,
 ) -> list[Response]:
     """Generated tokens as responses with rewards and advantages: the reward minus the mean of its group (GRPO, arXiv
     2402.03300), not divided by the standard deviation, which would weigh problems by their difficulty.
@@ -199,8 +199,8 @@ def rewarded(
     Args:
         mask: `[B, P]`, of the prompts; B / problems rows of each problem.
         tokens: `[B, P + n]` of prompts and responses.
-        routes: `[t, L, K]` of each row, without padding.
         log_probs: `[B, n]`, of the responses' tokens.
+        expert_ids: `[B, P + n - 1, L, K]`, of all tokens but the last; of padding they mean nothing.
     """
     width, samples = mask.shape[1], len(tokens) // max(1, len(problems))
     texts = [until_end(row, tokenizer.eos_token_id) for row in tokens[:, width:]]
@@ -212,7 +212,7 @@ def rewarded(
         Response(
             token_ids=tokens[row, pad : width + len(text)].copy(),
             prompt_length=width - pad,
-            expert_ids=routes[row].copy(),
+            expert_ids=expert_ids[row, pad : width + len(text) - 1].copy(),
             log_probs=log_probs[row, : len(text)].copy(),
             reward=float(rewards[row]),
             advantage=float(advantages[row]),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModel
 
-from recipes.rl.batches import Loss, MicroBatch, Outputs, TrainedTokens, clipped_policy_loss, clipped_tokens
+from recipes.rl.batches import Loss, MicroBatch, Outputs, TrainedTokens, clipped_tokens, policy_loss
 from recipes.rl.responses import Response, gather, generate, until_end
 from recipes.rl.task import Problem, draw_problem
 from trimtab.integrations.transformers import distribute_experts, moe_blocks, num_experts, record_routing
@@ -105,16 +105,22 @@ class ValueHead:
     """A small dense network on the policy's last hidden states, which get no gradient from it.
 
     Policy and value model are thus updated independently. All ranks have the same parameters; the first values are 0.
+
+    Args:
+        session: of the policy, whose experts it has none of.
     """
 
-    def __init__(self, hidden_size: int, seed: int, device: torch.device) -> None:
-        inner, last = nn.Linear(hidden_size, hidden_size), nn.Linear(hidden_size, 1)
-        # A generator of its own: ranks may have drawn different numbers from torch's.
-        nn.init.xavier_uniform_(inner.weight, generator=torch.Generator().manual_seed(seed))
-        for zero in (inner.bias, last.weight, last.bias):
-            nn.init.zeros_(zero)
-        self.network: nn.Module = nn.Sequential(inner, nn.SiLU(), last).to(device)
-        self.optimizer = _adam(self.network, HEAD_LEARNING_RATE)
+    def __init__(self, hidden_size: int, seed: int, session: Session, device: torch.device) -> None:
+        # Ranks may have drawn different numbers before.
+        torch.manual_seed(seed)
+        network = nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.SiLU(), _zero_head(hidden_size))
+        self._own(network.to(device), session, HEAD_LEARNING_RATE)
+
+    def _own(self, network: Any, session: Session, learning_rate: float) -> None:
+        self.network, self.session = network, session
+        self.optimizer = torch.optim.AdamW(
+            network.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
 
     def start_from(self, policy: Mapping[str, torch.Tensor]) -> None:
         """Nothing: it begins at 0."""
@@ -128,9 +134,13 @@ class ValueHead:
         """Sum the gradients over all ranks."""
         sum_gradients(self.network.parameters())
 
-    def step(self) -> None:
-        """Clip the gradients by their norm, run an optimizer step, and zero them."""
+    def clip_gradients(self) -> None:
+        """Clip the gradients by their norm."""
         nn.utils.clip_grad_norm_(self.network.parameters(), MAX_NORM)
+
+    def step(self) -> None:
+        """Clip the gradients, run an optimizer step, and zero them."""
+        self.clip_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -139,19 +149,21 @@ class ValueHead:
         return {}
 
     def state(self) -> dict[str, Any]:
-        """For checkpoints."""
-        return {"weights": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
+        """For checkpoints, with experts in logical order; on ranks other than 0 it is empty. Collective."""
+        logical = self.session.logical
+        optimizer = dict(logical.optimizer_state(self.network, self.optimizer))
+        return {"weights": dict(logical.weights(self.network)), "optimizer": optimizer}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned."""
-        self.network.load_state_dict(state["weights"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Continue from what `state` returned, of a run with any number of ranks."""
+        self.session.logical.load_weights(self.network, state["weights"])
+        self.session.logical.load_optimizer_state(self.network, self.optimizer, state["optimizer"])
 
     def close(self) -> None:
         """Nothing to release."""
 
 
-class ValueTrunk:
+class ValueTrunk(ValueHead):
     """A decoder like the policy's, with a linear head, and experts of its own that are spread over all ranks.
 
     No rollout records its routing, so its session is in mode `live`. It begins with the policy's weights; the first
@@ -161,13 +173,9 @@ class ValueTrunk:
     def __init__(self, model_config: Any, session: Session, device: torch.device) -> None:
         trunk = AutoModel.from_config(model_config, dtype=torch.float32).to(device)
         distribute_experts(trunk, session)
-        head = nn.Linear(model_config.hidden_size, 1).to(device)
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
-        self.network: Any = nn.ModuleDict({"trunk": trunk, "head": head}).train()
-        self.session = session
+        head = _zero_head(model_config.hidden_size).to(device)
+        self._own(nn.ModuleDict({"trunk": trunk, "head": head}).train(), session, TRUNK_LEARNING_RATE)
         self.replicated = session.replicated_parameters(self.network)
-        self.optimizer = _adam(self.network, TRUNK_LEARNING_RATE)
 
     def start_from(self, policy: Mapping[str, torch.Tensor]) -> None:
         """Take the weights of the policy's decoder, in logical expert order."""
@@ -198,42 +206,32 @@ class ValueTrunk:
         """Complete the gradients over all ranks."""
         self.session.finish_gradients(self.replicated)
 
-    def step(self) -> None:
-        """Clip the gradients by their norm, run an optimizer step, and zero them."""
+    def clip_gradients(self) -> None:
+        """Clip the gradients by the norm of all ranks' parameters."""
         self.session.clip_gradients(self.replicated, MAX_NORM)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def metrics(self) -> dict[str, float]:
         """Replicas, and loads of ranks without and with them, in recompute and update."""
         taken = self.session.take_metrics()
         return {f"value/{name}": taken[f"live/{name}"] for name in ("replicas", "max_vio_before", "max_vio_after")}
 
-    def state(self) -> dict[str, Any]:
-        """For checkpoints, with experts in logical order; on ranks other than 0 it is empty. Collective."""
-        logical = self.session.logical
-        optimizer = dict(logical.optimizer_state(self.network, self.optimizer))
-        return {"weights": dict(logical.weights(self.network)), "optimizer": optimizer}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned, of a run with any number of ranks."""
-        self.session.logical.load_weights(self.network, state["weights"])
-        self.session.logical.load_optimizer_state(self.network, self.optimizer, state["optimizer"])
-
     def close(self) -> None:
         """Release threads and shared memory of its session."""
         self.session.close()
 
 
-def _adam(network: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(network.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+def _zero_head(hidden_size: int) -> nn.Linear:
+    head = nn.Linear(hidden_size, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
 
 
 class PPO:
     """Proximal policy optimization (arXiv 1707.06347) with a value model; `GRPO` has the same methods.
 
-    With windows it is truncated PPO (T-PPO, arXiv 2506.15050), our reimplementation. The policy is trained on the tokens
-    of this step's window, apart from the last token of an incomplete response, which is trained in the next step. The
+    With windows it is truncated PPO (T-PPO, arXiv 2506.15050), our reimplementation. The policy is trained on tokens of
+    this step's window, apart from the last token of an incomplete response, which is trained in the next step. The
     value model is trained on finished responses, with their reward as return.
     """
 
@@ -265,15 +263,11 @@ class PPO:
         assert batch.old_values is not None
         assert batch.returns is not None
         version_log_probs = torch.where(batch.ages == 0, old, batch.rollout_log_probs)
-        # Targets without a policy loss have no log-probability.
-        log_ratio = (outputs.log_probs - version_log_probs) * batch.policy_mask
-        policy = clipped_policy_loss(log_ratio, batch.advantages) * batch.policy_mask
+        policy, figures = policy_loss(outputs.log_probs - version_log_probs, batch, tokens)
         value_mask = batch.response_mask * batch.finished[:, None]
         values = self.value_model.values(batch, outputs.hidden, value_mask)
         value = clipped_value_loss(values, batch.old_values, batch.returns) * value_mask
-        figures = {
-            "clipped": clipped_tokens(log_ratio, batch.policy_mask),
-            "policy_tokens": float(batch.policy_mask.sum()),
+        figures |= {
             "value_loss": float(value.detach().sum()),
             "values": float((values.detach() * value_mask).sum()),
             "value_tokens": float(value_mask.sum()),
@@ -286,7 +280,7 @@ class PPO:
             figures[f"clip_fraction_age_{name}"] = clipped_tokens(drift, mask)
             figures[f"kl_age_{name}"] = float((divergence * mask).sum())
             figures[f"tokens_age_{name}"] = float(mask.sum())
-        return policy.sum() / max(1, tokens.policy) + value.sum() / max(1, tokens.value), figures
+        return policy + value.sum() / max(1, tokens.value), figures
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Clip fraction of trained tokens; loss and mean of values; KL and clip fraction of response tokens by age in
@@ -358,8 +352,7 @@ class Windows:
                 log_probs=np.append(before.log_probs, log_probs[row, : len(new)]),
                 reward=problem.reward(tokenizer.decode(text[before.prompt_length :])) if is_finished else 0.0,
                 is_finished=bool(is_finished),
-                # The last token of the window before had no advantage then.
-                trained_tokens=max(0, before.length - 1),
+                known_tokens=before.length,
                 row_versions=np.append(before.row_versions, np.full(len(rows) - old, step, np.int32)),
             )
             grown.append((problem, response))

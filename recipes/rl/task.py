@@ -1,4 +1,4 @@
-"""Tasks: operations on numbers and letters. Problems, demonstrations, reward, tokenizer, and the model that learns them.
+"""Tasks: operations on numbers and letters. Problems, rewards, demonstrations, tokenizer, and the model that learns.
 
 The warm start has several operations, so that experts specialise in some of them. RL trains only that of its task. As
 in RL of a large model on a narrow task, the routing is then uneven: experts of the other operations have little to do.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -166,8 +165,7 @@ def load_tokenizer(folder: Path | None, task: str) -> Any:
     """
     if folder is None:
         return build_tokenizer(TASKS[task])
-    with _reading(folder, "no usable tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = _load(AutoTokenizer, folder, "no usable tokenizer")
     # Also where padding stands for unknown characters.
     unknown = {tokenizer.unk_token_id, tokenizer.pad_token_id}
     for character in characters_of(TASKS[task]):
@@ -189,8 +187,7 @@ def load_config(folder: Path | None, tokenizer: Any, expert_width: int = 768) ->
             num_experts=8, num_experts_per_tok=1, norm_topk_prob=False, max_position_embeddings=512,
             initializer_range=0.05, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
         )  # fmt: skip
-    with _reading(folder, "not a usable model config"):
-        config = AutoConfig.from_pretrained(folder)
+    config = _load(AutoConfig, folder, "not a usable model config")
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
         raise InputError(f"{folder}: model type {config.model_type!r} is not supported; use one of {supported}")
@@ -201,9 +198,19 @@ def load_model(folder: Path | None, config: Any, dtype: torch.dtype) -> Any:
     """A whole model on the CPU: the checkpoint's weights, or random ones from torch's current seed."""
     if folder is None:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return _load(AutoModelForCausalLM, folder, "its weights can't be loaded", dtype=dtype)
+
+
+def _load(kind: Any, folder: Path, problem: str, **settings: Any) -> Any:
+    """Part of a checkpoint. Raises InputError, with the first line of the reason, if that fails."""
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder}: no config.json there; --model should be a Hugging Face checkpoint directory")
     disable_progress_bar()
-    with _reading(folder, "its weights can't be loaded"):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    try:
+        return kind.from_pretrained(folder, local_files_only=True, **settings)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"{folder}: {problem} ({reason})") from None
 
 
 def save_model(config: Any, state: dict[str, torch.Tensor], tokenizer: Any, folder: Path) -> None:
@@ -215,15 +222,3 @@ def save_model(config: Any, state: dict[str, torch.Tensor], tokenizer: Any, fold
     model.tie_weights()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def _reading(folder: Path, problem: str) -> Iterator[None]:
-    """Raise InputError, with the first line of the reason, if the checkpoint is missing or reading it fails."""
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{folder}: no config.json there; --model should be a Hugging Face checkpoint directory")
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"{folder}: {problem} ({reason})") from None

@@ -1,7 +1,7 @@
 """`python -m recipes.rl.train`: train a small MoE by RL on local ranks or under torchrun, balanced by Trimtab.
 
-A supervised warm start on several tasks, then RL on one of them. Recompute and update replay the rollout's routing under
-the plan. At the end a second trainer without balancing trains further steps beside the run's, to compare times.
+A supervised warm start on several tasks, then RL on one of them. Recompute and update replay the rollout's routing
+under the plan. At the end a second trainer without balancing trains further steps beside the run's, to compare times.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -23,22 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from recipes.rl import task
-from recipes.rl.batches import (
-    Loss,
-    MicroBatch,
-    Outputs,
-    TrainedTokens,
-    clipped_policy_loss,
-    clipped_tokens,
-    collate,
-    token_log_probs,
-)
+from recipes.rl.batches import Loss, MicroBatch, Outputs, TrainedTokens, collate, policy_loss, token_log_probs
 from recipes.rl.checkpoint import Checkpoint, last_checkpoint, last_folder, step_of, write_checkpoint
-from recipes.rl.compare import compare_policies, show_comparison, write_page
+from recipes.rl.compare import compare_policies, show_results
 from recipes.rl.config import TrainConfig, add_to, resumed
 from recipes.rl.responses import Response, count_solved, encode, gather, generate, response_draws, sample_groups
 from recipes.rl.t_ppo import PPO, ValueHead, ValueTrunk, Windows
@@ -62,17 +52,11 @@ MAX_NORM = 1.0
 WARM_START_LEARNING_RATE = 2e-3
 # The default of `router_aux_loss_coef` in transformers. Experts may specialise.
 BALANCE_WEIGHT = 0.001
-# Header and format of each column of the step lines.
-COLUMNS = {
-    "step": "{step:>4}",
-    "reward": "{reward:>6.3f}",
-    "max_vio": "{moe/max_vio_before:.3f} -> {moe/max_vio_after:.3f}",
-    "replicas": "{moe/replicas:>8}",
-    "plan": "{plan_ms:>5.1f} ms",
-    "rollout": "{rollout_s:>5.2f} s",
-    "recompute": "{recompute_s:>7.2f} s",
-    "update": "{update_s:>5.2f} s",
-}
+HEADER = "step  reward         max_vio  replicas      plan  rollout  recompute   update"
+LINE = (
+    "{step:>4}  {reward:>6.3f}  {moe/max_vio_before:.3f} -> {moe/max_vio_after:.3f}  {moe/replicas:>8}  "
+    "{plan_ms:>5.1f} ms  {rollout_s:>5.2f} s  {recompute_s:>7.2f} s  {update_s:>5.2f} s"
+)
 
 
 class GRPO:
@@ -103,15 +87,11 @@ class GRPO:
             old: log-probabilities `[B, T]` under the weights before the step.
             tokens: of the mini-batch.
         """
-        log_ratio = outputs.log_probs - old
-        loss = clipped_policy_loss(log_ratio, batch.advantages) * batch.response_mask
-        clipped = clipped_tokens(log_ratio, batch.response_mask)
-        figures = {"clipped": clipped, "tokens": float(batch.response_mask.sum())}
-        return loss.sum() / max(1, tokens.policy), figures
+        return policy_loss(outputs.log_probs - old, batch, tokens)
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Metrics of a step from its figures, summed over all ranks and mini-batches."""
-        return {"ppo/clip_fraction": totals["clipped"] / max(1, totals["tokens"])}
+        return {"ppo/clip_fraction": totals["clipped"] / max(1, totals["policy_tokens"])}
 
 
 class Laps(dict[str, float]):
@@ -190,21 +170,16 @@ class Trainer:
             self._restore(checkpoint)
 
     def _session(self, mode: Any, policy: Any, **settings: Any) -> Session:
-        return Session(
-            num_experts=num_experts(self.model_config),
-            mode=mode,
-            policy=policy,
-            slots_per_rank=self.config.slots,
-            ranks_per_node=rank_variable("LOCAL_WORLD_SIZE", self.num_ranks),
-            **settings,
-        )
+        settings["ranks_per_node"] = rank_variable("LOCAL_WORLD_SIZE", self.num_ranks)
+        experts, slots = num_experts(self.model_config), self.config.slots
+        return Session(num_experts=experts, mode=mode, policy=policy, slots_per_rank=slots, **settings)
 
     def _make_algorithm(self) -> GRPO | PPO:
         config = self.config
         if config.algorithm == "grpo":
             return GRPO()
         if config.value_model == "head":
-            value_model: Any = ValueHead(self.model_config.hidden_size, config.seed, self.device)
+            value_model = ValueHead(self.model_config.hidden_size, config.seed, self.session, self.device)
         else:
             # Planned runs can be repeated bit for bit. `quota` depends on counts alone, `auto` on measured times.
             policy = config.policy if self.is_live else "quota" if config.mode == "plan" else "off"
@@ -236,25 +211,26 @@ class Trainer:
         """Whether steps are balanced from live routing."""
         return bool(self.config.mode == "live")
 
-    def warm_start(self, on_step: Callable[[float], None] = lambda loss: None) -> None:
-        """Train on demonstrations, without a plan: their routing is not known, so layers follow the router. Collective.
-
-        Args:
-            on_step: called after every supervised step with this rank's loss.
-        """
-        config, rng = self.config, random.Random(f"warm start {self.config.seed}")
-        rate = WARM_START_LEARNING_RATE
+    def warm_start(self, steps: Iterable[int]) -> None:
+        """Train on demonstrations. Their routing is not known, so layers follow the router. Collective."""
+        config, rng, rate = self.config, random.Random(f"warm start {self.config.seed}"), WARM_START_LEARNING_RATE
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, rate, total_steps=config.warm_start_steps + 1, pct_start=0.1
         )
-        for _ in range(config.warm_start_steps):
+        routed: list[Any] = []
+        routers = [getattr(block, family_of(self.model_config).router) for block in moe_blocks(self.model).values()]
+        hooks = [router.register_forward_hook(lambda *call: routed.append(call[2])) for router in routers]
+        for _ in steps:
             shown = [task.draw_demonstration(rng, self.operation) for _ in range(config.warm_start_batch)]
-            tokens, fed, response_mask = self._encode_demonstrations(shown[self.rank :: self.num_ranks])
-            with self.session.live_micro_step(positions=fed), recorded_routers(self.model) as routed:
-                log_probs = token_log_probs(self.model(input_ids=tokens[:, :-1], use_cache=False).logits, tokens[:, 1:])
-                loss = -(log_probs * response_mask).sum() / response_mask.sum()
-                balance = sum(load_balancing_loss(logits[fed], ids[fed]) for logits, ids in routed)
+            batch = self._demonstrations(shown[self.rank :: self.num_ranks])
+            routed.clear()
+            with self.session.live_micro_step(positions=batch.positions):
+                logits = self.model(input_ids=batch.input_ids, use_cache=False).logits
+                log_probs = token_log_probs(logits, batch.targets)
+                loss = -(log_probs * batch.response_mask).sum() / batch.response_mask.sum()
+                fed = batch.positions
+                balance = sum(load_balancing_loss(scores[fed], ids[fed]) for scores, _, ids in routed)
                 # All ranks have equal weight; the constant is known before the step.
                 ((loss + BALANCE_WEIGHT * balance) / self.num_ranks).backward()
             self.session.finish_gradients(self.replicated)
@@ -262,38 +238,32 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            on_step(float(loss.detach()))
-        self.weights_are_ready()
-
-    def _encode_demonstrations(
-        self, shown: Sequence[tuple[task.Problem, str]]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens `[B, T + 1]`, padded on the right; positions `[n]` of fed tokens among all B * T rows; `[B, T]`
-        float32, 1 where the target belongs to the response."""
-        texts = [problem.prompt + response for problem, response in shown]
-        tokens = self.tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
-        prompt_lengths = torch.tensor([len(self.tokenizer(problem.prompt)["input_ids"]) for problem, _ in shown])
-        present = tokens["attention_mask"].bool()
-        response = (torch.arange(present.shape[1]) >= prompt_lengths[:, None]) & present
-        # A token is fed if another one follows it.
-        fed = present[:, 1:].flatten().nonzero().squeeze(1)
-        return tokens["input_ids"].to(self.device), fed.to(self.device), response[:, 1:].float().to(self.device)
-
-    def weights_are_ready(self) -> None:
-        """Copy the weights that RL starts from to the rollout model, and to a value model with layers like the
-        policy's. Collective."""
+        for hook in hooks:
+            hook.remove()
         self.sync_rollout()
         if self.algorithm.value_model is not None:
             self.algorithm.value_model.start_from(self.session.logical_state_dict(self.model))
+
+    def _demonstrations(self, shown: Sequence[tuple[task.Problem, str]]) -> MicroBatch:
+        """Problems with responses that nobody sampled, so that they have neither routing nor log-probabilities."""
+        texts = self.tokenizer([problem.prompt + response for problem, response in shown])["input_ids"]
+        prompts = self.tokenizer([problem.prompt for problem, _ in shown])["input_ids"]
+        nothing = np.zeros(0)
+        responses = [
+            Response(np.array(text), len(prompt), nothing, np.zeros(len(text) - len(prompt)))
+            for text, prompt in zip(texts, prompts, strict=True)
+        ]
+        return collate(responses, pad_token_id=self.tokenizer.pad_token_id, device=self.device)
 
     def sync_rollout(self) -> None:
         """Copy the trained weights to the rollout model. Collective."""
         self.rollout_model.load_state_dict(self.session.logical_state_dict(self.model))
 
-    def measure_accuracy(self, when: str) -> None:
+    def measure_accuracy(self, when: str) -> float:
         """Measure the fraction of held-out problems that the rollout model solves greedily. Collective."""
         problems = task.held_out_problems(self.config.held_out, self.operation)
         self.held_out_accuracy[when] = self.total(self.count_correct(problems)) / len(problems)
+        return self.held_out_accuracy[when]
 
     def count_correct(self, problems: Sequence[task.Problem]) -> int:
         """Number of this rank's part of the problems that the rollout model solves greedily."""
@@ -312,8 +282,8 @@ class Trainer:
         problems = [
             task.draw_problem(rng, held_out=False, operation=self.operation) for _ in range(self.config.problems)
         ]
-        count = None if self.is_live else partial(self.session.plan_ahead, token_budget=self.config.token_budget)
-        return self.sample(problems, step, count)
+        ahead = None if self.is_live else partial(self.session.plan_ahead, token_budget=self.config.token_budget)
+        return self.sample(problems, step, ahead)
 
     def sample(
         self, problems: Sequence[task.Problem], step: int, count: Callable[[RoutingTrace], None] | None
@@ -370,8 +340,8 @@ class Trainer:
             for micro_step in range(schedule.num_micro_steps)
         ]
         batches = [collate(part, pad_token_id=pad, device=self.device) for part in parts]
-        policy, value = (np.bincount(mini_batch, weights=column, minlength=count) for column in lengths.T[1:])
-        tokens = [TrainedTokens(*map(int, pair)) for pair in zip(policy, value, strict=True)]
+        sums = [np.bincount(mini_batch, weights=column, minlength=count).astype(int) for column in lengths.T[1:]]
+        tokens = [TrainedTokens(*pair) for pair in zip(*(column.tolist() for column in sums), strict=True)]
         trace = self.routing_of([response for part in parts for response in part], step)
         return PreparedStep(schedule, planned, trace, batches, tokens, int(lengths[:, 0].sum()))
 
@@ -407,9 +377,8 @@ class Trainer:
         return old_log_probs
 
     def rollout_difference(self, prepared: PreparedStep, old_log_probs: Sequence[torch.Tensor]) -> float:
-        """Mean absolute difference of the recompute's log-probabilities to the rollout's, in nats per trained token that
-        this step sampled. Only rounding of the rollout (bfloat16) remains if the recompute replays its routing.
-        Collective."""
+        """Mean absolute difference of the recompute's log-probabilities to the rollout's, in nats per trained token of
+        this step. Only rounding of the rollout (bfloat16) remains if the recompute replays its routing. Collective."""
         difference = tokens = 0.0
         for batch, log_probs in zip(prepared.batches, old_log_probs, strict=True):
             mask = batch.policy_mask * (batch.ages == 0)
@@ -558,22 +527,6 @@ class Trainer:
         return float(summed)
 
 
-@contextmanager
-def recorded_routers(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A list of the `(logits [T, E], ids [T, K])` of all routers that run in the context."""
-    routed: list[tuple[torch.Tensor, torch.Tensor]] = []
-    router = family_of(model.config).router
-    hooks = [
-        getattr(block, router).register_forward_hook(lambda _router, _args, output: routed.append(output[::2]))
-        for block in moe_blocks(model).values()
-    ]
-    try:
-        yield routed
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The auxiliary loss of Switch Transformers (arXiv 2101.03961) of one layer; 1 if all experts are equally likely.
 
@@ -588,65 +541,49 @@ def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor
 
 def run_training(trainer_type: type[Trainer], config: TrainConfig) -> None:
     """Train from the last checkpoint in `config.out`, or from the start. All files are written there. Collective."""
-    trainer = trainer_type(config, last_checkpoint(config.out))
-    is_writer, out = trainer.rank == 0, config.out
+    trainer, out = trainer_type(config, last_checkpoint(config.out)), config.out
+    is_writer, accuracy = trainer.rank == 0, trainer.held_out_accuracy
     screen = console(quiet=not is_writer)
-    metrics, events = None, None
     if is_writer:
         write_atomically(out / "settings.json", config.to_json(trainer.num_ranks))
-        kept = (out / "metrics.jsonl").read_text().splitlines(True) if (out / "metrics.jsonl").exists() else []
-        write_atomically(out / "metrics.jsonl", "".join(kept[: trainer.first_step]))
-        metrics = (out / "metrics.jsonl").open("a")
-        events = SummaryWriter(str(out / "tensorboard"), purge_step=trainer.first_step)
-    if trainer.first_step or trainer.held_out_accuracy:
+        path, events = out / "metrics.jsonl", SummaryWriter(str(out / "tensorboard"), purge_step=trainer.first_step)
+        kept = path.read_text().splitlines(keepends=True)[: trainer.first_step] if path.exists() else []
+        write_atomically(path, "".join(kept))
+    if accuracy:
         screen.print(f"continuing after {trainer.first_step} of {config.steps} steps")
     else:
-        with progress("warm start", config.warm_start_steps, shown=is_writer) as advance:
-            trainer.warm_start(lambda loss: advance(f"loss {loss:.3f}"))
+        trainer.warm_start(track(range(config.warm_start_steps), "warm start", disable=not is_writer))
         trainer.measure_accuracy("after warm start")
-        if config.warm_start_steps:
-            trainer.save(0)
-    screen.print(f"held-out accuracy after warm start: {trainer.held_out_accuracy['after warm start']:.1%}")
-    # A Counter has 0 for every metric.
-    widths = (len(text.format_map(Counter())) for text in COLUMNS.values())
-    screen.print("  ".join(name.rjust(width) for name, width in zip(COLUMNS, widths, strict=True)))
+        trainer.save(0)
+    screen.print(f"held-out accuracy after warm start: {accuracy['after warm start']:.1%}", HEADER, sep="\n")
     for step in range(trainer.first_step, config.steps):
-        line = trainer.step(step)
-        screen.print("  ".join(t.format_map(line | {"plan_ms": line["plan_s"] * 1e3}) for t in COLUMNS.values()))
-        if metrics is not None and events is not None:
-            metrics.write(json.dumps(line) + "\n")
-            metrics.flush()
-            for name in line.keys() - {"step"}:
-                events.add_scalar(name, line[name], step)
-        if (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+        metrics = trainer.step(step)
+        is_last = step + 1 == config.steps
+        if is_last or (config.measure_every and (step + 1) % config.measure_every == 0):
+            metrics["held_out_accuracy"] = trainer.measure_accuracy(f"after {step + 1} {trainer.algorithm.title} steps")
+        screen.print(LINE.format_map(metrics | {"plan_ms": metrics["plan_s"] * 1e3}))
+        if is_writer:
+            with path.open("a") as lines:
+                lines.write(json.dumps(metrics) + "\n")
+            for name in metrics.keys() - {"step"}:
+                events.add_scalar(name, metrics[name], step)
+            events.flush()
+        if is_last or (step + 1) % config.save_every == 0:
             trainer.save(step + 1)
-    trainer.measure_accuracy(f"after {config.steps} {trainer.algorithm.title} steps")
-    files, summary = ["metrics.jsonl", "routing/", "checkpoints/", "tensorboard/"], {}
     comparison = None
     if config.compare_pairs and config.mode in ("plan", "rehome"):
+        # Rank 0 has written it.
         dist.barrier()
         static = trainer_type(replace(config, mode="static"), last_checkpoint(out))
-        with progress(f"static against {config.mode}", config.compare_pairs, shown=is_writer) as advance:
-            comparison = compare_policies(static, trainer, config.steps, config.compare_pairs, advance)
+        # A pair that warms up comes first.
+        pairs = range(config.steps, config.steps + config.compare_pairs + 1)
+        shown = track(pairs, f"static against {config.mode}", disable=not is_writer)
+        comparison = compare_policies(static, trainer, shown)
         static.close()
-    if metrics is not None and events is not None:
-        metrics.close()
-        events.close()
-        summary = show_comparison(screen, config.held_out, trainer.held_out_accuracy, comparison)
-        if comparison is not None:
-            write_page(trainer, comparison, summary)
-            files = ["report.html", "timeline.json.gz", *files]
-        write_atomically(out / "summary.json", json.dumps(summary, indent=2) + "\n")
+    if is_writer:
+        files = show_results(screen, trainer, comparison)
+        files += ["metrics.jsonl", "routing/", "checkpoints/", "tensorboard/"]
         screen.print(f"Everything is in {out}: {', '.join(files)}")
-
-
-@contextmanager
-def progress(title: str, total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A progress bar over `total` steps. Yields a function to call after each step, with a short note."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[note]}"), disable=not shown) as bar:
-        task = bar.add_task(title, total=total, note="")
-        yield lambda note: bar.update(task, advance=1, note=note)
 
 
 def start(trainer_type: type[Trainer], config_type: type[TrainConfig], options: argparse.Namespace) -> None:
@@ -655,49 +592,52 @@ def start(trainer_type: type[Trainer], config_type: type[TrainConfig], options: 
     Raises:
         InputError: if options don't fit each other or the run in the folder.
     """
-    out, asked = options.out, given(options, config_type)
+    out, asked, ranks = options.out, given(options, config_type), 2
     is_new = not out.exists() or not any(out.iterdir())
     if options.resume and not is_new:
         config, ranks = resumed(config_type, out, asked)
     elif os.environ.get("RANK", "0") == "0" and not is_new:
         raise InputError(f"--output {out} is there already and not empty; name a new folder, or --resume the run in it")
     else:
-        asked.setdefault("max_new_tokens", task.LONGEST_RESPONSES[asked.get("task", config_type.task)])
-        config, ranks = config_type(**asked), 2
-    folder = last_folder(out)
+        longest = task.LONGEST_RESPONSES[asked.get("task", config_type.task)]
+        config = config_type(**{"max_new_tokens": longest, **asked})
+    ranks, folder = torchrun_ranks() or options.ranks or ranks, last_folder(out)
     if folder is not None and step_of(folder) > config.steps:
         raise InputError(f"--steps is {config.steps}; the run in {out} has done {step_of(folder)} already")
-    ranks = torchrun_ranks() or options.ranks or ranks
-    tokenizer = task.load_tokenizer(config.model, config.task)
-    model_config = task.load_config(config.model, tokenizer)
+    model_config = task.load_config(config.model, task.load_tokenizer(config.model, config.task))
     # Raises an error if the ranks don't divide the experts.
     Placement.contiguous(1, num_experts(model_config), ranks)
-    if config.value_model == "trunk" and config.algorithm == "grpo":
-        raise InputError("--value-model trunk: grpo has no value model; use --algorithm ppo or t-ppo")
-    if config.problems < ranks:
-        raise InputError(f"--problems is {config.problems}; each of the {ranks} ranks needs at least one")
+    config.check(ranks, model_config)
     out.mkdir(parents=True, exist_ok=True)
     launch(run_training, (trainer_type, config), ranks=ranks)
 
 
+def command(
+    name: str, description: str, examples: Sequence[str], trainer: type[Trainer], config: type[TrainConfig],
+    arguments: Sequence[str] | None,
+) -> int:  # fmt: skip
+    """Run the command of a recipe. Returns its exit status."""
+    lines = [f"python -m {name} {words}" for words in examples]
+    parser = Parser(prog=f"python -m {name}", description=description, examples=lines)
+    add_to(parser, config)
+    parser.set_defaults(run=partial(start, trainer, config), needs=("torch", "transformers", "tensorboard"))
+    return run_command(parser.prog, lambda: parser.parse_args(arguments))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit status."""
-    parser = Parser(
-        prog="python -m recipes.rl.train",
-        description="Warm start on several tasks, then RL on one of them. Writes metrics.jsonl, summary.json, "
-        "settings.json, routing/, checkpoints/, tensorboard/, and of a comparison report.html and timeline.json.gz.",
-        examples=[
-            "python -m recipes.rl.train -o out/demo",
-            "python -m recipes.rl.train -o out/demo --resume --steps 60",
-            "python -m recipes.rl.train -o out/tppo --algorithm t-ppo --task counting --window 32",
-            "python -m recipes.rl.train -o out/live --mode live --policy quota",
-            "python -m recipes.rl.train --model path/to/qwen3-moe --warm-start-steps 0 --ranks 8 -o out/run",
-            "torchrun --nnodes 2 --nproc-per-node 8 -m recipes.rl.train -o /shared/run",
-        ],
+    description = (
+        "Warm start on several tasks, then RL on one of them. Writes metrics.jsonl, summary.json, settings.json, "
+        "routing/, checkpoints/, tensorboard/, and of a comparison report.html and timeline.json.gz."
     )
-    add_to(parser, TrainConfig)
-    parser.set_defaults(run=partial(start, Trainer, TrainConfig), needs=("torch", "transformers", "tensorboard"))
-    return run_command(parser.prog, lambda: parser.parse_args(arguments))
+    examples = (
+        "-o out/demo",
+        "-o out/demo --resume --steps 60",
+        "-o out/tppo --algorithm t-ppo --task counting --window 32",
+        "-o out/live --mode live --policy quota",
+        "--model path/to/qwen3-moe --warm-start-steps 0 --ranks 8 -o out/run",
+    )
+    return command("recipes.rl.train", description, examples, Trainer, TrainConfig, arguments)
 
 
 if __name__ == "__main__":
