@@ -1,8 +1,8 @@
 """Figures of a disaggregated rollout with 1, 2 and 3 micro-batches, and with copies: tables, picture, prediction.
 
-`python -m recipes.disaggregated_rollout.benchmark` measures them. The prediction for m micro-batches is the sum over all
-calls of layers of max(m * max(T_a, T_e), T_a + T_e + 2 * T_c), with the call's own T_a and T_e, since calls of prefill
-and those after the output head take longer, and the mean T_c of a message in one direction.
+`python -m recipes.disaggregated_rollout.benchmark` measures them. The prediction for m micro-batches is the sum over
+all calls of layers of max(m * max(T_a, T_e), T_a + T_e + 2 * T_c), with the call's own T_a and T_e, since calls of
+prefill and those after the output head take longer, and the mean T_c of a message in one direction.
 """
 
 from __future__ import annotations

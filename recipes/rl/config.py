@@ -13,6 +13,7 @@ from trimtab.cli.parser import Parser
 from trimtab.errors import InputError
 
 MODES = ("plan", "rehome", "live", "static", "shadow", "off")
+VALUE_MODELS = ("head", "trunk")
 LIVE_POLICIES = ("auto", "quota", "feplb", "predict", "off")
 # Settings that a resumed run may change: its length and how its work is distributed. Others would change its results.
 MAY_CHANGE = {
@@ -58,7 +59,7 @@ class TrainConfig:
     mini_batches: int = field(default=2, metadata=about("optimizer steps in an RL step", positive))
     token_budget: int = field(default=8192, metadata=about("most tokens of a rank in a micro-step", positive))
     max_new_tokens: int = field(default=20, metadata=about("longest response", positive, unset="20, or 100 to count"))
-    value_model: str = field(default="head", metadata=choice("of ppo and t-ppo", "head", "trunk"))
+    value_model: str = field(default="head", metadata=choice("of ppo and t-ppo", *VALUE_MODELS))
     window: int = field(default=8, metadata=about("t-ppo: most new tokens of a response in a step", positive))
     learning_rate: float = field(default=2e-4, metadata=about("learning rate of RL steps", float))
     warm_start_steps: int = field(default=250, metadata=about("supervised steps before RL", whole))

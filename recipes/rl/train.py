@@ -561,13 +561,13 @@ def run_training(trainer_type: type[Trainer], config: TrainConfig) -> None:
         is_last = step + 1 == config.steps
         if is_last or (config.measure_every and (step + 1) % config.measure_every == 0):
             metrics["held_out_accuracy"] = trainer.measure_accuracy(f"after {step + 1} {trainer.algorithm.title} steps")
-        screen.print(LINE.format_map(metrics | {"plan_ms": metrics["plan_s"] * 1e3}))
         if is_writer:
             with path.open("a") as lines:
                 lines.write(json.dumps(metrics) + "\n")
             for name in metrics.keys() - {"step"}:
                 events.add_scalar(name, metrics[name], step)
             events.flush()
+        screen.print(LINE.format_map(metrics | {"plan_ms": metrics["plan_s"] * 1e3}))
         if is_last or (step + 1) % config.save_every == 0:
             trainer.save(step + 1)
     comparison = None

@@ -9,12 +9,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from benchmarks.t_ppo_runs import TppoBenchmark
 from rich.console import Console
+from trimtab.rl.task import Problem
 
 from benchmarks.t_ppo import equal_accuracy_ratio, print_figures, run_benchmark, summarise_runs
-from benchmarks.t_ppo_runs import TppoBenchmark
 from helpers.rank_pool import on_ranks
-from trimtab.rl.task import Problem
 
 
 def run_of(algorithm: str, seed: int, accuracies: list[float], decode_steps: int, tokens: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ def add(commands: Any) -> None:
         "nodes",
         description="Run a command once for every rank, as torchrun would, on nodes that are network namespaces of "
         "this machine, joined by links of limited rate. Needs Linux and root.",
-        examples=["trimtab nodes --link-mbit 500 -- trimtab train -o out/nodes"],
+        examples=["trimtab nodes --link-mbit 500 -- python -m recipes.rl.train -o out/nodes"],
     )
     add_options(parser, "--nodes", "--ranks-per-node", default=2)
     add_options(parser, "--link-mbit", default=500)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rollout import MICRO_BATCHES, RolloutBenchmark, Run, draw, expert_weights, summarise
+from benchmarks.rollout_figures import MICRO_BATCHES, Run, draw, summarise
+from recipes.disaggregated_rollout.benchmark import RolloutBenchmark, expert_weights
 
 
 def run_of(calls: int, attention_s: float, expert_s: float, message_s: float, micro_batches: int = 1) -> Run:
@@ -18,13 +19,12 @@ def run_of(calls: int, attention_s: float, expert_s: float, message_s: float, mi
 
 
 def test_times_of_one_micro_batch_predict_more() -> None:
-    settings = RolloutBenchmark(sequences=6, new_tokens=10)
     # Half of the sequences take half of the time; a message always takes 0.1 s.
     parts = {m: run_of(10, 0.4 / m, 0.2 / m, 0.1) for m in MICRO_BATCHES}
     results = {("part", m): [run] for m, run in parts.items()}
     results |= {("pipeline", 1): [parts[1]], ("pipeline", 2): [run_of(20, 0.2, 0.1, 0.1, 2)]}
     results |= {("pipeline", 3): [run_of(30, 0.4 / 3, 0.2 / 3, 0.1, 3)]}
-    figures = summarise(results, settings)
+    figures = summarise(results, tokens=60)
     for m, per_call in ((1, 0.8), (2, 0.5), (3, 0.4)):
         of_m = figures[str(m)]
         assert of_m["attention_s"] == pytest.approx(0.4 / m)
