@@ -1,8 +1,8 @@
 """`python -m benchmarks.t_ppo`: PPO, GRPO and T-PPO with equal numbers of trained tokens on long, uneven responses.
 
 Train the task counting with PPO, GRPO and T-PPO from the same warm start on 2 CPU ranks, until each has trained the
-policy on the same number of tokens. Compares decode steps per trained token, held-out accuracy and time. Each run is one
-of the command `python -m recipes.rl.train`, whose metrics are read.
+policy on the same number of tokens. Compares decode steps per trained token, held-out accuracy and time. Each run is
+one of the command `python -m recipes.rl.train`, whose metrics are read.
 """
 
 from __future__ import annotations

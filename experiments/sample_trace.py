@@ -1,8 +1,8 @@
 """`python -m experiments.sample_trace`: records examples/sample.parquet, the trace that examples and the gallery use.
 
-The recipe `recipes.rl` trains a small Qwen3-MoE of 8 layers with 32 experts, top-4, on counting, and the routing of its last
-steps becomes one file. The model is small and random at first, but the routing is that of a model in RL, in order of
-prompts and steps, not drawn from a distribution. About ten minutes on two cores.
+The recipe `recipes.rl` trains a small Qwen3-MoE of 8 layers with 32 experts, top-4, on counting, and the routing of its
+last steps becomes one file. The model is small and random at first, but the routing is that of a model in RL, in order
+of prompts and steps, not drawn from a distribution. About ten minutes on two cores.
 """
 
 from __future__ import annotations

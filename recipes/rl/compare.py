@@ -316,7 +316,8 @@ def timeline_of(name: str, recordings: Sequence[Recording], link_lane: int) -> T
         recordings: of all ranks.
         link_lane: index into `LANES` of the link that dispatch and combine use.
     """
-    begin_RM, end_RM = np.moveaxis([[spans[1:] for spans in each.micro_steps] for each in recordings], -1, 0)
+    spans_RM2 = np.array([[spans[1:] for spans in each.micro_steps] for each in recordings])
+    begin_RM, end_RM = spans_RM2[..., 0], spans_RM2[..., 1]
     begin_M, taken_M = begin_RM.min(axis=0), end_RM.max(axis=0) - begin_RM.min(axis=0)
     # The first half of all passes is recompute, the second half is the update.
     half = len(taken_M) // 2

@@ -340,6 +340,7 @@ class Windows:
         routing = record.trace(tokens, prompts["attention_mask"], eos_token_id=tokenizer.eos_token_id)
         grown = []
         for row, (problem, before) in enumerate(batch):
+            assert before.row_versions is not None
             room = min(self.window, self.max_new_tokens - before.length)
             new = until_end(tokens[row, width : width + room], tokenizer.eos_token_id)
             text, old = np.concatenate([before.token_ids, new]), len(before.expert_ids)

@@ -44,7 +44,7 @@ from trimtab.integrations.transformers import (
     router_weights,
 )
 from trimtab.runtime import Session
-from trimtab.trace import RoutingTrace, hash_tokens
+from trimtab.trace import hash_tokens
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The folder that trainers of the tiny model share."""
+"""The folder that trainers of the tiny model share. Tests that use it are `nightly`; `make test-recipes` runs all."""
 
 from __future__ import annotations
 
@@ -16,3 +16,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny_model(folder / "model")
     (folder / "out").mkdir()
     return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test` has the other tests, and a short run of each recipe."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and "folder" in getattr(item, "fixturenames", ()):
+            item.add_marker("nightly")

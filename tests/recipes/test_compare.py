@@ -1,4 +1,4 @@
-"""The comparison of net step time: the same steps for both trainers, and its figures and page compared with sums by hand."""
+"""The comparison of net step time: the same steps for both trainers; figures and page compared with sums by hand."""
 
 from __future__ import annotations
 

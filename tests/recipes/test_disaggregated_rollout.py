@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 from unittest import mock
 
@@ -17,14 +16,14 @@ from helpers.examples import nightly_except
 from helpers.moe_families import MODEL_TYPES, MOE_LAYERS, NUM_EXPERTS, TOP_K, router_of
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
-from recipes.disaggregated_rollout.channels import Channel, Turns
+from recipes.disaggregated_rollout.channels import Channel
 from recipes.disaggregated_rollout.rollout import DisaggregatedRollout
-from trimtab.cores import usable_cores
 from trimtab.errors import RankFailedError
 from trimtab.integrations.transformers import moe_blocks
 from trimtab.integrations.transformers.families import reroute
 from trimtab.launch import launch
 
+pytestmark = pytest.mark.nightly
 RANKS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 # All sizes with two families, the others once.
 CASES = [(family, *ranks) for family in ("qwen3_moe", "mixtral") for ranks in RANKS]
@@ -155,51 +154,3 @@ def test_every_rank_keeps_only_its_part() -> None:
     else:
         held = sum(tensor.numel() for tensors in rollout.weights_L for tensor in tensors.values())
         assert (kept, held) == (0, experts * (NUM_EXPERTS // 2 + 1) // NUM_EXPERTS)
-
-
-def test_turns_go_round() -> None:
-    turns, order = Turns(3), []
-
-    def work(index: int) -> None:
-        for _ in range(2 + index):
-            order.append(index)
-            turns.give_way()
-
-    turns.run(work)
-    assert order == [0, 1, 2, 0, 1, 2, 1, 2, 2]
-
-
-@pytest.mark.skipif(usable_cores() < 2, reason="one core")
-def test_micro_batches_compute_on_as_many_cores_as_their_rank() -> None:
-    """Ranks share cores: those of another rank would compute for this one, and both would wait."""
-    before, seconds = torch.get_num_threads(), []
-
-    def work(_: int) -> None:
-        matrix, start = torch.randn(1500, 1500), (time.process_time(), time.thread_time())
-        for _ in range(4):
-            matrix @ matrix
-        seconds.append((time.process_time() - start[0], time.thread_time() - start[1]))
-
-    torch.set_num_threads(1)
-    try:
-        Turns(2).run(work)
-    finally:
-        torch.set_num_threads(before)
-    assert len(seconds) == 2
-    for of_process, of_thread in seconds:
-        assert of_thread > 0.8 * of_process
-
-
-def test_the_first_error_ends_the_others() -> None:
-    turns, done = Turns(3), []
-
-    def work(index: int) -> None:
-        for step in range(3):
-            if (index, step) == (1, 1):
-                raise ValueError("no such expert")
-            done.append((step, index))
-            turns.give_way()
-
-    with pytest.raises(ValueError, match="no such expert"):
-        turns.run(work)
-    assert done == [(0, 0), (0, 1), (0, 2), (1, 0)]

@@ -1,6 +1,8 @@
-"""Slots of expert ranks: the least loaded copy, token by token; placement by load; draws of tokens."""
+"""Slots of expert ranks, draws of tokens, and micro-batches that take turns."""
 
 from __future__ import annotations
+
+import time
 
 import numpy as np
 import pytest
@@ -8,9 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipes.disaggregated_rollout.channels import Turns
 from recipes.disaggregated_rollout.expert_slots import ExpertSlots
 from recipes.rl.responses import draw_tokens
 from trimtab.array_type import Array
+from trimtab.cores import usable_cores
 
 
 def random_slots(rng: np.random.Generator, experts: int, ranks: int, copies: int) -> ExpertSlots:
@@ -77,3 +81,51 @@ def test_draws_follow_the_distribution_whatever_the_batch() -> None:
     assert tokens[:50].tolist() == alone
     assert int(draw_tokens(log_probs[None], np.zeros(1))) == 0
     assert int(draw_tokens(log_probs[None], np.array([1 - 1e-12]))) == 3
+
+
+def test_turns_go_round() -> None:
+    turns, order = Turns(3), []
+
+    def work(index: int) -> None:
+        for _ in range(2 + index):
+            order.append(index)
+            turns.give_way()
+
+    turns.run(work)
+    assert order == [0, 1, 2, 0, 1, 2, 1, 2, 2]
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="one core")
+def test_micro_batches_compute_on_as_many_cores_as_their_rank() -> None:
+    """Ranks share cores: those of another rank would compute for this one, and both would wait."""
+    before, seconds = torch.get_num_threads(), []
+
+    def work(_: int) -> None:
+        matrix, start = torch.randn(1500, 1500), (time.process_time(), time.thread_time())
+        for _ in range(4):
+            matrix @ matrix
+        seconds.append((time.process_time() - start[0], time.thread_time() - start[1]))
+
+    torch.set_num_threads(1)
+    try:
+        Turns(2).run(work)
+    finally:
+        torch.set_num_threads(before)
+    assert len(seconds) == 2
+    for of_process, of_thread in seconds:
+        assert of_thread > 0.8 * of_process
+
+
+def test_the_first_error_ends_the_others() -> None:
+    turns, done = Turns(3), []
+
+    def work(index: int) -> None:
+        for step in range(3):
+            if (index, step) == (1, 1):
+                raise ValueError("no such expert")
+            done.append((step, index))
+            turns.give_way()
+
+    with pytest.raises(ValueError, match="no such expert"):
+        turns.run(work)
+    assert done == [(0, 0), (0, 1), (0, 2), (1, 0)]

@@ -36,6 +36,7 @@ from recipes.rl.checkpoint import last_checkpoint
 from recipes.rl.config import TrainConfig, resumed
 from recipes.rl.train import Trainer, main
 
+pytestmark = pytest.mark.nightly
 STEPS = 5
 
 

@@ -1,4 +1,4 @@
-"""PPO and T-PPO on two ranks: advantages, gradients of a plain process, equal losses, resume in the middle of a response."""
+"""PPO and T-PPO on two ranks: advantages, gradients of a plain process, equal losses, resume in mid-response."""
 
 from __future__ import annotations
 
@@ -268,8 +268,10 @@ def test_a_run_resumes_in_the_middle_of_responses_bit_for_bit(folder: Path, valu
             )
         assert straight == resumed
         assert value_model == "head" or straight["value/replicas"] > 0
-    assert_equal(*({name: part.state() for name, part in each._stateful.items()} for each in (trainer, again)))
-    assert_equal(*(each.session.logical_state_dict(each.model) for each in (trainer, again)))
+    states = [{name: part.state() for name, part in each._stateful.items()} for each in (trainer, again)]
+    assert_equal(states[0], states[1])
+    weights = [each.session.logical_state_dict(each.model) for each in (trainer, again)]
+    assert_equal(weights[0], weights[1])
     for each in (trainer, again):
         each.close()
 
@@ -339,7 +341,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_ranks(folder: Path, value_mode
 
 
 def train_some_steps(folder: Path, mode: Mode, algorithm: str, value_model: str) -> list[dict[str, float]]:
-    settings = {"slots": 2, "token_budget": 512} if value_model == "trunk" else {}
+    settings: dict[str, Any] = {"slots": 2, "token_budget": 512} if value_model == "trunk" else {}
     trainer = start(folder, algorithm=algorithm, mode=mode, value_model=value_model, learning_rate=1e-3, **settings)
     found = []
     for step in range(3):

@@ -182,7 +182,7 @@ def test_micro_batches_mark_responses_and_positions() -> None:
     assert batch.rollout_log_probs.tolist() == [[0, -3, -4], [-6, 0, 0]]
     assert batch.positions.tolist() == [0, 1, 2, 3]
     # Ratios 2 and 0.9 of the first response, 0.5 of the second.
-    log_ratio = torch.tensor([[0.0, 2.0, 0.9], [0.5, 0.0, 0.0]]).log()
+    log_ratio = torch.tensor([[1.0, 2.0, 0.9], [0.5, 1.0, 1.0]]).log()
     loss, figures = policy_loss(log_ratio, batch, TrainedTokens(3, 0))
     assert float(loss) == pytest.approx(-(0.5 * (1.2 + 0.9) - 2 * 0.8) / 3)
     assert figures == {"clipped": 2, "policy_tokens": 3}

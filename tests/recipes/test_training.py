@@ -132,6 +132,7 @@ def test_a_checkpoint_can_be_trained_on_under_torchrun(run: tuple[Path, str], tm
     assert metrics["moe/replicas"] == metrics["moe/unplanned_micro_steps"] == 0
 
 
+@pytest.mark.nightly
 def test_a_run_can_be_balanced_from_live_routing(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
     out = tmp_path / "out"
@@ -148,7 +149,7 @@ def test_a_run_can_be_balanced_from_live_routing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--step 3", "unknown option --step; did you mean --steps?"),
+        ("--windo 3", "unknown option --windo; did you mean --window?"),
         ("--steps -1", "'-1' should be a whole number of at least 0"),
         ("--algorithm pp", "unknown --algorithm pp; did you mean ppo?"),
         ("--value-model trunk", "--value-model trunk: grpo has no value model; use --algorithm ppo or t-ppo"),
@@ -160,9 +161,13 @@ def test_a_run_can_be_balanced_from_live_routing(tmp_path: Path) -> None:
 def test_options_that_do_not_fit_are_refused_in_one_line(
     words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with suppress(SystemExit):
-        assert main(["--output", str(tmp_path / "out"), *words.split()]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    for folder in (["--output", str(tmp_path / "out")], []):
+        with suppress(SystemExit):
+            assert main([*folder, *words.split()]) == 2
+        error = capsys.readouterr().err
+        assert message in error or (not folder and "the following arguments are required: -o/--output" in error)
+        assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+    (tmp_path / "out" / "notes").mkdir(parents=True)
+    assert main(["--output", str(tmp_path / "out")]) == 2
+    assert "is there already and not empty; name a new folder" in capsys.readouterr().err
