@@ -15,8 +15,8 @@ from trimtab.array_type import Array
 from trimtab.trace import hash_tokens
 
 CLIP = 0.2
-Loss = tuple[torch.Tensor, dict[str, float]]
-"""This rank's part of the loss of a mini-batch, and figures summed over its tokens."""
+Loss = tuple[torch.Tensor, dict[str, tuple[float, float]]]
+"""This rank's part of the loss of a mini-batch; and, by metric, a sum over its tokens and their number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,11 +121,15 @@ def policy_loss(log_ratio: torch.Tensor, batch: MicroBatch, tokens: TrainedToken
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     loss = -torch.minimum(ratio * batch.advantages, clipped * batch.advantages) * batch.policy_mask
-    figures = {"clipped": clipped_tokens(log_ratio, batch.policy_mask), "policy_tokens": float(batch.policy_mask.sum())}
+    figures = {"ppo/clip_fraction": of_tokens(is_clipped(log_ratio), batch.policy_mask)}
     return loss.sum() / max(1, tokens.policy), figures
 
 
-def clipped_tokens(log_ratio: torch.Tensor, mask: torch.Tensor) -> float:
-    """Number of tokens in the mask whose ratio is outside of the clip range."""
-    error = (log_ratio.detach().exp() - 1).abs() * mask
-    return float((error > CLIP).sum())
+def is_clipped(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Where the ratio is outside of the clip range."""
+    return (log_ratio.detach().exp() - 1).abs() > CLIP
+
+
+def of_tokens(values: torch.Tensor, mask: torch.Tensor) -> tuple[float, float]:
+    """The sum of values of the tokens in the mask, and their number."""
+    return float((values.detach() * mask).sum()), float(mask.sum())

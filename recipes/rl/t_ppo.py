@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModel
 
-from recipes.rl.batches import Loss, MicroBatch, Outputs, TrainedTokens, clipped_tokens, policy_loss
+from recipes.rl.batches import Loss, MicroBatch, Outputs, TrainedTokens, is_clipped, of_tokens, policy_loss
 from recipes.rl.responses import Response, gather, generate, until_end
 from recipes.rl.task import Problem, draw_problem
 from trimtab.integrations.transformers import distribute_experts, moe_blocks, num_experts, record_routing
@@ -257,8 +257,8 @@ class PPO:
         """The clipped losses of policy and value model, each the mean over its own tokens. No parameter is in both.
 
         The ratio of a token is relative to the version of the policy that sampled it: the recompute for tokens of this
-        step, the recorded log-probability for older ones. Figures by age are of the policy before the step, relative to
-        the rollout's log-probabilities.
+        step, the recorded log-probability for older ones. Figures by age in steps say how far the policy before the
+        step is from the version that sampled the tokens; an age without tokens has the figure 0.
         """
         assert batch.old_values is not None
         assert batch.returns is not None
@@ -267,34 +267,15 @@ class PPO:
         value_mask = batch.response_mask * batch.finished[:, None]
         values = self.value_model.values(batch, outputs.hidden, value_mask)
         value = clipped_value_loss(values, batch.old_values, batch.returns) * value_mask
-        figures |= {
-            "value_loss": float(value.detach().sum()),
-            "values": float((values.detach() * value_mask).sum()),
-            "value_tokens": float(value_mask.sum()),
-        }
+        figures |= {"value/loss": of_tokens(value, value_mask), "value/mean": of_tokens(values, value_mask)}
         drift = (old - batch.rollout_log_probs) * batch.response_mask
         # An unbiased estimate of the divergence that is never negative.
         divergence = drift.exp() - 1 - drift
         for age, name in enumerate(AGES):
             mask = batch.response_mask * (batch.ages.clamp(max=len(AGES) - 1) == age)
-            figures[f"clip_fraction_age_{name}"] = clipped_tokens(drift, mask)
-            figures[f"kl_age_{name}"] = float((divergence * mask).sum())
-            figures[f"tokens_age_{name}"] = float(mask.sum())
+            figures[f"ppo/clip_fraction_age_{name}"] = of_tokens(is_clipped(drift), mask)
+            figures[f"ppo/kl_age_{name}"] = of_tokens(divergence, mask)
         return policy + value.sum() / max(1, tokens.value), figures
-
-    def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Clip fraction of trained tokens; loss and mean of values; KL and clip fraction of response tokens by age in
-        steps: how far the policy before the step is from the version that sampled them, 0 for an age without tokens."""
-        by_age = {
-            f"ppo/{name}_age_{age}": totals[f"{name}_age_{age}"] / max(1, totals[f"tokens_age_{age}"])
-            for name in ("clip_fraction", "kl")
-            for age in AGES
-        }
-        return by_age | {
-            "ppo/clip_fraction": totals["clipped"] / max(1, totals["policy_tokens"]),
-            "value/loss": totals["value_loss"] / max(1, totals["value_tokens"]),
-            "value/mean": totals["values"] / max(1, totals["value_tokens"]),
-        }
 
 
 class Windows:

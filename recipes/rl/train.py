@@ -12,8 +12,7 @@ import os
 import random
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -88,10 +87,6 @@ class GRPO:
             tokens: of the mini-batch.
         """
         return policy_loss(outputs.log_probs - old, batch, tokens)
-
-    def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a step from its figures, summed over all ranks and mini-batches."""
-        return {"ppo/clip_fraction": totals["clipped"] / max(1, totals["policy_tokens"])}
 
 
 class Laps(dict[str, float]):
@@ -384,25 +379,26 @@ class Trainer:
             mask = batch.policy_mask * (batch.ages == 0)
             difference += float(((log_probs - batch.rollout_log_probs).abs() * mask).sum())
             tokens += float(mask.sum())
-        return self.total(difference) / max(1, self.total(tokens))
+        return self.mean(difference, tokens)
 
     def accumulate(
         self, prepared: PreparedStep, old_log_probs: Sequence[torch.Tensor], mini_batch: int
-    ) -> Counter[str]:
+    ) -> dict[str, Any]:
         """Run forward and backward of one mini-batch's micro-steps, and complete the gradients. Collective.
 
         Returns:
-            Sums over this rank's tokens: `loss` (already divided by the tokens of all ranks), and the algorithm's
-            figures.
+            Sums over this rank's tokens: `loss`, already divided by the tokens of all ranks; and pairs by metric, as in
+            `Loss`.
         """
-        sums: Counter[str] = Counter()
+        sums: dict[str, Any] = {"loss": 0.0}
         for index in prepared.schedule.micro_steps_of(mini_batch):
             batch = prepared.batches[index]
             with self.micro_step(batch, index):
                 outputs = self.forward(batch, batch.policy_mask)
                 loss, figures = self.algorithm.loss(batch, outputs, old_log_probs[index], prepared.tokens[mini_batch])
                 loss.backward()
-            sums.update({"loss": float(loss.detach()), **figures})  # type: ignore[arg-type]
+            for name, value in {"loss": float(loss.detach()), **figures}.items():
+                sums[name] = sums.get(name, 0.0) + np.array(value)
         self.session.finish_gradients(self.replicated)
         if self.algorithm.value_model is not None:
             self.algorithm.value_model.finish_gradients()
@@ -412,21 +408,20 @@ class Trainer:
         """Run all optimizer steps of an RL step. Returns metrics, equal on all ranks. Collective."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS)
-        sums: Counter[str] = Counter()
-        norms = []
+        sums, norms = dict[str, Any](), []
         for mini_batch in range(self.config.mini_batches):
-            sums.update(self.accumulate(prepared, old_log_probs, mini_batch))
+            for name, value in self.accumulate(prepared, old_log_probs, mini_batch).items():
+                sums[name] = sums.get(name, 0.0) + value
             norms.append(self.session.clip_gradients(self.replicated, MAX_NORM))
             self.optimizer.step()
             self.optimizer.zero_grad()
             if self.algorithm.value_model is not None:
                 self.algorithm.value_model.step()
         # Every rank has the same names.
-        totals = Counter({name: self.total(sums[name]) for name in sorted(sums)})
-        metrics = {"grad_norm": norms[0], "loss": totals["loss"] / self.config.mini_batches}
+        metrics = {"grad_norm": norms[0], "loss": self.total(sums.pop("loss")) / self.config.mini_batches}
         if self.algorithm.value_model is not None:
             metrics |= self.algorithm.value_model.metrics()
-        return metrics | self.algorithm.metrics(totals)
+        return metrics | {name: self.mean(*pair) for name, pair in sums.items()}
 
     def train(self, responses: Sequence[Response], step: int) -> tuple[PreparedStep, dict[str, Any]]:
         """Prepare, recompute, update, and copy the weights to the rollout model: an RL step after its rollout.
@@ -519,6 +514,10 @@ class Trainer:
         self.session.close()
         if self.algorithm.value_model is not None:
             self.algorithm.value_model.close()
+
+    def mean(self, total: float, count: float) -> float:
+        """The mean over all ranks from this one's sum and number of values; 0 without values. Collective."""
+        return self.total(total) / max(1.0, self.total(count))
 
     def total(self, value: float) -> float:
         """The sum over all ranks. Collective."""

@@ -222,7 +222,8 @@ def test_figures_by_age_are_of_the_policy_before_the_step() -> None:
     tppo = PPO(ValueHead(4, 0, session, torch.device("cpu")), windows)
     outputs = Outputs(old_log_probs * batch.policy_mask, torch.zeros(*batch.targets.shape, 4))
     batch = tppo.with_targets(batch, outputs)
-    found = tppo.metrics(tppo.loss(batch, outputs, old_log_probs, TrainedTokens(1, 1))[1])
+    _, figures = tppo.loss(batch, outputs, old_log_probs, TrainedTokens(1, 1))
+    found = {name: total / tokens for name, (total, tokens) in figures.items()}
     for age, shift in (("0", 0.01), ("1", 0.5), ("2_or_more", -0.1)):
         assert found[f"ppo/kl_age_{age}"] == pytest.approx(np.exp(shift) - 1 - shift, rel=1e-3)
         assert found[f"ppo/clip_fraction_age_{age}"] == (age == "1")

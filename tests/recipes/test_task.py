@@ -185,7 +185,7 @@ def test_micro_batches_mark_responses_and_positions() -> None:
     log_ratio = torch.tensor([[1.0, 2.0, 0.9], [0.5, 1.0, 1.0]]).log()
     loss, figures = policy_loss(log_ratio, batch, TrainedTokens(3, 0))
     assert float(loss) == pytest.approx(-(0.5 * (1.2 + 0.9) - 2 * 0.8) / 3)
-    assert figures == {"clipped": 2, "policy_tokens": 3}
+    assert figures == {"ppo/clip_fraction": (2, 3)}
     empty = collate([], pad_token_id=0, device=torch.device("cpu"))
     assert empty.input_ids.shape == (1, 1)
     assert empty.positions.tolist() == []
