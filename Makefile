@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-install lock test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-exporters test-sglang test-afd-plugin test-te test-ray test-backward-thread mutants reliability lint docs bench clean
+.PHONY: help demo test test-fast test-long nightly test-recipes test-install lock test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-exporters test-sglang test-afd-plugin test-te test-ray test-backward-thread mutants reliability lint docs bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,10 +9,10 @@ help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: .venv/.ready  ## post-train a small MoE on two local ranks, balanced by Trimtab (about 3 minutes)
-	$(BIN)/trimtab train -o $(OUT)
+	$(BIN)/python -m recipes.rl.train -o $(OUT)
 
 # These start ranks.
-WIDE := tests/runtime tests/rl tests/integrations tests/launch tests/calibration tests/doctor tests/test_examples.py
+WIDE := tests/runtime tests/recipes tests/integrations tests/launch tests/calibration tests/doctor tests/test_examples.py
 
 # Files run in processes forked from one that has imported everything: tests/helpers/forked_files.py.
 PYTEST := $(BIN)/python -m pytest --forks 4 --ignore=tests/reliability --ignore=tests/gpu
@@ -33,6 +33,9 @@ nightly: .venv/.ready  ## what takes too long for every change: more cases, rand
 	$(PYTEST) --hypothesis-profile=nightly -m 'long or nightly or hypothesis'
 	$(BIN)/python -m pytest tests/gpu --device cpu
 	$(MAKE) test-verl test-te test-ray test-backward-thread test-install mutants reliability
+
+test-recipes: .venv/.ready  ## run all tests of recipes/ (about 10 minutes); make test has a short run of each
+	$(PYTEST) -m 'not long' tests/recipes
 
 test-install: .venv/.ready  ## install the wheel with newest and oldest dependencies on every Python here, run README's commands (about 30 minutes)
 	$(PIP_INSTALL) -c constraints.txt uv
@@ -137,7 +140,7 @@ bench: .venv/.ready  ## reproduce the figures that README and docs quote (about 
 	$(BIN)/python -m benchmarks.planning --json out/bench-planning.json
 	$(BIN)/python -m benchmarks.live --json out/bench-live.json
 	$(BIN)/python -m benchmarks.t_ppo --json out/bench-tppo.json --picture out/bench-tppo.svg
-	$(BIN)/python -m benchmarks.rollout --json out/bench-rollout.json --picture out/bench-rollout.svg
+	$(BIN)/python -m recipes.disaggregated_rollout.benchmark --json out/bench-rollout.json --picture out/bench-rollout.svg
 	$(BIN)/python -m benchmarks.bind --json out/bench-bind.json
 	$(BIN)/python -m benchmarks.host --json out/bench-host.json
 	$(BIN)/python -m benchmarks.megatron --json out/bench-megatron.json

@@ -1,38 +1,48 @@
 """`python -m benchmarks.t_ppo`: PPO, GRPO and T-PPO with equal numbers of trained tokens on long, uneven responses.
 
 Train the task counting with PPO, GRPO and T-PPO from the same warm start on 2 CPU ranks, until each has trained the
-policy on the same number of tokens. Compares decode steps per trained token, held-out accuracy and time, and how the
-routing of earlier windows changes log-probabilities.
+policy on the same number of tokens. Compares decode steps per trained token, held-out accuracy and time. Each run is
+one of the command `python -m recipes.rl.train`, whose metrics are read.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
+import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from benchmarks.harness import Figures, main, settings_of, show
-from benchmarks.t_ppo_runs import ALGORITHMS, TppoBenchmark, runs_of_seed
 from benchmarks.tables import Columns, figure_table, interval, named_rows, picture, quantity
 from trimtab.calibration.alternating_rounds import median_with_interval
 from trimtab.cli.options import add_options, given, positive, whole
 from trimtab.cli.parser import Parser
-from trimtab.errors import InputError
-from trimtab.launch import launch
+from trimtab.errors import InputError, RankFailedError
 from trimtab.report.number_text import seconds
-from trimtab.rl.config import ValueModelName
 
+ALGORITHMS = ("ppo", "grpo", "t-ppo")
+# What is added up over the steps of a run, by the names of its metrics.
+COUNTED = {
+    "decode_steps": ("rollout/decode_steps",),
+    "sampled_tokens": ("rollout/tokens",),
+    "prefix_tokens": ("rollout/prefix_tokens",),
+    "computed_tokens": ("tokens/computed",),
+    "trained_tokens": ("tokens/trained",),
+    "wall_s": ("rollout_s", "prepare_s", "plan_s", "recompute_s", "update_s", "sync_s"),
+}
 OURS = "t-ppo"
 COLOURS = {"ppo": "#d97706", "grpo": "#9333ea", "t-ppo": "#0f766e"}
 PANELS = {"decode_steps": "decode steps", "wall_s": "seconds on CPU ranks, without evaluations"}
@@ -69,6 +79,62 @@ NOTES = (
 EXAMPLES = ("--json out/bench-tppo.json --picture out/bench-tppo.svg",)
 
 
+@dataclass(frozen=True)
+class TppoBenchmark:
+    """Sizes of the benchmark.
+
+    Attributes:
+        seeds: seeds 0 to seeds - 1, of model, problems and sampling. All algorithms start from the same warm start.
+        trained_tokens: that the policy is trained on in each run.
+        places: responses that are generated together, over all ranks.
+        samples: responses of GRPO to a problem; PPO and T-PPO have one.
+        window: most new tokens of a response in a step of T-PPO.
+        value_model: of PPO and T-PPO.
+        max_new_tokens: of a response.
+        measure_every: steps between measurements of accuracy.
+        held_out: problems that accuracy is measured on.
+        warm_start_steps, warm_start_batch: of the supervised phase.
+        learning_rate: of RL steps.
+        expert_width: of the small model.
+        most_steps: of a run; one that needs more is given up.
+        json: file for the figures; None for none.
+        picture: file to draw the curves to; None for none.
+    """
+
+    seeds: int = 5
+    trained_tokens: int = 40_000
+    places: int = 64
+    samples: int = 8
+    window: int = 32
+    value_model: str = "head"
+    max_new_tokens: int = 100
+    measure_every: int = 5
+    held_out: int = 128
+    warm_start_steps: int = 150
+    warm_start_batch: int = 64
+    learning_rate: float = 5e-5
+    expert_width: int = 256
+    most_steps: int = 1000
+    json: Path | None = None
+    picture: Path | None = None
+
+    def warm_start(self, seed: int) -> dict[str, Any]:
+        """Options of a run that only warms up."""
+        names = "held_out", "warm_start_steps", "warm_start_batch", "expert_width", "max_new_tokens"
+        return {"steps": 0, "seed": seed} | {name: getattr(self, name) for name in names}
+
+    def algorithm(self, name: str, seed: int, model: Path) -> dict[str, Any]:
+        """Options of a run. T-PPO has one optimizer step in an RL step, which has fewer tokens; others have two."""
+        samples = self.samples if name == "grpo" else 1
+        names = "held_out", "max_new_tokens", "measure_every", "learning_rate"
+        return {
+            "model": model, "algorithm": name, "seed": seed, "warm_start_steps": 0, "steps": self.most_steps,
+            "problems": self.places // samples, "samples": samples, "mini_batches": 1 if name == OURS else 2,
+            "save_every": self.most_steps, "compare_pairs": 0, **{name: getattr(self, name) for name in names},
+            **({} if name == "grpo" else {"value_model": self.value_model, "window": self.window}),
+        }  # fmt: skip
+
+
 def add_to(parser: Parser) -> None:
     """Add the options."""
     option = partial(add_options, parser, of=TppoBenchmark)
@@ -76,38 +142,32 @@ def add_to(parser: Parser) -> None:
     option("--trained-tokens", type=positive, help="that the policy is trained on in each run")
     option("--places", type=positive, help="responses that are generated together")
     option("--window", type=positive, help="most new tokens of a response in a step of T-PPO")
-    option("--value-model", choices=get_args(ValueModelName), help="of PPO and T-PPO, as in trimtab train")
+    option("--value-model", choices=("head", "trunk"), help="of PPO and T-PPO, as in the recipe")
     option("--warm-start-steps", type=whole, help="supervised steps before RL")
     add_options(parser, "--picture", type=Path, help="draw accuracy over decode steps and time to FILE (.svg)")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the benchmark with the options."""
+    """Train all algorithms with all seeds; which is first depends on the seed."""
     settings = TppoBenchmark(**given(options, TppoBenchmark))
     if settings.places % (2 * settings.samples):
         raise InputError(f"--places is {settings.places}; it should be a multiple of {2 * settings.samples}")
-    launch(run_benchmark, (settings,), ranks=2)
-
-
-def run_benchmark(settings: TppoBenchmark) -> None:
-    """Train all algorithms with all seeds on the ranks of the process group; rank 0 prints and writes. Collective."""
-    is_first = dist.get_rank() == 0
     runs: list[Figures] = []
-    columns = (TextColumn("bench t-ppo"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with (
-        tempfile.TemporaryDirectory() as out,
-        Progress(*columns, TextColumn("{task.fields[note]}"), disable=not is_first, transient=True) as progress,
-    ):
-        total = settings.seeds * len(ALGORITHMS) * (settings.evaluations + 1)
-        task = progress.add_task("", total=total, note="warm start")
-        for seed in range(settings.seeds):
-            runs += runs_of_seed(settings, seed, Path(out), lambda note: progress.update(task, advance=1, note=note))
-    if not is_first:
-        return
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in track(range(settings.seeds), "bench t-ppo", transient=True):
+            start = Path(folder) / f"{seed}"
+            list(metrics_of(start, settings.warm_start(seed)))
+            before = json.loads((start / "summary.json").read_text())["held_out_accuracy"]["after warm start"]
+            first = seed % len(ALGORITHMS)
+            for name in (*ALGORITHMS[first:], *ALGORITHMS[:first]):
+                model = start / "checkpoints" / "step-00000"
+                run = run_of(settings, name, seed, Path(folder) / f"{seed}-{name}", model)
+                runs.append(run | {"points": [dict.fromkeys(COUNTED, 0.0) | {"accuracy": before}, *run["points"]]})
+    runs.sort(key=lambda each: (each["seed"], ALGORITHMS.index(each["algorithm"])))
     figures: Figures = {
         "schema": "trimtab-bench-t-ppo-1",
         "settings": settings_of(settings, "picture"),
-        "ranks": dist.get_world_size(),
+        "ranks": 2,
         "device": f"CPU, {platform.machine()}, {os.cpu_count()} cores",
         "runs": runs,
         "summary": summarise_runs(runs, settings.places),
@@ -117,11 +177,63 @@ def run_benchmark(settings: TppoBenchmark) -> None:
         draw_curves(runs, settings.picture)
 
 
+def metrics_of(out: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Metrics of each step of a run of the recipe, as it goes on; the run ends when no more are asked for.
+
+    Raises:
+        RankFailedError: if the run fails.
+    """
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", "recipes.rl.train", "--output", str(out), "--task", "counting", *words]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        # A line is printed after each step's metrics are written.
+        seen = 0
+        for _ in process.stdout:
+            lines = (out / "metrics.jsonl").read_text().splitlines()
+            yield from map(json.loads, lines[seen:])
+            seen = len(lines)
+        _, error = process.communicate()
+        if process.returncode:
+            raise RankFailedError(f"{out.name}: {error.strip()}")
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def run_of(settings: TppoBenchmark, algorithm: str, seed: int, out: Path, model: Path) -> Figures:
+    """A run of one algorithm, until enough tokens are trained.
+
+    Returns:
+        `algorithm`, `seed`; `points`, one for each measurement of accuracy: what was counted until then, `wall_s`
+        without evaluations, and `accuracy`; `rollout_logprob_diff` of T-PPO.
+    """
+    counted, points, differences = dict.fromkeys(COUNTED, 0.0), list[Figures](), list[float]()
+    for metrics in metrics_of(out, settings.algorithm(algorithm, seed, model)):
+        for name, parts in COUNTED.items():
+            counted[name] += sum(metrics[part] for part in parts)
+        differences.append(metrics["ppo/rollout_logprob_diff"])
+        if "held_out_accuracy" in metrics:
+            points.append({**counted, "accuracy": metrics["held_out_accuracy"]})
+            if counted["trained_tokens"] >= settings.trained_tokens:
+                break
+    else:
+        raise InputError(
+            f"{algorithm} trained {counted['trained_tokens']:,.0f} tokens in {settings.most_steps} steps, seed {seed}; "
+            f"--trained-tokens {settings.trained_tokens:,} is out of reach. Responses that are all right or all wrong "
+            "train nothing: change --warm-start-steps or --trained-tokens"
+        )
+    known = {"recorded": float(np.mean(differences))} if algorithm == OURS else {}
+    return {"algorithm": algorithm, "seed": seed, "points": points, "rollout_logprob_diff": known}
+
+
 def summarise_runs(runs: Sequence[dict[str, Any]], places: int) -> Figures:
     """Means of every algorithm over the seeds, and T-PPO against the others, paired by seed.
 
     Args:
-        runs: of `runs_of_seed`, of all seeds.
+        runs: of `run_of`, of all seeds.
         places: responses that are generated together.
 
     Returns:
@@ -218,7 +330,7 @@ def draw_curves(runs: Sequence[Figures], path: Path) -> None:
 
 
 def print_figures(figures: Figures, console: Console) -> None:
-    """Print the algorithms, T-PPO against the others, and what prefix routing does."""
+    """Print the algorithms, T-PPO against the others, and how far the recompute is from the rollout."""
     settings, summary = figures["settings"], figures["summary"]
     title = (
         f"{settings['trained_tokens']:,} trained tokens, {settings['places']} places, responses up to "

@@ -14,11 +14,28 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PrinterCallback, Qwen3MoeConfig, TrainerCallback
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Qwen3MoeConfig,
+    TrainerCallback,
+)
 from trl import GRPOConfig
 
 from trimtab.integrations.trl import TrimtabGRPOTrainer
-from trimtab.rl.task import build_tokenizer
+
+ALPHABET = "0123456789abcdefghij+<|>^=,~."
+
+
+def build_tokenizer() -> Any:
+    """A token for each character; "." ends a text."""
+    letters = {token: index for index, token in enumerate(["<pad>", *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token=".", padding_side="left")
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:

@@ -55,7 +55,7 @@ PARTS: dict[str, dict[str, tuple[str, str, Callable[[Figures], Figures]]]] = {
         "tppo": ("benchmarks.t_ppo", "tppo-cpu", _as_stored),
         "tppo-trunk": ("benchmarks.t_ppo", "tppo-trunk-cpu", _as_stored),
     },
-    "rollout.md": {"pipeline": ("benchmarks.rollout", "rollout-cpu", _as_stored)},
+    "rollout.md": {"pipeline": ("benchmarks.rollout_figures", "rollout-cpu", _as_stored)},
     "advise.md": {"advice": ("benchmarks.advice", "advice", _as_stored)},
     "simulator.md": {"accuracy": ("experiments.simulator_validation", "simulator-cpu", _as_stored)},
 }

@@ -1,8 +1,8 @@
 """`python -m experiments.sample_trace`: records examples/sample.parquet, the trace that examples and the gallery use.
 
-`trimtab train` trains a small Qwen3-MoE of 8 layers with 32 experts, top-4, on counting, and the routing of its last
-steps becomes one file. The model is small and random at first, but the routing is that of a model in RL, in order of
-prompts and steps, not drawn from a distribution. About ten minutes on two cores.
+The recipe `recipes.rl` trains a small Qwen3-MoE of 8 layers with 32 experts, top-4, on counting, and the routing of its
+last steps becomes one file. The model is small and random at first, but the routing is that of a model in RL, in order
+of prompts and steps, not drawn from a distribution. About ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
-from trimtab.rl.demo_model import load_tokenizer
 from trimtab.trace.store import read_trace, write_trace
 
 SAMPLE = Path(__file__).parents[1] / "examples" / "sample.parquet"
@@ -28,7 +27,8 @@ PROBLEMS = 384
 
 def write_model(directory: Path) -> None:
     """A random model with the tokenizer of counting, as a Hugging Face checkpoint."""
-    tokenizer = load_tokenizer(None, "counting")
+    train(directory / "tokenizer", warm_start_steps=0, steps=0, problems=2, held_out=2)
+    tokenizer = AutoTokenizer.from_pretrained(directory / "tokenizer" / "checkpoints" / "step-00000")
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -51,20 +51,11 @@ def write_model(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def train(model: Path, out: Path) -> None:
-    """Train the model with `trimtab train`, which records every step's routing in `out`."""
-    options = {
-        "model": model,
-        "output": out,
-        "task": "counting",
-        "steps": STEPS,
-        "problems": PROBLEMS,
-        "token-budget": 4096,
-        "compare-pairs": 0,
-        "ranks": 2,
-    }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    subprocess.run([sys.executable, "-m", "trimtab", "train", *words], check=True)
+def train(out: Path, **options: object) -> None:
+    """Run the command of `recipes.rl` on counting, which records every step's routing in `out`."""
+    options |= {"output": out, "task": "counting", "compare_pairs": 0}
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    subprocess.run([sys.executable, "-m", "recipes.rl.train", *words], check=True)
 
 
 def main() -> None:
@@ -72,7 +63,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("out/sample"), help="of model and run")
     folder = parser.parse_args().folder
     write_model(folder / "model")
-    train(folder / "model", folder / "run")
+    train(folder / "run", model=folder / "model", steps=STEPS, problems=PROBLEMS, token_budget=4096)
     steps = sorted((folder / "run" / "routing").glob("*.parquet"))[-KEPT:]
     write_trace(read_trace(steps), SAMPLE)
 

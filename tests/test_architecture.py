@@ -8,6 +8,8 @@ from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "trimtab"
 # Folders whose files are named after those of another: a command after its function, a writer after its reader, a
@@ -75,9 +77,20 @@ def test_no_folder_imports_a_higher_one() -> None:
             assert inside or order.index(its) <= order.index(mine), f"{name} imports {other}"
 
 
+def importers(folder: str, others: str) -> list[str]:
+    """Files below a folder that import one of these packages."""
+    imports = re.compile(rf"^\s*(?:from|import) (?:{others})\b", re.MULTILINE)
+    return [str(path) for path in (ROOT / folder).rglob("*.py") if imports.search(path.read_text())]
+
+
 def test_the_package_imports_nothing_beside_it() -> None:
-    beside = re.compile(r"^\s*(?:from|import) (?:benchmarks|experiments|tests|helpers)\b", re.MULTILINE)
-    assert [name for name, path in MODULES.items() if beside.search(path.read_text())] == []
+    assert importers("src", "benchmarks|experiments|recipes|tests|helpers") == []
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "experiments", "examples"])
+def test_recipes_are_imported_by_nothing_but_tests(folder: str) -> None:
+    assert importers(folder, "recipes|tests|helpers") == []
+    assert importers("recipes", "recipes") != []
 
 
 def test_rivals_are_read_from_the_registry() -> None:

@@ -99,13 +99,13 @@ def test_commands_are_those_of_new_processes(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(owner, name, getattr(owner, name))
     forked_commands.fork_commands_from_here()
     read, write = os.pipe()
-    command = [*forked_commands.COMMAND, "trace", "info", "missing.parquet"]
+    command = [sys.executable, "-m", "trimtab.cli.main", "trace", "info", "missing.parquet"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "missing.parquet" in ended.stderr
     # Nobody reads what it writes.
     os.mkfifo(tmp_path / "pipe")
-    words = [*forked_commands.COMMAND, "trace", "synth", "uniform", "-o", "pipe"]
+    words = [sys.executable, "-m", "trimtab.cli.main", "trace", "synth", "uniform", "-o", "pipe"]
     waiting = subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         while os.getsid(waiting.pid) != waiting.pid:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fixtures.make import trace_facts
-from helpers.rank_pool import on_ranks
-from trimtab import Placement, StepPlan, Workload
+from trimtab import StepPlan, Workload
 from trimtab.cli.main import main
 from trimtab.cluster import load_cluster
 from trimtab.trace import read_trace
@@ -34,8 +32,6 @@ MEASURED = {
     "analyze": ["schema", "steps", "tokens", "max_vio", "balancedness", "expert_time_lost", "nodes"],
     "simulate": ["schema", "trace_hash", "cluster", "model"],
 }
-# Of the resumed run.
-STEPS = 3
 
 
 @pytest.mark.parametrize("name", FACTS["traces"])
@@ -95,87 +91,3 @@ def test_the_routing_of_a_stored_run_has_a_page(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert main(["analyze", str(FOLDER / "run" / "routing"), "--ranks", "2", "--html", str(page)]) == 0
     assert "max_vio" in page.read_text()
-
-
-def copy_of_run(folder: Path) -> Path:
-    return shutil.copytree(FOLDER / "run", folder / "run")
-
-
-def stored_weights() -> dict[str, Any]:
-    """Weights of the stored checkpoint with all experts of a layer in one tensor, in their order."""
-    import torch
-    from safetensors.torch import load_file
-
-    stored = load_file(CHECKPOINT / "model.safetensors")
-    weights = {name: value for name, value in stored.items() if ".experts." not in name}
-    for experts in ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts"):
-        gate, up, down = (
-            torch.stack([stored[f"{experts}.{expert}.{kind}_proj.weight"] for expert in range(8)])
-            for kind in ("gate", "up", "down")
-        )
-        weights |= {f"{experts}.gate_up_proj": torch.cat([gate, up], dim=1), f"{experts}.down_proj": down}
-    return weights
-
-
-def read_checkpoint(out: Path) -> list[list[int]]:
-    """Load the run in `out` on a rank, compare weights with the stored ones, also after a move, and save.
-
-    Returns the homes after loading.
-    """
-    from trimtab.rl.checkpoint import last_checkpoint
-    from trimtab.rl.config import resumed
-    from trimtab.rl.trainer import Trainer
-
-    trainer = Trainer(replace(resumed(out, {})[0], out=out / "again"), last_checkpoint(out))
-    session, stored = trainer.session, stored_weights()
-    homes: list[list[int]] = session.placement.home.tolist()
-    for placement in (session.placement, Placement.contiguous(2, 8, 2)):
-        session.move(placement)
-        logical = session.logical_state_dict(trainer.model)
-        assert [name for name in stored if not logical[name].equal(stored[name])] == []
-        for name, parameter in trainer.model.named_parameters():
-            if ".experts." in name:
-                layer = session.homes[int(name.split(".")[2])]
-                assert parameter.equal(stored[name][layer.places.experts_RH[trainer.rank]]), name
-    trainer.save(2)
-    trainer.close()
-    return homes
-
-
-@pytest.mark.slow
-def test_a_stored_checkpoint_is_read_whatever_the_homes(tmp_path: Path) -> None:
-    """Experts are at the homes to which they had moved."""
-    from safetensors.torch import load_file
-
-    out = copy_of_run(tmp_path)
-    homes = json.loads((CHECKPOINT / "trainer" / "state.json").read_text())["homes"]
-    assert homes != Placement.contiguous(2, 8, 2).home.tolist()
-    assert on_ranks(read_checkpoint, (out,), ranks=2) == [homes] * 2
-    again = out / "again" / "checkpoints" / CHECKPOINT.name
-    for file in ("trainer/optimizer-00000.safetensors", "trainer/algorithm.safetensors"):
-        stored, saved = (load_file(folder / file) for folder in (CHECKPOINT, again))
-        assert [name for name in stored if not saved[name].equal(stored[name])] == [], file
-
-
-def continue_run(out: Path) -> None:
-    """One more step, a comparison with mode static, and its page."""
-    from trimtab.rl.config import resumed
-    from trimtab.rl.run import run_training
-
-    run_training(resumed(out, {"steps": STEPS, "compare_pairs": 1})[0])
-
-
-@pytest.mark.slow
-def test_a_stored_run_is_resumed(tmp_path: Path) -> None:
-    from trimtab.rl.report import rollout_charts
-
-    out = copy_of_run(tmp_path)
-    on_ranks(continue_run, (out,), ranks=2)
-    before, lines = ((run / "metrics.jsonl").read_text().splitlines() for run in (FOLDER / "run", out))
-    assert lines[:-1] == before
-    steps = [json.loads(line) for line in lines]
-    assert not changed(steps[0], steps[-1], "metrics.jsonl")
-    assert [list(chart.places) for chart in rollout_charts(steps)] == [["0", "1", "2"]] * 2
-    assert read_trace(out / "routing").steps.max() == STEPS - 1
-    assert (out / "checkpoints" / f"step-{STEPS:05d}" / "trainer" / "state.json").is_file()
-    assert (out / "report.html").is_file()

@@ -26,7 +26,7 @@ INTRODUCTION = f"""# Gallery
 Pages as the commands write them: each is one file that works offline. Click on a chart's bars and cells for figures.
 
 They are about `{SAMPLE}`, a trace that comes with the repository, so that you can try any command without
-a dump of your own. `python -m experiments.sample_trace` recorded it: `trimtab train` trains a small model of 8 MoE
+a dump of your own. `python -m experiments.sample_trace` recorded it: `recipes.rl` trains a small model of 8 MoE
 layers with 32 experts, top-4. gpt-oss-20b has as many, and seconds are those of gpt-oss-20b with this routing.
 """
 

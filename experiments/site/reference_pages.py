@@ -166,7 +166,7 @@ def metrics_page() -> str:
                 "# Metrics",
                 "`max_vio` is max/mean - 1 of rank loads. An *instance* is one layer of one micro-step.",
                 "## Of a planned step",
-                "`session.report` (`PlanReport`). Those with a name are in `metrics.jsonl` of `trimtab train`; plugins "
+                "`session.report` (`PlanReport`). Those with a name are in `metrics.jsonl` of `recipes.rl`; plugins "
                 "log them with the framework's prefix, see [frameworks](../frameworks.md).",
                 figure_table(report, "in `metrics.jsonl`"),
                 "`report.memory` and `session.memory()` (`RankMemory`): memory of this rank, by owner. `pool_bytes` is "

@@ -15,25 +15,27 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing import resource_tracker, spawn, util
 from typing import Any
 
 # Their parts that are used here have no public names.
 SUBPROCESS: Any = subprocess
 UTIL: Any = util
-COMMAND = [sys.executable, "-m", "trimtab.cli.main"]
+# Modules that are run with `python -m`.
+COMMANDS = ("trimtab.cli.main", "recipes.rl.train", "recipes.disaggregated_rollout.train")
 # How multiprocessing starts a process.
 SPAWNED = re.compile(r"spawn_main\(tracker_fd=(?P<tracker>\d+), pipe_handle=(?P<pipe>\d+)\)")
 
 
 def fork_commands_from_here() -> None:
-    """Start `trimtab` commands and processes of multiprocessing as forks, from now on in this process and its forks."""
+    """Start commands and processes of multiprocessing as forks, from now on in this process and its forks."""
     start, start_spawned = SUBPROCESS._fork_exec, UTIL.spawnv_passfds
 
     def fork_command(arguments: Sequence[Any], *rest: Any) -> int:
         words = [os.fsdecode(word) for word in arguments]
         directory, environment = rest[3:5]
-        if words[:3] != COMMAND or environment is not None:
+        if words[:2] != [sys.executable, "-m"] or words[2] not in COMMANDS or environment is not None:
             return int(start(arguments, *rest))
         given, _, _, output, _, errors = rest[5:11]
         starts_session = rest[14]
@@ -48,9 +50,7 @@ def fork_commands_from_here() -> None:
                 os.setsid()
             forget_open_files({0, 1, 2})
             sys.argv = words[2:]
-            from trimtab.cli.main import main
-
-            return main()
+            return int(import_module(words[2]).main())
 
         return _fork(run)
 

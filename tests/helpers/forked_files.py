@@ -42,7 +42,7 @@ POLL_S = 1.0
 # Imported once for all ranks, if a test needs one of them.
 OF_RANKS = {
     # The first optimizer of a process imports `torch._dynamo`, for three seconds.
-    "torch": ("trimtab.rl.trainer", "transformers", "torch._dynamo"),
+    "torch": ("recipes.rl.train", "transformers", "torch._dynamo"),
     "megatron": ("megatron.core.models.gpt.gpt_model", "megatron.core.optimizer"),
     "trl": ("trl.trainer.grpo_trainer",),
     "test_verl": ("verl.workers.engine.megatron.transformer_impl", "mbridge"),

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 NUM_EXPERTS = 8
 TOP_K = 3
-# The vocabulary is that of the tokenizer of `trimtab.rl.task`.
+# The vocabulary is that of the tokenizer of `recipes.rl.task`.
 _COMMON: dict[str, Any] = {
     "vocab_size": 30, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 16, "intermediate_size": 48, "num_experts_per_tok": TOP_K, "initializer_range": 0.2,

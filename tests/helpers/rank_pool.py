@@ -108,7 +108,7 @@ class RankPool:
 
         context = multiprocessing.get_context("forkserver")
         # Imported once for all ranks that this process ever starts.
-        context.set_forkserver_preload(["trimtab.rl.trainer", "megatron.core.models.gpt.gpt_model"])
+        context.set_forkserver_preload(["recipes.rl.train", "megatron.core.models.gpt.gpt_model"])
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with mock.patch.dict(os.environ, ALLOCATOR):
             for rank in range(self.ranks):

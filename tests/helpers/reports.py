@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from trimtab.analysis import TraceCounts, analyze
 from trimtab.analysis.trace_comparison import compare_traces
 from trimtab.array_type import Array
 from trimtab.report.comparison_report import ComparisonReport
 from trimtab.report.model import AnalysisReport, LoadMap, PolicyResult, Report, Timeline
-from trimtab.rl.config import TrainConfig
-from trimtab.rl.grpo import GRPO
-from trimtab.rl.paired_comparison import MeasuredPolicy, PairedComparison
-from trimtab.rl.report import report_of
-from trimtab.runtime.plan_report import PlanReport, RankMemory
-from trimtab.runtime.ranks.recorder import COMBINE, DISPATCH, EXPERTS, OTHER, Recording
 from trimtab.simulator.recorded_operations import LANES
 
 KINDS = (
@@ -179,33 +170,3 @@ def some_comparison(name: str = "trace") -> ComparisonReport:
     names = (f"{name}-a.parquet", f"{name}-b.parquet")
     first, second = some_analysis(model=name).analysis, some_analysis(model=name, micro_steps=5, seed=1).analysis
     return ComparisonReport(names, compare_traces(names, first, second))
-
-
-def training_page(
-    name: str, *, ranks_per_node: int = 2, static_s: Sequence[float] = (1.0,), replicas: int = 0
-) -> Report:
-    """The report of a run of 2 ranks in a folder of this name, on a model whose type is this name.
-
-    Args:
-        replicas: of each step, which has 3 micro-steps and a layer.
-    """
-    recording = Recording(
-        np.array([OTHER, DISPATCH, EXPERTS, COMBINE], np.uint8), np.array([-1, 0, 0, 0], np.int16),
-        np.arange(4.0), np.arange(1.0, 5.0), ((0, 0.0, 4.0),) * 2,
-    )  # fmt: skip
-    figures: dict[str, Any] = dict.fromkeys((field.name for field in fields(PlanReport)), 0)
-    memory = RankMemory(**dict.fromkeys((field.name for field in fields(RankMemory)), 0))
-    metrics = PlanReport(**figures | {"memory": memory, "replicas": replicas}).metrics()
-    metrics |= {"loss": 0.5, "grad_norm": 1.0, "plan/background_s": 0.01}
-    measured = MeasuredPolicy(
-        [1.0] * len(static_s), [metrics] * len(static_s), np.full((3, 1, 2), 8), metrics, (recording, recording)
-    )
-    # Only its name is shown. A folder's has no slash, but this one must.
-    folder: Any = SimpleNamespace(name=name)
-    trainer: Any = SimpleNamespace(
-        config=TrainConfig(folder), model_config=SimpleNamespace(num_experts_per_tok=2, model_type=name),
-        session=SimpleNamespace(num_experts=4, topology=SimpleNamespace(ranks_per_node=ranks_per_node)), num_ranks=2,
-        device=torch.device("cpu"), layer_indices=np.arange(1), model=torch.nn.Linear(1, 1),
-        optimizer=SimpleNamespace(state={}), algorithm=GRPO(),
-    )  # fmt: skip
-    return report_of(trainer, PairedComparison(replace(measured, step_s=[*static_s]), measured))

@@ -20,12 +20,12 @@ from trl import GRPOConfig, GRPOTrainer
 from helpers.equality import relative_error
 from helpers.moe_families import MOE_LAYERS, NUM_EXPERTS, TOP_K, random_model, small_config
 from helpers.random_plans import random_group_plans, random_placement
+from recipes.rl.task import build_tokenizer
 from trimtab import RoutingTrace
 from trimtab.integrations.transformers import replay_routing
 from trimtab.integrations.trl import TrimtabGRPOTrainer
 from trimtab.planner import Placement, PlannedStep, Schedule, plan_schedule
 from trimtab.planner.plan.step_loads import StepLoads
-from trimtab.rl.task import build_tokenizer
 from trimtab.runtime import step_planner
 
 

@@ -24,13 +24,12 @@ from helpers.live_runs import quotas_of_few
 from helpers.moe_families import MODEL_TYPES, NUM_EXPERTS, TOP_K, all_chosen, random_model, small_config
 from helpers.random_plans import random_plan, random_schedule, random_trace
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
+from recipes.rl.batches import MicroBatch, collate, token_log_probs
+from recipes.rl.responses import Response
 from trimtab import InputError, Workload
 from trimtab.integrations.expert_parallel import register, use_session
 from trimtab.integrations.transformers import moe_blocks
 from trimtab.planner import Placement
-from trimtab.rl.batches import MicroBatch, collate
-from trimtab.rl.losses import token_log_probs
-from trimtab.rl.sequences import Sequence
 from trimtab.runtime import Session
 from trimtab.runtime.live import balancer
 from trimtab.runtime.live.balancer import LivePolicy
@@ -74,7 +73,7 @@ class Step:
         sizes = {"num_layers": moe_layers, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
         trace = random_trace(rng, num_sequences=7, max_length=9, **sizes)
         self.sequences = [
-            Sequence(rng.integers(0, VOCAB, len(ids) + 1), 1, ids, 0.0, 0.05, np.zeros(len(ids), np.float32))
+            Response(rng.integers(0, VOCAB, len(ids) + 1), 1, ids, np.zeros(len(ids), np.float32), advantage=0.05)
             for ids in map(trace.sequence, range(7))
         ]
         hashes = [hash_tokens(sequence.token_ids) for sequence in self.sequences]
@@ -102,7 +101,7 @@ class Batch:
     ids_NLK: torch.Tensor
 
     @classmethod
-    def of(cls, sequences: list[Sequence], layers: int) -> Batch:
+    def of(cls, sequences: list[Response], layers: int) -> Batch:
         rows = collate(sequences, pad_token_id=0, device=torch.device("cpu"))
         ids_NLK = torch.arange(TOP_K).repeat(rows.input_ids.numel(), layers, 1)
         if sequences:

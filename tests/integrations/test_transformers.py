@@ -30,6 +30,9 @@ from helpers.moe_families import (
 )
 from helpers.random_plans import random_plan, random_schedule
 from helpers.rank_tests import runs_on_ranks
+from recipes.rl.batches import collate, token_log_probs
+from recipes.rl.responses import Response
+from recipes.rl.task import build_tokenizer, save_model
 from trimtab import InputError, RoutingTrace, Workload
 from trimtab.integrations.transformers import (
     SUPPORTED_MODEL_TYPES,
@@ -40,12 +43,8 @@ from trimtab.integrations.transformers import (
     replay_routing,
     router_weights,
 )
-from trimtab.rl.batches import collate
-from trimtab.rl.demo_model import save_checkpoint
-from trimtab.rl.losses import token_log_probs
-from trimtab.rl.sequences import Sequence, routing_of
-from trimtab.rl.task import build_tokenizer
 from trimtab.runtime import Session
+from trimtab.trace import hash_tokens
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def copy_of(model: Any, dtype: torch.dtype) -> Any:
     return copy
 
 
-def roll_out(model: Any, rng: np.random.Generator, count: int) -> list[Sequence]:
+def roll_out(model: Any, rng: np.random.Generator, count: int) -> list[Response]:
     """Random sequences of different lengths, with the routing that a bfloat16 copy of the model chooses."""
     copy = copy_of(model, torch.bfloat16).eval()
     sequences = []
@@ -93,7 +92,7 @@ def roll_out(model: Any, rng: np.random.Generator, count: int) -> list[Sequence]
         with record_routing(copy) as record, torch.no_grad():
             copy(input_ids=torch.from_numpy(tokens[None, :-1]))
         ids, unused = record.expert_ids(tokens[None])[0], np.zeros(len(tokens) - 2, np.float32)
-        sequences.append(Sequence(tokens, 2, ids, 0.0, float(rng.uniform(0.5, 1.5)), unused))
+        sequences.append(Response(tokens, 2, ids, unused, advantage=float(rng.uniform(0.5, 1.5))))
     return sequences
 
 
@@ -156,9 +155,10 @@ def compare_with_plain_model(case: Case) -> None:
     shared.train()
     sequences = roll_out(plain, rng, 6)
     layers = MOE_LAYERS[case.model_type]
-    trace = routing_of(
-        sequences, num_experts=NUM_EXPERTS, shape=(len(layers), TOP_K), layer_indices=np.array(layers, np.int32),
-        step=0, model=case.model_type,
+    trace = RoutingTrace.from_sequences(
+        [sequence.expert_ids for sequence in sequences], num_experts=NUM_EXPERTS, shape=(len(layers), TOP_K),
+        layer_indices=np.array(layers, np.int32), prompt_lengths=[2] * len(sequences), model=case.model_type,
+        sequence_hashes=[hash_tokens(sequence.token_ids) for sequence in sequences],
     )  # fmt: skip
     schedule = random_schedule(rng, 6, num_ranks=session.num_ranks, num_micro_steps=2)
     workload = Workload.from_trace(trace, schedule)
@@ -203,7 +203,7 @@ def gradient_error(actual: nn.Parameter, wanted: nn.Parameter, part_of: Any = sl
     return relative_error(actual.grad, wanted.grad[part_of])
 
 
-def replayed_loss(model: Any, sequences: list[Sequence], *, autocast: bool = False) -> torch.Tensor:
+def replayed_loss(model: Any, sequences: list[Response], *, autocast: bool = False) -> torch.Tensor:
     """A plain model's loss, sequence by sequence, with the recorded experts and without the adapter."""
     loss = torch.zeros(())
     for sequence in sequences:
@@ -213,7 +213,7 @@ def replayed_loss(model: Any, sequences: list[Sequence], *, autocast: bool = Fal
     return loss
 
 
-def check_replayed(record: Any, batch: Any, sequences: list[Sequence]) -> None:
+def check_replayed(record: Any, batch: Any, sequences: list[Response]) -> None:
     """The sets of experts used in training are those recorded, token by token."""
     ids_BTLK = record.expert_ids(torch.cat([batch.input_ids, batch.targets[:, -1:]], dim=1))
     for row, sequence in enumerate(sequences):
@@ -255,7 +255,7 @@ def test_vanilla_transformers_loads_a_checkpoint(model_type: str, tmp_path: Path
     distribute_experts(model, session)
     state = session.logical_state_dict(model)
     if session.rank == 0:
-        save_checkpoint(config, state, tokenizer, tmp_path)
+        save_model(config, state, tokenizer, tmp_path)
     torch.distributed.barrier()
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, experts_implementation="eager")
     state = loaded.state_dict()

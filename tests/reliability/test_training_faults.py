@@ -1,16 +1,14 @@
-"""`trimtab train` survives faults: one line names each, nothing is left over, and the resumed run is the same."""
+"""Runs of `recipes.rl` survive faults: one line names each, nothing is left over, and the resumed run is the same."""
 
 from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -115,7 +113,7 @@ FAULTS: dict[str, tuple[dict[str, signal.Signals], int, str]] = {
     "SIGTERM of a rank": ({"rank": signal.SIGTERM}, 1, "was killed by SIGTERM; the run was stopped"),
     "SIGTERM of the launcher": ({"launcher": signal.SIGTERM}, -signal.SIGTERM, ""),
     "SIGTERM of all": ({"all": signal.SIGTERM}, -signal.SIGTERM, ""),
-    "Ctrl-C": ({"all": signal.SIGINT}, 130, "trimtab train: interrupted"),
+    "Ctrl-C": ({"all": signal.SIGINT}, 130, "python -m recipes.rl.train: interrupted"),
     "a suspended rank, then kill -9 of the launcher": (
         {"rank": signal.SIGSTOP, "launcher": signal.SIGKILL}, -signal.SIGKILL, "",
     ),
@@ -190,7 +188,7 @@ def test_a_rank_that_is_suspended_for_longer_than_ranks_compare_calls_continues(
     assert_same_run(out, straight, STEPS)
 
 
-def test_a_suspended_run_keeps_its_folder_and_continues(straight: Path, stopped: Path, tmp_path: Path) -> None:
+def test_a_suspended_run_continues(straight: Path, stopped: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(stopped, out)
     process = start(out)
@@ -198,117 +196,12 @@ def test_a_suspended_run_keeps_its_folder_and_continues(straight: Path, stopped:
         wait_for_moment("step", process, out, random.Random(0))
         os.killpg(process.pid, signal.SIGSTOP)
         wait_for(lambda: all(map(is_suspended, ranks_under(process.pid))), "ranks run")
-        second = subprocess.run(train_command(out, "--resume"), capture_output=True, text=True, check=False)
-        assert second.returncode == 2
-        assert second.stderr.endswith("another run is writing there; wait until it ends, or stop it\n")
-        assert second.stderr.count("\n") == 1
         os.killpg(process.pid, signal.SIGCONT)
         assert process.wait(DEADLINE_S) == 0
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert_same_run(out, straight, STEPS)
-
-
-@contextmanager
-def mounted(folder: Path, *options: str) -> Iterator[None]:
-    """A folder on which something is mounted; skips the test where that is not possible."""
-    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.parametrize("moment", ["step", "checkpoint"])
-def test_a_run_on_a_full_disk_stops_and_continues_later(
-    moment: str, straight: Path, stopped: Path, tmp_path: Path
-) -> None:
-    seed = time.time_ns() % 1_000_000
-    (disk := tmp_path / "disk").mkdir()
-    with mounted(disk, "-t", "tmpfs", "-o", "size=64m", "tmpfs"):
-        out = disk / "out"
-        shutil.copytree(stopped, out)
-        process = start(out)
-        wait_for_moment(moment, process, out, random.Random(seed))
-        with pytest.raises(OSError, match="No space left"):
-            fill(disk / "filler")
-        _, error = process.communicate(timeout=DEADLINE_S)
-        assert process.returncode == 2, (seed, error)
-        assert "No space left on device" in error, (seed, error)
-        assert error.endswith("when that is solved, continue with --resume\n"), (seed, error)
-        assert error.count("\n") == 1, (seed, error)
-        assert not partial_checkpoints(out)
-        (disk / "filler").unlink()
-        run(train_command(out, "--resume"))
-        assert_same_run(out, straight, STEPS)
-
-
-def fill(file: Path) -> None:
-    """Write until the disk is full."""
-    with file.open("wb", buffering=0) as opened:
-        while True:
-            opened.write(bytes(1 << 16))
-
-
-@contextmanager
-def damaged(file: Path, damage: Callable[[bytes], bytes]) -> Iterator[None]:
-    whole = file.read_bytes()
-    file.write_bytes(damage(whole))
-    yield
-    file.write_bytes(whole)
-
-
-LAST = f"checkpoints/step-{STEPS - 2:05d}"
-LINE = re.compile(rb'\{"step": 2,.*\n')
-
-
-@contextmanager
-def fault_of_files(name: str, out: Path) -> Iterator[None]:
-    if name == "a truncated shard":
-        with damaged(out / LAST / "model.safetensors", lambda whole: whole[:-1]):
-            yield
-    elif name == "a missing shard":
-        file = out / LAST / "trainer" / "optimizer-00000.safetensors"
-        file.rename(away := out.parent / "away")
-        yield
-        away.rename(file)
-    elif name == "a read-only folder":
-        with mounted(out, "--bind", "-o", "ro", str(out)):
-            yield
-    else:
-        replacement = {"garbage in the metrics": b"\xff\xfe\n", "a missing line of metrics": b""}[name]
-        with damaged(out / "metrics.jsonl", lambda whole: LINE.sub(lambda _: replacement, whole)):
-            yield
-
-
-METRICS = "metrics.jsonl: line 3 should have the metrics of step 2; restore the file, or remove it"
-FILES = {
-    "a truncated shard": "model.safetensors: it has changed since it was written; restore it, or remove",
-    "a missing shard": "optimizer-00000.safetensors: it is missing; restore it, or remove",
-    "garbage in the metrics": METRICS,
-    "a missing line of metrics": METRICS,
-    "a read-only folder": "Read-only file system; when that is solved, continue with --resume",
-}
-
-
-@pytest.mark.parametrize("fault", FILES)
-def test_faults_of_files_are_refused_and_nothing_is_written(fault: str, stopped: Path) -> None:
-    before = content_of(stopped)
-    with fault_of_files(fault, stopped):
-        during = content_of(stopped)
-        result = subprocess.run(train_command(stopped, "--resume"), capture_output=True, text=True, check=False)
-        assert content_of(stopped) == during
-    assert result.returncode == 2, result.stderr
-    assert FILES[fault] in result.stderr
-    assert result.stderr.count("\n") == 1, result.stderr
-    assert content_of(stopped) == before
-
-
-def content_of(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

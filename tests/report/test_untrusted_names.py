@@ -13,7 +13,7 @@ from helpers.browser import OpenPage, open_page
 from helpers.comparison_cases import some_case, some_trace
 from helpers.examples import examples
 from helpers.hostile_names import NAMES
-from helpers.reports import some_analysis, some_comparison, training_page
+from helpers.reports import some_analysis, some_comparison
 from trimtab.analysis.cost_estimate import CostEstimate
 from trimtab.report.html import NOT_SHOWN, Page, page_of, write_html
 from trimtab.report.model import AnalysisReport, Report
@@ -60,7 +60,6 @@ PAGES: dict[str, Callable[[str], Page]] = {
     "comparison": some_comparison,
     "analysis": analysis_page,
     "simulation": simulation_page,
-    "training": training_page,
 }
 
 

@@ -37,7 +37,7 @@ def test_the_runtime_loads_what_it_needs() -> None:
 
 IN_MEMORY = """
 import sys
-import trimtab, trimtab.observe, trimtab.rl
+import trimtab, trimtab.observe
 from trimtab.trace import synthesize
 
 trace = synthesize(num_sequences=16, sequence_length=32, num_layers=2, num_experts=16, top_k=2, zipf=1.5)

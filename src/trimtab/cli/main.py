@@ -24,7 +24,6 @@ log = logging.getLogger("trimtab")
 
 # Only the requested command is imported, so help is fast.
 COMMANDS = {
-    "train": "post-train a MoE with RL on local ranks, balanced by Trimtab",
     "trace": "inspect, convert or make routing traces",
     "init": "write a settings file for advise, analyze, plan, rollout and simulate",
     "advise": "what to do about imbalance on a cluster, and what it gains",

@@ -8,7 +8,6 @@ from trimtab.analysis import Analysis
 from trimtab.analysis.summary import answer, assumed
 from trimtab.array_type import Array
 from trimtab.figures import plural
-from trimtab.report.charts import LineChart
 from trimtab.report.tables import Facts, TableData
 
 
@@ -108,7 +107,6 @@ class Report:
         marks_fastest: whether the fastest of them is marked; not if a measurement does not tell which it is.
         cases: of a sweep; None with one case.
         device_bytes: memory of a rank; None if unknown.
-        rollout: charts of a run's rollouts.
     """
 
     title: str
@@ -124,7 +122,6 @@ class Report:
     marks_fastest: bool = True
     cases: TableData | None = None
     device_bytes: float | None = None
-    rollout: tuple[LineChart, ...] = ()
     assumed: str = ""
 
 

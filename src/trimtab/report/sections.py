@@ -11,7 +11,6 @@ from rich.markup import escape as shown_text
 
 from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.report.charts import line_chart
 from trimtab.report.model import PolicyResult, Report, Timeline
 from trimtab.report.number_text import NONE, bytes_text, seconds
 from trimtab.report.page_data import load_maps, uneven_layers
@@ -70,7 +69,6 @@ def sections(report: Report) -> list[Section]:
         (has_maps, "load", "Load", "Load of every rank", _loads),
         (report.timelines, "step-timeline", "Timeline", "One micro-step, operation by operation", _timeline),
         (has_maps, "layers", "Layers", "Worst layers", _worst_layers),
-        (report.rollout, "rollout", "Rollout", "Rollouts of the run", _rollout),
         (any(policy.memory_bytes for policy in report.policies), "memory", "Memory", "Memory of a rank", _memory),
         (report.facts, "setting", "Setting", "Setting", lambda report: facts(report.facts)),
     ]
@@ -122,14 +120,6 @@ def _times(report: Report) -> str:
         '<p class="lead">Time on the critical path, all policies on one scale. <span class="screen">Point at a part, '
         "or use <kbd>Tab</kbd> and the arrow keys.</span></p>" + _bars(rows, parts, "time by part", seconds)
     )
-
-
-def _rollout(report: Report) -> str:
-    text = (
-        "Steps of the whole run, not only of the comparison. A decode step samples a token of every response that has "
-        "not ended. Occupied part: sampled tokens, divided by places and decode steps."
-    )
-    return f'{lead(text)}<div class="pair">{"".join(map(line_chart, report.rollout))}</div>'
 
 
 def _memory(report: Report) -> str:

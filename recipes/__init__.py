@@ -1,0 +1,1 @@
+"""Complete programs that use Trimtab. Nothing in the package, `benchmarks/` or `experiments/` imports them."""

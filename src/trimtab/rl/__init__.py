@@ -1,1 +1,0 @@
-"""RL post-training with the runtime: rollout, reward, recompute, update. `trimtab train` runs it."""
