@@ -250,9 +250,23 @@ class Trainer:
         ]
         return collate(responses, pad_token_id=self.tokenizer.pad_token_id, device=self.device)
 
+    @torch.no_grad()
     def sync_rollout(self) -> None:
-        """Copy the trained weights to the rollout model. Collective."""
-        self.rollout_model.load_state_dict(self.session.logical_state_dict(self.model))
+        """Copy the trained weights to the rollout model, and round them before they are sent. Collective."""
+        layers = {id(parameter): layer for layer in self.session.homes for parameter in layer.parameters}
+        trained = (*self.model.named_parameters(), *self.model.named_buffers())
+        targets = dict(self.rollout_model.named_parameters()) | dict(self.rollout_model.named_buffers())
+        for name, value in trained:
+            target, layer = targets[name], layers.get(id(value))
+            if layer is None:
+                target.copy_(value)
+                continue
+            # Bytes, since a backend may not know the dtype.
+            mine = value.to(target.dtype).view(torch.uint8)
+            of_ranks = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+            dist.all_gather(of_ranks, mine)
+            for experts_H, rows in zip(layer.places.experts_RH, of_ranks, strict=True):
+                target[torch.from_numpy(experts_H)] = rows.view(target.dtype)
 
     def measure_accuracy(self, when: str) -> float:
         """Measure the fraction of held-out problems that the rollout model solves greedily. Collective."""

@@ -136,7 +136,7 @@ def test_windows_is_refused_by_name(error_of: Printed, monkeypatch: pytest.Monke
         (["calibrate", "-o", "{folder}/new", "--model", "absent"], "absent: neither a model"),
         (["calibrate", "-o", "{folder}/new", "--rounds", "0"], "'0' should be a whole number of at least 1"),
         (["calibrate"], "the following arguments are required: -o/--out"),
-        (["waltz"], "unknown command waltz; use one of train,"),
+        (["waltz"], "unknown command waltz; use one of trace,"),
     ],
 )
 def test_input_errors_are_one_line_with_status_2(
