@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from helpers.megatron_runs import Layout, MegatronCase, Model, use_layout
 from helpers.random_plans import random_group_plans
 
 
@@ -22,6 +23,14 @@ def plans_at_random() -> Any:
         return random_group_plans(rng, loads, schedule, placement, ranks_per_node=2)
 
     return mock.patch.object(step_planner, "plan_schedule", plans)
+
+
+def model_on(layout: Layout, **case: Any) -> tuple[Model, np.random.Generator]:
+    """A model on new process groups, and random numbers that are the same on ranks with the same data."""
+    from megatron.core import parallel_state
+
+    use_layout(layout)
+    return Model(layout, MegatronCase(**case)), np.random.default_rng(parallel_state.get_data_parallel_rank())
 
 
 def use_routers(*models: Any) -> None:
@@ -46,4 +55,11 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
         # A pipeline stage without a loss has none on both sides.
         assert one.shape == other.shape
         errors[name] = float((one - other).norm() / other.norm().clamp(min=1e-6))
+    return errors
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any], limit: float = 1e-5) -> dict[str, float]:
+    """Assert that no difference is above a limit. Returns the differences."""
+    errors = differences(found, expected)
+    assert max(errors.values()) <= limit, max(errors, key=errors.__getitem__)
     return errors

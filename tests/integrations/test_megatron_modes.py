@@ -18,7 +18,6 @@ import torch.distributed as dist
 from helpers.live_runs import quotas_of_few
 from helpers.planner_steps import free_replicas
 from helpers.random_plans import random_group_plans
-from helpers.rank_pool import RankPool, shared_pool
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.array_type import Array
 from trimtab.cluster import load_cluster
@@ -34,13 +33,6 @@ MICRO_BATCHES = 2
 State = dict[str, Any]
 Results = tuple[float, dict[str, torch.Tensor]]
 """Loss and `main_grad`s of a step."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = shared_pool(2, "megatron")
-    yield pool
-    pool.forget()
 
 
 class Pair:

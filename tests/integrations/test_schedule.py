@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from helpers.live_runs import quotas_of_few
 from helpers.plugin_runs import plans_at_random
-from helpers.rank_pool import RankPool, on_ranks, shared_pool
+from helpers.rank_pool import on_ranks
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from integrations.test_megatron_modes import MICRO_BATCHES, Pair, Results, State, pair_of, parts_of
 from trimtab.array_type import Array
@@ -25,13 +25,6 @@ from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
 from trimtab.runtime.live import balancer
 
 PLAN = PluginOptions()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = shared_pool(2, "megatron")
-    yield pool
-    pool.forget()
 
 
 class Framework(ModuleType):
