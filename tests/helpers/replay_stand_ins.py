@@ -17,8 +17,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from helpers.own_source import load_module
 from trimtab.array_type import Array
 
 
@@ -201,7 +200,7 @@ class Miles(StandIn):
     def __init__(self) -> None:
         super().__init__()
         folder = os.environ.get("MILES")
-        self.replay = _replay_base_of(folder) if folder else _replay_base()
+        self.replay = load_module(folder, "miles.utils.replay_base") if folder else _replay_base()
         self.replay.routing_replay_manager.enabled = True
 
         def train_one_step(
@@ -226,17 +225,6 @@ class Miles(StandIn):
 
     def queue(self) -> Any:
         return self.replay.Replay()
-
-
-def _replay_base_of(folder: str) -> Any:
-    """miles' own module, which needs torch only."""
-    path = Path(folder) / "miles" / "utils" / "replay_base.py"
-    spec = spec_from_file_location("miles.utils.replay_base", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _replay_base() -> Any:
@@ -307,15 +295,17 @@ def stand_in(package: str) -> Iterator[StandIn]:
         stack.enter_context(mock.patch.object(router.TopKRouter, "__init__", init))
         # miles' fork of Megatron has the lines itself.
         if "router_replay" in inspect.signature(moe_utils.topk_routing_with_score_function).parameters:
-            patched = _patched_topk(moe_utils, found)
+            patched = patched_topk(found)
             stack.enter_context(mock.patch.object(moe_utils, "topk_routing_with_score_function", patched))
             called = patched if package == "slime" else lambda *args, router_replay, **kwargs: patched(*args, **kwargs)
             stack.enter_context(mock.patch.object(router, "topk_routing_with_score_function", called))
         yield found
 
 
-def _patched_topk(moe_utils: ModuleType, framework: StandIn) -> Callable[..., Any]:
+def patched_topk(framework: StandIn | type[StandIn]) -> Callable[..., Any]:
     """Megatron's top-k with the lines of the framework's patch; without `router_replay` in miles' fork."""
+    from megatron.core.transformer.moe import moe_utils
+
     source = inspect.getsource(moe_utils.topk_routing_with_score_function)
     line = '    if score_function == "softmax":\n'
     assert source.count(line) == 1

@@ -92,7 +92,6 @@ def test_a_rollout_is_that_of_the_framework_s_own_replay(package: str) -> None:
             assert not session.have_moved
 
 
-@pytest.mark.nightly
 @pytest.mark.longer
 @pytest.mark.parametrize("package", examples(short=("slime",), long=PACKAGES))
 def test_chunks_of_an_interleaved_pipeline(package: str) -> None:
