@@ -62,6 +62,10 @@ class StandIn:
     """What its patch adds to Megatron's top-k."""
     replay: Any
     """The module with queues and top-k."""
+    set_stage: Callable[..., None]
+    get_stage: Callable[..., str]
+    enter: Callable[..., None]
+    """Called before a router's forward, with its queue."""
 
     def __init__(self) -> None:
         self.model = _module(f"{self.package}.backends.megatron_utils.model")
@@ -82,17 +86,8 @@ class StandIn:
             f"{self.package}.backends",
             f"{self.package}.backends.megatron_utils",
         )
-        return {name: ModuleType(name) for name in names} | {each.__name__: each for each in (self.model, self.actor)}
-
-    def set_stage(self, stage: str) -> None:
-        raise NotImplementedError
-
-    def get_stage(self) -> str:
-        raise NotImplementedError
-
-    def enter(self, queue: Queue) -> None:
-        """Before a router's forward."""
-        raise NotImplementedError
+        own = (self.model, self.actor, self.replay)
+        return {name: ModuleType(name) for name in names} | {each.__name__: each for each in own}
 
     def forward_backward(self, **arguments: Any) -> Any:
         """A pass as the framework makes it: a list of chunks, and iterators of its own."""
@@ -166,9 +161,6 @@ class Slime(StandIn):
 
         self.model.train_one_step = train_one_step
 
-    def modules(self) -> dict[str, ModuleType]:
-        return super().modules() | {self.replay.__name__: self.replay}
-
     def _compute_topk(self, old_compute_topk: Callable[..., Any]) -> Callable[..., Any]:
         def compute_topk(scores: Any, topk: int, num_groups: Any = None, group_topk: Any = None) -> Any:
             if os.environ.get("ENABLE_ROUTING_REPLAY", "0") != "1":
@@ -210,9 +202,6 @@ class Miles(StandIn):
             return {"loss": self.train_step(model, data_iterator)}, 0.0, "NORMAL"
 
         self.model.train_one_step = train_one_step
-
-    def modules(self) -> dict[str, ModuleType]:
-        return super().modules() | {self.replay.__name__: self.replay}
 
     def set_stage(self, stage: str) -> None:
         self.replay.routing_replay_manager.stage = stage

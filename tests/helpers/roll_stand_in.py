@@ -15,10 +15,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from copy import copy
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -72,13 +71,7 @@ def random_batch(rng: np.random.Generator, micro_batches: int, length: int, expe
 
 
 class Strategy:
-    """MegatronTrainStrategy, of a model of `megatron_runs`.
-
-    Attributes:
-        changed: options of the model's config that are as if they had been set.
-    """
-
-    changed: ClassVar[dict[str, Any]] = {}
+    """MegatronTrainStrategy, of a model of `megatron_runs`."""
 
     def __init__(self, model: Any, worker_config: Any) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -220,8 +213,7 @@ class VirtualModels:
     """ROLL's list of a model's chunks."""
 
     def __init__(self, model: Any) -> None:
-        self.models, self.config = model.chunks, copy(model.config)
-        vars(self.config).update(Strategy.changed)
+        self.models, self.config = model.chunks, model.config
 
     def get_models(self) -> list[Any]:
         return list(self.models)

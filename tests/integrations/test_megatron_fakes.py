@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -214,27 +213,6 @@ def check_dispatch(kind: str, ranks: int) -> None:
     assert fused_a2a._buffer.waited == (set() if arriving.any() else {local})
     # Nor does it wait later, also not in backward.
     assert fake_deep_ep.Buffer.read == 0
-
-
-@runs_on_ranks()
-def test_nothing_that_arrives_is_read_on_the_host(state: State) -> None:
-    """With the fused permutation, of which DeepEP's output alone is the input. Tensors without memory can't be read."""
-    from megatron.core.transformer.moe import token_dispatcher
-    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-
-    from trimtab.integrations.megatron.physical_dispatch import physical_dispatcher
-
-    layer = next(Model(FAKES_LAYOUT, MegatronCase(flex="deepep")).moe_layers())
-    manager: Any = physical_dispatcher(layer, 2, get_default_pg_collection())._comm_manager  # type: ignore[union-attr]
-    manager.dispatched_indices = torch.empty(5, 2, dtype=torch.int64, device="meta")
-    manager.dispatched_probs = torch.empty(5, 2, device="meta")
-    manager.tokens_per_expert, manager.permute_fusion = torch.ones(6, dtype=torch.int64), True
-    permute = mock.Mock(side_effect=KeyError)
-    with mock.patch.object(token_dispatcher, "permute", permute), pytest.raises(KeyError):
-        manager.get_permuted_hidden_states_by_experts(torch.empty(5, 16, device="meta"))
-    (_, routing_map), options = permute.call_args
-    assert (routing_map.shape, routing_map.dtype, options["probs"].shape) == ((5, 6), torch.bool, (5, 6))
-    assert options["num_out_tokens"] == 6
 
 
 def test_signatures_are_those_of_deepep() -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import os
-import re
 import subprocess
 import sys
-from contextlib import redirect_stdout
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -199,6 +196,10 @@ def test_refuses_by_name_before_the_model_is_built() -> None:
         for text, message, more in REFUSED:
             with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text), pytest.raises(InputError, match=message):
                 trainer(arguments(**more), None)
+        del swift(stand_in.REPLAY).set_router_replay_data
+        message = r"router_replay_utils has no set_router_replay_data; .* fits ms-swift 4\.6"
+        with pytest.raises(InputError, match=message):
+            trainer(arguments(), None)
 
 
 @on_megatron_ranks
@@ -225,28 +226,6 @@ def test_models_that_can_t_be_balanced_are_refused_before_the_first_step() -> No
             mock.patch.object(trainer, "prepare_model", unpacked),
             pytest.raises(InputError, match="padding_free=False is not"),
         ):
-            runs.balanced().__enter__()
-
-
-@on_megatron_ranks
-def test_the_first_line_and_names_that_are_missing() -> None:
-    with ms_swift():
-        runs = Runs()
-        with redirect_stdout(io.StringIO()) as output:
-            for text in ("", "mode=off"):
-                with runs.balanced(text):
-                    pass
-        lines = output.getvalue().splitlines()
-        assert len(lines) == (0 if dist.get_rank() else 2)
-        if lines:
-            first, off = lines
-            what = r"^Trimtab \S+ in ms_swift .*, megatron-core \d.*: mode=plan slots_per_rank=2, 8 "
-            assert re.search(what, first)
-            assert "never run on a GPU" in first
-            assert "mode=off" in off
-        del swift(stand_in.REPLAY).set_router_replay_data
-        message = r"router_replay_utils has no set_router_replay_data; .* fits ms-swift 4\.6"
-        with pytest.raises(InputError, match=message):
             runs.balanced().__enter__()
 
 

@@ -155,17 +155,6 @@ def test_live_mode_needs_no_recorded_routing() -> None:
     assert all(figures["max_vio_before"] > 0 for figures in steps)
 
 
-@on_megatron_ranks
-def test_models_of_other_workers_run_as_without_the_plugin() -> None:
-    """In the same process, as no framework has them today."""
-    with nemo_rl_modules():
-        models = Models()
-        expected = models.results(plain_worker(models.plain.copy()))
-        with balanced_worker(models.other):
-            found = models.results(plain_worker(models.plain))
-        assert_close(found, expected, 0)
-
-
 @pytest.mark.longer
 def test_stages_of_a_pipeline() -> None:
     on_ranks(_run_pipeline, (), ranks=4, patched="megatron")
@@ -186,17 +175,3 @@ def test_routes_are_cut_by_layer_and_what_can_t_be_cut_is_an_error_on_all_ranks(
                 batch.routed_experts_cp_sharded = batch.routed_experts_cp_sharded[:, :, :-1]
             with pytest.raises(InputError, match="routing of micro-batch 0 can't be read"):
                 worker.get_logprobs(data=[batch])
-
-
-@on_megatron_ranks
-def test_a_missing_name_is_named_when_the_worker_is_made() -> None:
-    with nemo_rl_modules():
-        module = import_module("nemo_rl.models.megatron.router_replay")
-
-        def build_router_replay_tensors(model: Any) -> None:
-            pass
-
-        with mock.patch.object(module, "build_router_replay_tensors", build_router_replay_tensors):
-            fits = "build_router_replay_tensors has no parameter routed_experts; this version of Trimtab fits NeMo-RL"
-            with pytest.raises(InputError, match=fits):
-                import_module("trimtab.integrations.nemo_rl_worker").NemoRlPlugin().check_names()

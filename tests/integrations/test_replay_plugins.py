@@ -8,11 +8,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,7 +30,6 @@ from helpers.replay_stand_ins import (
     stand_in,
 )
 from trimtab.errors import InputError
-from trimtab.integrations.miles import MilesPlugin
 from trimtab.integrations.replay_plugin import ReplayPlugin
 
 STEPS = 2
@@ -238,15 +235,6 @@ def test_padding_that_is_recorded_as_zeros_runs() -> None:
         assert all(step["moe/mixed_instances"] > 0 for step in logged)
 
 
-@on_megatron_ranks
-def test_a_router_that_does_not_ask_for_the_plan_s_experts_ends_the_run_with_a_line() -> None:
-    """As if another patch of the framework had replaced the plugin's."""
-    not_wrapped = mock.patch.object(ReplayPlugin, "choose", lambda self, replayed, own: replayed)
-    says = pytest.raises(RuntimeError, match="its router did not ask router_replay for the plan's experts")
-    with models_of("slime") as models, models.installed(), not_wrapped, says:
-        run_rollout(models.framework, models.other, models.tokens, models.routes)
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 @on_megatron_ranks
 def test_refuses_by_name_before_the_first_step(package: str) -> None:
@@ -304,22 +292,3 @@ def test_the_first_line_has_versions_mode_and_what_has_never_run() -> None:
     ):  # fmt: skip
         assert re.search(part, first), first
     assert "mode=off" in off
-
-
-def test_tokens_without_a_record_get_miles_experts_or_are_unread() -> None:
-    """Unread tokens get experts that even out the ranks, which a loss over all routes does not allow."""
-    pytest.importorskip("megatron.core")
-    plugin = MilesPlugin(arguments())
-    ids = np.array([[[5, 2], [7, 1]], [[3, 4], [-1, -1]], [[-1, -1], [-1, -1]]], np.int32)
-    config = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, "moe_router_enable_expert_bias": False}
-    routes = plugin.routes(
-        ids, SimpleNamespace(config=SimpleNamespace(**config, moe_router_load_balancing_type="none"))
-    )
-    assert np.asarray(routes.ids)[1].tolist() == [[3, 4], [0, 1]]
-    assert np.asarray(routes.unread).tolist() == [False, False, True]
-    config["moe_z_loss_coeff"] = 0.1
-    routes = plugin.routes(
-        ids, SimpleNamespace(config=SimpleNamespace(**config, moe_router_load_balancing_type="none"))
-    )
-    assert routes.unread is None
-    assert np.asarray(routes.ids)[2].tolist() == [[0, 1], [0, 1]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
@@ -270,19 +269,7 @@ def test_refuses_by_name_before_the_model_is_built() -> None:
 
 
 @on_megatron_ranks
-def test_models_that_can_t_be_balanced_are_refused_before_the_first_step() -> None:
-    with roll():
-        runs = Runs()
-        for name, value, message in (
-            ("moe_router_fusion", True, "moe_router_fusion=True is not supported"),
-            ("num_moe_experts", None, "the model has no experts"),
-        ):
-            with mock.patch.object(Strategy, "changed", {name: value}), pytest.raises(InputError, match=message):
-                runs.balanced().__enter__()
-
-
-@on_megatron_ranks
-def test_workers_of_three_pipelines_and_the_first_line() -> None:
+def test_workers_of_three_pipelines() -> None:
     """ROLL's cluster calls a method by what `register` sets on it."""
     with roll() as modules:
         runs = Runs()
@@ -294,15 +281,6 @@ def test_workers_of_three_pipelines_and_the_first_line() -> None:
             assert getattr(plugin, name).__name__ == name
         with pytest.raises(AttributeError, match="CriticWorker"):
             _ = plugin.CriticWorker
-        with redirect_stdout(io.StringIO()) as output:
-            for text in ("", "mode=off"):
-                with runs.balanced(text, "AgenticActorWorker"):
-                    pass
-    lines = output.getvalue().splitlines()
-    if dist.get_rank():
-        assert lines == []
-        return
-    first, off = lines
-    assert re.search(r"^Trimtab \S+ in roll .*, megatron-core \d.*: mode=plan slots_per_rank=2, 8 ", first)
-    assert "never run on a GPU" in first
-    assert "mode=off" in off
+        with redirect_stdout(io.StringIO()) as output, runs.balanced("", "AgenticActorWorker"):
+            pass
+        assert output.getvalue().startswith("" if dist.get_rank() else "Trimtab ")

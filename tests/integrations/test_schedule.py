@@ -101,49 +101,6 @@ def test_passes_are_planned_if_all_their_ids_are_known(state: State) -> None:
 
 
 @runs_on_ranks()
-def test_the_framework_s_replay_is_off_only_where_a_plan_is_executed(state: State) -> None:
-    """Passes of other models may run within a planned one, and after an error the framework replays again."""
-    pair = pair_of(state)
-    for mode in ("plan", "shadow"):
-        with installed(pair, PluginOptions(mode)) as (framework, adapter, ids_of):  # type: ignore[arg-type]
-            seen: list[bool] = []
-
-            def within(
-                *, forward_step_func: Any, seen: Any = seen, adapter: Any = adapter, framework: Any = framework,
-                **others: Any,
-            ) -> Any:  # fmt: skip
-                def forward_step(iterator: Any, model: Any) -> Any:
-                    seen.append(adapter.is_replaying)
-                    if len(seen) == 1:
-                        with torch.no_grad():
-                            pair.plain.run(inner, pair.tokens_MBS, forward_only=True)
-                        seen.append(adapter.is_replaying)
-                    return forward_step_func(iterator, model)
-
-                return framework.run(forward_step_func=forward_step, **others)
-
-            def inner(*, seen: Any = seen, adapter: Any = adapter, framework: Any = framework, **others: Any) -> Any:
-                own = others["forward_step_func"]
-
-                def forward_step(*args: Any) -> Any:
-                    seen.append(adapter.is_replaying)
-                    return own(*args)
-
-                return framework.run(**others | {"forward_step_func": forward_step})
-
-            found = pair.step(pair.other, within)
-            plans = mode == "plan"
-            assert seen == [plans, False, False, plans, plans]
-            assert not adapter.is_replaying
-            assert adapter.sessions[0].report.replicas > 0
-            assert pair.error(found) < 1e-12 if plans else pair.is_same(found)
-            ids_of.broken = ValueError("lost")
-            with pytest.raises(InputError):
-                pair.step(pair.other, framework.run)
-            assert not adapter.is_replaying
-
-
-@runs_on_ranks()
 def test_what_one_rank_can_t_read_is_raised_on_all_ranks(state: State) -> None:
     pair = pair_of(state)
     with installed(pair) as (framework, _adapter, ids_of):

@@ -6,9 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
-from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -19,11 +17,9 @@ from helpers.live_runs import quotas_of_few
 from helpers.megatron_runs import LENGTH, Layout
 from helpers.plugin_runs import assert_close, model_on, plans_at_random, use_routers
 from helpers.rank_pool import on_ranks
-from helpers.rank_tests import of_all_ranks, on_megatron_ranks
-from helpers.skyrl_stand_in import REPLAY, WORKERS, random_micro_batch, skyrl_modules, worker_config
+from helpers.rank_tests import on_megatron_ranks
+from helpers.skyrl_stand_in import WORKERS, random_micro_batch, skyrl_modules, worker_config
 from trimtab.errors import InputError
-from trimtab.integrations.dry_replay import UNREAD
-from trimtab.integrations.routers import replayed_ids
 from trimtab.integrations.skyrl_hook import replace_worker_when_imported
 from trimtab.runtime.live import balancer
 
@@ -124,23 +120,6 @@ def test_a_pass_with_a_micro_batch_without_routes_is_that_of_skyrl() -> None:
 
 
 @on_megatron_ranks
-def test_only_padding_and_last_tokens_are_not_read() -> None:
-    """Tokens without a recorded route are, if another one follows."""
-    with skyrl_modules():
-        models = Models(layout={"tensor": 2})
-        with balanced_worker(models.other) as worker:
-            use_routers(models.other)
-            layers = list(models.other.moe_layers())
-            for batch in chain(*models.steps):
-                ids_NLK = replayed_ids(layers, partial(worker._plugin.set_targets, batch, worker.actor_module[0]))
-                expected = []
-                for length in batch["attention_mask"].sum(1).tolist():
-                    expected += [True] * (length - 1) + [False] * (1 + length % 2)
-                assert [*chain(*of_all_ranks((ids_NLK != UNREAD).all((1, 2)).tolist()))] == expected
-                assert set(ids_NLK[(ids_NLK < 0).any((1, 2))].flat) <= {UNREAD}
-
-
-@on_megatron_ranks
 def test_slots_and_groups_are_given_back_when_the_model_is_offloaded() -> None:
     with skyrl_modules():
         models = Models()
@@ -152,34 +131,6 @@ def test_slots_and_groups_are_given_back_when_the_model_is_offloaded() -> None:
             worker.offload_to_cpu()
             assert not session.session.topology.has_groups
             worker.backload_to_gpu()
-
-
-@on_megatron_ranks
-def test_reading_routes_leaves_the_routers_as_they_were() -> None:
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
-    with skyrl_modules():
-        models = Models()
-        with balanced_worker(models.other) as worker:
-            use_routers(models.other)
-            layers = list(models.other.moe_layers())
-            set_targets = partial(worker._plugin.set_targets, models.steps[0][0], worker.actor_module[0])
-
-            def assert_as_before() -> None:
-                for router in RouterReplay.global_router_replay_instances:
-                    assert router.router_replay_action is router.target_topk_idx is None
-                    assert router.replay_backward_list == []
-
-            replayed_ids(layers, set_targets)
-            assert_as_before()
-
-            def fail() -> None:
-                set_targets()
-                raise ZeroDivisionError
-
-            with pytest.raises(ZeroDivisionError):
-                replayed_ids(layers, fail)
-            assert_as_before()
 
 
 @on_megatron_ranks
@@ -229,18 +180,3 @@ def test_models_that_can_t_be_balanced_are_refused_before_the_first_step() -> No
         overlap = mock.patch.object(models.other.config, "moe_router_fusion", True)
         with overlap, pytest.raises(InputError, match="moe_router_fusion=True is not supported"):
             balanced_worker(models.other).__enter__()
-
-
-@on_megatron_ranks
-def test_a_missing_name_is_named_when_the_worker_is_made() -> None:
-    with skyrl_modules():
-        plugin = import_module("trimtab.integrations.skyrl_worker").SkyrlPlugin()
-
-        def setup_per_microbatch_replay_forward(model: Any) -> None:
-            pass
-
-        replay, name = import_module(REPLAY), setup_per_microbatch_replay_forward.__name__
-        fits = f"{name} has no parameter rollout_expert_indices.* fits SkyRL"
-        other = mock.patch.object(replay, name, setup_per_microbatch_replay_forward)
-        with other, pytest.raises(InputError, match=fits):
-            plugin.check_names()
