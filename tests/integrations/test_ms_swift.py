@@ -198,8 +198,9 @@ def test_refuses_by_name_before_the_model_is_built() -> None:
                 trainer(arguments(**more), None)
         del swift(stand_in.REPLAY).set_router_replay_data
         message = r"router_replay_utils has no set_router_replay_data; .* fits ms-swift 4\.6"
+        sys.modules.pop(PLUGIN_FILE.stem)
         with pytest.raises(InputError, match=message):
-            trainer(arguments(), None)
+            import_external_file(PLUGIN_FILE)
 
 
 @on_megatron_ranks
