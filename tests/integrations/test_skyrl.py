@@ -171,12 +171,3 @@ def test_routes_that_skyrl_can_t_slice_are_an_error_on_all_ranks() -> None:
                 batch["rollout_expert_indices"] = batch["rollout_expert_indices"][:, :, :1]
             with pytest.raises(InputError, match="routing of micro-batch 0 can't be read"):
                 worker.forward([batch])
-
-
-@on_megatron_ranks
-def test_models_that_can_t_be_balanced_are_refused_before_the_first_step() -> None:
-    with skyrl_modules():
-        models = Models()
-        overlap = mock.patch.object(models.other.config, "moe_router_fusion", True)
-        with overlap, pytest.raises(InputError, match="moe_router_fusion=True is not supported"):
-            balanced_worker(models.other).__enter__()
