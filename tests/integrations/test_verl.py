@@ -193,7 +193,7 @@ def test_figures_are_among_what_verl_s_trainer_logs() -> None:
     assert logged["actor/moe/predicted_gain"] == report.predicted_gain
     assert logged["actor/moe/mixed_instances"] == logged["actor/moe/unplanned_micro_steps"] == 0
     assert logged["actor/moe/pool_bytes"] == report.memory.pool_bytes > 0
-    lines = [line for line in engine.printed if line.startswith(f"Trimtab {version('trimtab')} in verl ")]
+    lines = [line for line in engine.printed if line.startswith("Trimtab ") and f" in verl {version('verl')}, " in line]
     assert [len(each) for each in of_all_ranks(lines)] == [1, 0]
 
 
