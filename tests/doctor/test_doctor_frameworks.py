@@ -71,11 +71,8 @@ def test_arguments_with_the_flag_have_no_problem(package: str, tmp_path: Path) -
     [
         ("slime", {"more": "--enable-mtp-training"}, "enable_mtp_training=True"),
         ("slime", {"more": "--megatron-deepgemm-forward-layers 1 2"}, "megatron_deepgemm_forward_layers"),
-        ("slime", {"more": "--moe-router-fusion"}, "moe_router_fusion"),
-        ("slime", {"more": "--mtp-num-layers 1"}, "mtp_num_layers=1"),
         ("slime", {"balance": "mode=rehome"}, "mode=rehome moves experts, and slime copies"),
         ("slime", {"balance": "mode=plan slots=2"}, "no option 'slots'"),
-        ("slime", {"balance": "mode=live"}, "mode=live balances what routers choose"),
         ("miles", {"more": "--lora-rank 16"}, "lora_rank=16"),
         ("miles", {"more": "--indep-dp"}, "indep_dp=True"),
     ],
@@ -123,10 +120,8 @@ def written(kind: str, settings: dict[str, Any]) -> str:
         ({"actor_rollout_ref.model.lora.rank": 8}, "lora.rank=8"),
         ({"actor_rollout_ref.model.mtp.enable": True}, "mtp.enable=True"),
         ({f"{ENGINE}.use_megatron_fsdp": True}, "use_megatron_fsdp=True"),
-        ({f"{ENGINE}.dynamic_context_parallel": True}, "dynamic_context_parallel=True"),
         ({f"{ENGINE}.qat.enable": True}, "qat.enable=True"),
         ({f"{ENGINE}.override_transformer_config.moe_router_fusion": True}, "moe_router_fusion"),
-        ({f"{ENGINE}.override_mcore_model_config.trimtab.slots": 2}, "no option 'slots'"),
         (
             {f"{ENGINE}.override_mcore_model_config.trimtab.moves": True, "checkpoint_engine.backend": "delta_sharded"},
             "delta_sharded",

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from helpers.absent_modules import AbsentModules
+from helpers.own_source import own_functions
 
 ABSENT = (
     "transformer_engine", "modelopt", "omegaconf", "nvidia_resiliency_ext", "megatron.training", "megatron.energon",
@@ -105,20 +106,6 @@ class AnyKeys:
 
     def __contains__(self, name: str) -> bool:
         return True
-
-
-def own_functions(path: Path, names: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
-    """Functions of a file, compiled alone.
-
-    Args:
-        names: of the functions.
-        given: what they use of the file and its imports.
-    """
-    tree = ast.parse("from __future__ import annotations\n" + path.read_text())
-    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name in names]
-    assert {each.name for each in functions} == set(names), path
-    exec(compile(ast.Module([tree.body[0], *functions], []), str(path), "exec"), given)
-    return given
 
 
 def slime_reader(folder: Path, package: str) -> Callable[[Sequence[Any]], Iterable[tuple[str, torch.Tensor]]]:

@@ -59,6 +59,7 @@ class MegatronCase:
         flex: backend of the flex dispatcher, see `fake_deep_ep`; None for all-to-all.
         live: policy of live micro-steps; None for planned ones.
         recipe: the model is that of `RECIPES`.
+        core_attention: takes the place of Megatron's.
         options: further ones of the TransformerConfig.
         training: further ones of the DistributedDataParallelConfig and the OptimizerConfig; others are left out.
     """
@@ -84,6 +85,7 @@ class MegatronCase:
     flex: str | None = None
     live: LivePolicy | None = None
     recipe: str | None = None
+    core_attention: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
 
@@ -265,8 +267,10 @@ class Model:
                 spec = get_gpt_decoder_block_spec(
                     config, use_transformer_engine=False, normalization="LayerNorm", vp_stage=virtual
                 )
-                if layout.context > 1:
-                    _attend_to_slices(spec)
+                attention = _slice_attention() if layout.context > 1 else case.core_attention
+                for part in parts_of_spec(spec):
+                    if attention is not None and hasattr(part, "core_attention"):
+                        part.core_attention = attention
                 if case.grouped:
                     use_grouped_experts(spec, fuse_wgrad_accumulation=case.fused)
                 model = GPTModel(
@@ -388,7 +392,7 @@ def _all_or_one(values: list[Any]) -> Any:
     return values if len(values) > 1 else values[0]
 
 
-def _attend_to_slices(spec: Any) -> None:
+def _slice_attention() -> Any:
     """With context parallelism, attention to the tokens of this rank alone; Megatron leaves the rest to Transformer
     Engine."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -397,9 +401,7 @@ def _attend_to_slices(spec: Any) -> None:
         def __init__(self, config: Any, *args: Any, **options: Any) -> None:
             super().__init__(replace(config, context_parallel_size=1), *args, **options)
 
-    for part in parts_of_spec(spec):
-        if hasattr(part, "core_attention"):
-            part.core_attention = SliceAttention
+    return SliceAttention
 
 
 class _Comparison:

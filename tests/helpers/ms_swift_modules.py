@@ -22,6 +22,7 @@ import torch
 
 from helpers import ms_swift_stand_in as stand_in
 from helpers.ms_swift_stand_in import BASE, GRPO, REPLAY, RL_UTILS, TRAINERS, UTILS, swift
+from helpers.own_source import own_functions, path_in, run_statements
 
 LM_UTILS, TORCH_UTILS = f"{UTILS}.megatron_lm_utils", "swift.utils.transformers_utils"
 OWN = {
@@ -108,41 +109,27 @@ def _names() -> dict[str, dict[str, Any]]:
 def _use_source(stack: ExitStack, folder: Path) -> None:
     """ms-swift's own functions, in namespaces of what they use."""
 
-    def body_of(name: str) -> list[ast.stmt]:
-        return ast.parse((folder / f"{name.replace('.', '/')}.py").read_text()).body
+    def take(module: str, wanted: tuple[str, ...], class_name: str = "") -> None:
+        own_functions(path_in(folder, module), wanted, vars(swift(module)), class_name)
 
-    def run(name: str, body: list[ast.stmt]) -> None:
-        future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
-        module = ast.fix_missing_locations(ast.Module([future, *body], []))
-        exec(compile(module, f"{name}, ms-swift's own", "exec"), vars(swift(name)))
-
-    run(REPLAY, body_of(REPLAY))
+    source = path_in(folder, REPLAY).read_text()
+    run_statements(ast.parse(source).body, "ms-swift's own replay", vars(swift(REPLAY)))
     replay = {name: getattr(swift(REPLAY), name) for name in _REPLAY_NAMES}
     used = _used() | replay
     vars(swift(UTILS)).update(replay)
     for name, wanted in OWN.items():
         vars(swift(name)).update(used)
-        run(name, _functions(body_of(name), wanted))
+        take(name, wanted)
     swift(f"{UTILS}.utils")._get_packed_seq_params = swift(TORCH_UTILS).get_packed_seq_params
     for name in (f"{UTILS}.utils", LM_UTILS):
         own = {each: getattr(swift(name), each) for each in OWN[name]}
         vars(swift(UTILS)).update(own)
         vars(swift(TRAINERS)).update(own)
     for (name, class_name), methods in OWN_METHODS.items():
-        (node,) = (each for each in body_of(name) if isinstance(each, ast.ClassDef) and each.name == class_name)
         vars(swift(name)).update(used)
-        run(name, _functions(node.body, methods))
+        take(name, methods, class_name)
         for method in methods:
             stack.enter_context(mock.patch.object(getattr(stand_in, class_name), method, getattr(swift(name), method)))
-
-
-def _functions(body: list[ast.stmt], wanted: tuple[str, ...]) -> list[ast.stmt]:
-    """Functions of a module or class, without the decorator that takes their time."""
-    found = [each for each in body if isinstance(each, ast.FunctionDef) and each.name in wanted]
-    assert len(found) == len(wanted)
-    for each in found:
-        each.decorator_list = [kept for kept in each.decorator_list if ast.unparse(kept) != "profiling_decorator"]
-    return list(found)
 
 
 def _used() -> dict[str, Any]:

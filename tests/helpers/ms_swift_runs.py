@@ -16,11 +16,13 @@ import numpy as np
 import torch
 
 from helpers import ms_swift_stand_in as stand_in
+from helpers.megatron_runs import LENGTH, Layout
 from helpers.ms_swift_stand_in import RL_UTILS, get_packed_seq_params, import_external_file, swift
-from helpers.plugin_runs import gradients, plans_at_random, use_routers
+from helpers.plugin_runs import gradients, model_on, plans_at_random, use_routers
 from trimtab.integrations.ms_swift import PLUGIN_FILE
 
 STEPS, MICRO_BATCHES = 2, 2
+EP_2 = Layout(2, 2)
 
 
 class Run:
@@ -82,22 +84,15 @@ class Runs:
 
     other: Run
 
-    def __init__(self, layout: Any = None, **case: Any) -> None:
-        from megatron.core import parallel_state
-
-        from helpers.megatron_runs import LENGTH, Layout, MegatronCase, Model, use_layout
-
-        layout = layout or Layout(2, 2)
-        use_layout(layout)
-        options: dict[str, Any] = {"double": True, "recompute": "uniform", "router_replay": True}
-        self.model = Model(layout, MegatronCase(**options | case))
+    def __init__(self, layout: Layout = EP_2, **case: Any) -> None:
+        options = {"double": True, "recompute": "uniform", "router_replay": True} | case
+        self.model, rng = model_on(layout, **options)
         self.reference = self.model.copy()
         with_packed_mask(self.reference)
         # In ms-swift it is not in DDP.
         for chunk in self.reference.chunks:
             if chunk.use_forward_hook:
                 chunk.disable_forward_pre_hook(param_sync=False)
-        rng = np.random.default_rng(parallel_state.get_data_parallel_rank())
         layers = self.model.config.moe_layer_freq
         self.batches = [
             [random_batch(rng, LENGTH, layers, layout.context) for _ in range(MICRO_BATCHES)] for _ in range(STEPS)

@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from helpers.plugin_runs import ReplayActions
+
 BASE, UTILS = "swift.megatron.trainers.base", "swift.megatron.utils"
 REPLAY, TRAINERS = f"{UTILS}.router_replay_utils", "swift.megatron.trainers.utils"
 GRPO, RL_UTILS = "swift.megatron.trainers.grpo_trainer", "swift.rlhf_trainers.utils"
@@ -276,29 +278,12 @@ def compute_per_token_logps_fn(
     return None if output is None or labels is None else per_token_log_probs(output, labels)[0], routes
 
 
-class RouterReplayHelper:
+class RouterReplayHelper(ReplayActions):
     @staticmethod
     def get_micro_batch_router_list(tf_config: Any, vp_rank: Any = None) -> list[Any]:
         from megatron.core.transformer.moe.router_replay import RouterReplay
 
         return RouterReplay.global_router_replay_instances[: len(_moe_layers_of_stage(tf_config))]
-
-    @classmethod
-    def is_r2_record_action(cls, tf_config: Any, vp_rank: Any = None) -> bool:
-        return cls._action(tf_config) == "RECORD"
-
-    @classmethod
-    def is_replay_forward_action(cls, tf_config: Any, vp_rank: Any = None) -> bool:
-        return cls._action(tf_config) == "REPLAY_FORWARD"
-
-    @classmethod
-    def is_replay_backward_action(cls, tf_config: Any, vp_rank: Any = None) -> bool:
-        return cls._action(tf_config) == "REPLAY_BACKWARD"
-
-    @classmethod
-    def _action(cls, tf_config: Any) -> str:
-        routers = cls.get_micro_batch_router_list(tf_config)
-        return getattr(routers[0].router_replay_action, "name", "") if routers else ""
 
 
 def _moe_layers_of_stage(tf_config: Any) -> list[int]:

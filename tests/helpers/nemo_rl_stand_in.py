@@ -8,8 +8,7 @@ same Parameters). With NEMO_RL=folder the first three are NeMo-RL's own, without
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
+import importlib
 import importlib.util
 import os
 import sys
@@ -17,13 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 from unittest.mock import MagicMock
 
 import torch
+
+from helpers.absent_modules import AbsentModules
+from helpers.own_source import path_in
 
 WORKERS = "nemo_rl.models.policy.workers.megatron_policy_worker"
 _TRAIN, _REPLAY, _DATA = (f"nemo_rl.models.megatron.{name}" for name in ("train", "router_replay", "data"))
@@ -167,35 +168,18 @@ class _Train(ModuleType):
                 _clear(model)
 
 
-class _Anything(ModuleType):
-    """A module that has any name."""
-
-    __path__ = []  # noqa: RUF012
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return vars(self).setdefault(name, -1 if name.endswith("_SENTINEL") else MagicMock(name=name))
-
-
-class _Source(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _Source(AbsentModules):
     """Modules of NeMo-RL's source that the plugin touches; others have any name."""
 
     def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
+        anything: Callable[[str], Any] = lambda name: -1 if name.endswith("_SENTINEL") else MagicMock(name=name)  # noqa: E731
+        super().__init__(("nemo_rl", "megatron.bridge"), anything)
+        self._folder = folder
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name in (_TRAIN, _REPLAY, _DATA, _SLICES):
-            return importlib.util.spec_from_file_location(name, self._folder / f"{name.replace('.', '/')}.py")
-        if name.startswith(("nemo_rl", "megatron.bridge")):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> ModuleType:
-        return _Anything(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
+            return importlib.util.spec_from_file_location(name, path_in(self._folder, name))
+        return super().find_spec(name, path, target)
 
 
 class PolicyWorkerImpl:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 
+from helpers.megatron_runs import Layout, MegatronCase, Model, use_layout
+from helpers.planner_steps import free_replicas
 from helpers.random_plans import random_group_plans
+from trimtab.planner import PlanSettings
 
 
 def plans_at_random() -> Any:
@@ -24,12 +29,56 @@ def plans_at_random() -> Any:
     return mock.patch.object(step_planner, "plan_schedule", plans)
 
 
+def eager_plans() -> Any:
+    """A context in which replicas cost nothing, so that Trimtab's planner makes some in steps that are small."""
+    from trimtab.runtime.step_planner import SessionPlanner
+
+    make = SessionPlanner.of
+
+    def make_planner(*args: Any, **options: Any) -> SessionPlanner:
+        made = make(*args, **options)
+        return replace(made, costs=free_replicas(made.cluster), settings=PlanSettings(1.0, 1))
+
+    return mock.patch.object(SessionPlanner, "of", make_planner)
+
+
+def model_on(layout: Layout, **case: Any) -> tuple[Model, np.random.Generator]:
+    """A model on new process groups, and random numbers that are the same on ranks with the same data."""
+    from megatron.core import parallel_state
+
+    use_layout(layout)
+    return Model(layout, MegatronCase(**case)), np.random.default_rng(parallel_state.get_data_parallel_rank())
+
+
 def use_routers(*models: Any) -> None:
     """The process has the routers of these models, in this order, as a process of a framework."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     replays = [layer.router.router_replay for model in models for layer in model.moe_layers()]
     RouterReplay.global_router_replay_instances[:] = [getattr(replay, "plain", replay) for replay in replays]
+
+
+class ReplayActions:
+    """What verl's RouterReplayHelper says of the routers of a chunk, which ROLL and ms-swift have taken over."""
+
+    get_micro_batch_router_list: Callable[..., list[Any]]
+
+    @classmethod
+    def is_r2_record_action(cls, tf_config: Any, vp_rank: Any = None) -> bool:
+        return cls._action(tf_config, vp_rank) == "RECORD"
+
+    @classmethod
+    def is_replay_forward_action(cls, tf_config: Any, vp_rank: Any = None) -> bool:
+        return cls._action(tf_config, vp_rank) == "REPLAY_FORWARD"
+
+    @classmethod
+    def is_replay_backward_action(cls, tf_config: Any, vp_rank: Any = None) -> bool:
+        return cls._action(tf_config, vp_rank) == "REPLAY_BACKWARD"
+
+    @classmethod
+    def _action(cls, tf_config: Any, vp_rank: Any) -> str:
+        routers = cls.get_micro_batch_router_list(tf_config, vp_rank)
+        return getattr(routers[0].router_replay_action, "name", "") if routers else ""
 
 
 def gradients(step: int, parameters: Any) -> dict[str, torch.Tensor]:
@@ -46,4 +95,11 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
         # A pipeline stage without a loss has none on both sides.
         assert one.shape == other.shape
         errors[name] = float((one - other).norm() / other.norm().clamp(min=1e-6))
+    return errors
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any], limit: float = 1e-5) -> dict[str, float]:
+    """Assert that no difference is above a limit. Returns the differences."""
+    errors = differences(found, expected)
+    assert max(errors.values()) <= limit, max(errors, key=errors.__getitem__)
     return errors

@@ -44,6 +44,9 @@ def runs_on_ranks(ranks: int = 2, patched: str = "") -> Callable[[Test], Test]:
     return decorate
 
 
+on_megatron_ranks = runs_on_ranks(2, "megatron")
+
+
 def of_all_ranks(value: Any) -> list[Any]:
     """All ranks' values. Collective."""
     values: list[Any] = [None] * dist.get_world_size()

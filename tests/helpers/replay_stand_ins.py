@@ -17,8 +17,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from helpers.own_source import load_module
 from trimtab.array_type import Array
 
 
@@ -63,6 +62,10 @@ class StandIn:
     """What its patch adds to Megatron's top-k."""
     replay: Any
     """The module with queues and top-k."""
+    set_stage: Callable[..., None]
+    get_stage: Callable[..., str]
+    enter: Callable[..., None]
+    """Called before a router's forward, with its queue."""
 
     def __init__(self) -> None:
         self.model = _module(f"{self.package}.backends.megatron_utils.model")
@@ -83,17 +86,8 @@ class StandIn:
             f"{self.package}.backends",
             f"{self.package}.backends.megatron_utils",
         )
-        return {name: ModuleType(name) for name in names} | {each.__name__: each for each in (self.model, self.actor)}
-
-    def set_stage(self, stage: str) -> None:
-        raise NotImplementedError
-
-    def get_stage(self) -> str:
-        raise NotImplementedError
-
-    def enter(self, queue: Queue) -> None:
-        """Before a router's forward."""
-        raise NotImplementedError
+        own = (self.model, self.actor, self.replay)
+        return {name: ModuleType(name) for name in names} | {each.__name__: each for each in own}
 
     def forward_backward(self, **arguments: Any) -> Any:
         """A pass as the framework makes it: a list of chunks, and iterators of its own."""
@@ -167,9 +161,6 @@ class Slime(StandIn):
 
         self.model.train_one_step = train_one_step
 
-    def modules(self) -> dict[str, ModuleType]:
-        return super().modules() | {self.replay.__name__: self.replay}
-
     def _compute_topk(self, old_compute_topk: Callable[..., Any]) -> Callable[..., Any]:
         def compute_topk(scores: Any, topk: int, num_groups: Any = None, group_topk: Any = None) -> Any:
             if os.environ.get("ENABLE_ROUTING_REPLAY", "0") != "1":
@@ -201,7 +192,7 @@ class Miles(StandIn):
     def __init__(self) -> None:
         super().__init__()
         folder = os.environ.get("MILES")
-        self.replay = _replay_base_of(folder) if folder else _replay_base()
+        self.replay = load_module(folder, "miles.utils.replay_base") if folder else _replay_base()
         self.replay.routing_replay_manager.enabled = True
 
         def train_one_step(
@@ -211,9 +202,6 @@ class Miles(StandIn):
             return {"loss": self.train_step(model, data_iterator)}, 0.0, "NORMAL"
 
         self.model.train_one_step = train_one_step
-
-    def modules(self) -> dict[str, ModuleType]:
-        return super().modules() | {self.replay.__name__: self.replay}
 
     def set_stage(self, stage: str) -> None:
         self.replay.routing_replay_manager.stage = stage
@@ -226,17 +214,6 @@ class Miles(StandIn):
 
     def queue(self) -> Any:
         return self.replay.Replay()
-
-
-def _replay_base_of(folder: str) -> Any:
-    """miles' own module, which needs torch only."""
-    path = Path(folder) / "miles" / "utils" / "replay_base.py"
-    spec = spec_from_file_location("miles.utils.replay_base", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _replay_base() -> Any:
@@ -307,15 +284,17 @@ def stand_in(package: str) -> Iterator[StandIn]:
         stack.enter_context(mock.patch.object(router.TopKRouter, "__init__", init))
         # miles' fork of Megatron has the lines itself.
         if "router_replay" in inspect.signature(moe_utils.topk_routing_with_score_function).parameters:
-            patched = _patched_topk(moe_utils, found)
+            patched = patched_topk(found)
             stack.enter_context(mock.patch.object(moe_utils, "topk_routing_with_score_function", patched))
             called = patched if package == "slime" else lambda *args, router_replay, **kwargs: patched(*args, **kwargs)
             stack.enter_context(mock.patch.object(router, "topk_routing_with_score_function", called))
         yield found
 
 
-def _patched_topk(moe_utils: ModuleType, framework: StandIn) -> Callable[..., Any]:
+def patched_topk(framework: StandIn | type[StandIn]) -> Callable[..., Any]:
     """Megatron's top-k with the lines of the framework's patch; without `router_replay` in miles' fork."""
+    from megatron.core.transformer.moe import moe_utils
+
     source = inspect.getsource(moe_utils.topk_routing_with_score_function)
     line = '    if score_function == "softmax":\n'
     assert source.count(line) == 1

@@ -11,23 +11,20 @@ With ROLL=folder of its source the functions named first and the whole of router
 
 from __future__ import annotations
 
-import ast
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from copy import copy
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 
-from trimtab.array_type import Array
+from helpers.own_source import load_module, own_functions, path_in
+from helpers.plugin_runs import ReplayActions
 
 FLAG = "BIND_WORKER_METHOD_FLAG"
 SEQUENCES = 2
@@ -74,13 +71,7 @@ def random_batch(rng: np.random.Generator, micro_batches: int, length: int, expe
 
 
 class Strategy:
-    """MegatronTrainStrategy, of a model of `megatron_runs`.
-
-    Attributes:
-        changed: options of the model's config that are as if they had been set.
-    """
-
-    changed: ClassVar[dict[str, Any]] = {}
+    """MegatronTrainStrategy, of a model of `megatron_runs`."""
 
     def __init__(self, model: Any, worker_config: Any) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -222,8 +213,7 @@ class VirtualModels:
     """ROLL's list of a model's chunks."""
 
     def __init__(self, model: Any) -> None:
-        self.models, self.config = model.chunks, copy(model.config)
-        vars(self.config).update(Strategy.changed)
+        self.models, self.config = model.chunks, model.config
 
     def get_models(self) -> list[Any]:
         return list(self.models)
@@ -318,7 +308,10 @@ def roll() -> Iterator[dict[str, Any]]:
             sys.modules[name] = module
             stack.callback(sys.modules.pop, name)
         name = "roll.third_party.megatron.router_replay_utils"
-        modules[name] = _load(stack, folder, name) if folder else _replay_utils(name)
+        if folder:
+            load_module(folder, "roll.third_party.megatron.util")
+            stack.callback(sys.modules.pop, "roll.third_party.megatron.util")
+        modules[name] = load_module(folder, name) if folder else _replay_utils(name)
         sys.modules[name] = modules[name]
         stack.callback(sys.modules.pop, name)
         if folder:
@@ -345,7 +338,7 @@ def set_router_replay_data(layers_topk_idx: Any, attention_mask: Any, tf_config:
         router.set_target_indices(ids_NLK[:, first + number].long())
 
 
-class RouterReplayHelper:
+class RouterReplayHelper(ReplayActions):
     @staticmethod
     def get_micro_batch_router_list(tf_config: Any, vp_rank: Any = None) -> list[Any]:
         from megatron.core.transformer.moe.router_replay import RouterReplay
@@ -354,32 +347,6 @@ class RouterReplayHelper:
         stages = range(vp_rank or 0) if tf_config.virtual_pipeline_model_parallel_size else ()
         start = sum(get_num_layers_to_build(tf_config, stage) for stage in stages)
         return RouterReplay.global_router_replay_instances[start : start + get_num_layers_to_build(tf_config, vp_rank)]
-
-    @classmethod
-    def is_replay_forward_action(cls, tf_config: Any, vp_rank: Any = None) -> bool:
-        return cls._action(tf_config, vp_rank) == "REPLAY_FORWARD"
-
-    @classmethod
-    def is_replay_backward_action(cls, tf_config: Any, vp_rank: Any = None) -> bool:
-        return cls._action(tf_config, vp_rank) == "REPLAY_BACKWARD"
-
-    @classmethod
-    def _action(cls, tf_config: Any, vp_rank: Any) -> str:
-        routers = cls.get_micro_batch_router_list(tf_config, vp_rank)
-        return getattr(routers[0].router_replay_action, "name", "") if routers else ""
-
-
-def _load(stack: ExitStack, folder: str, name: str) -> Any:
-    """ROLL's own router_replay_utils, which needs Megatron and a module beside it."""
-    for each in ("roll.third_party.megatron.util", name):
-        spec = spec_from_file_location(each, Path(folder) / f"{each.replace('.', '/')}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = module_from_spec(spec)
-        sys.modules[each] = module
-        spec.loader.exec_module(module)
-    stack.callback(sys.modules.pop, "roll.third_party.megatron.util")
-    return module
 
 
 def _methods_of(folder: str) -> list[Any]:
@@ -399,20 +366,13 @@ def _methods_of(folder: str) -> list[Any]:
         "reduce_aux_losses_tracker_across_ranks": lambda: None, "clear_aux_losses_tracker": lambda: None,
         "get_moe_layer_wise_logging_tracker": moe_utils.get_moe_layer_wise_logging_tracker,
     }  # fmt: skip
-    tree = ast.parse((Path(folder) / "roll/distributed/strategy/megatron_strategy.py").read_text())
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    wanted = {
-        "MegatronInferStrategy": ("inner_forward_step", "forward_step"), "MegatronTrainStrategy": ("train_step",),
-    }  # fmt: skip
-    functions = [
-        node for name, methods in wanted.items() for node in classes[name].body
-        if isinstance(node, ast.FunctionDef) and node.name in methods
-    ]  # fmt: skip
-    for function in functions:
-        future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
-        body = ast.fix_missing_locations(ast.Module([future, function], []))
-        exec(compile(body, "megatron_strategy.py", "exec"), names)
-    return [names[function.name] for function in functions]
+    path, wanted = (
+        path_in(folder, "roll.distributed.strategy.megatron_strategy"),
+        ("inner_forward_step", "forward_step"),
+    )
+    own_functions(path, wanted, names, "MegatronInferStrategy")
+    own_functions(path, ["train_step"], names, "MegatronTrainStrategy")
+    return [names[name] for name in (*wanted, "train_step")]
 
 
 def some_loss(data: DataProto, output_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -440,8 +400,3 @@ def with_causal_mask(model: Any, length: int) -> None:
             ),
             with_kwargs=True,
         )
-
-
-def routes_of(batch: DataProto) -> Array:
-    found: Array = batch.batch["routed_experts"].numpy()
-    return found

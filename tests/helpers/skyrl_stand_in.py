@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+
+from helpers.own_source import load_module, path_in
 
 _ROOT = "skyrl.backends.skyrl_train"
 WORKERS = f"{_ROOT}.workers.megatron.megatron_worker"
@@ -359,14 +359,9 @@ def skyrl_modules() -> Iterator[None]:
             module: Any = ModuleType(name)
             module.__path__ = []
             sys.modules[name] = module
-            source = Path(folder) / f"{name.replace('.', '/')}.py"
             # 0.3.0 has no layout.
-            if folder and name in (_PACKING, _LAYOUT, REPLAY) and source.exists():
-                spec = spec_from_file_location(name, source)
-                assert spec is not None
-                assert spec.loader is not None
-                module = sys.modules[name] = module_from_spec(spec)
-                spec.loader.exec_module(module)
+            if folder and name in (_PACKING, _LAYOUT, REPLAY) and path_in(folder, name).exists():
+                load_module(folder, name)
             else:
                 vars(module).update(own.get(name, {}))
         bias = _with_expert_bias(TopKRouter._apply_expert_bias)

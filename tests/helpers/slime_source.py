@@ -9,16 +9,14 @@ sequence, the loss, and the Ray actor, whose methods are called on a namespace.
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partialmethod
-from itertools import pairwise
 from typing import Any, Literal
 from unittest import mock
 from unittest.mock import MagicMock
@@ -28,14 +26,15 @@ import torch
 import torch.distributed as dist
 
 from helpers.absent_modules import AbsentModules
-from helpers.planner_steps import free_replicas
-from helpers.plugin_runs import plans_at_random
+from helpers.megatron_runs import Layout, MegatronCase, Model, use_cpu_once, use_layout
+from helpers.plugin_runs import eager_plans, plans_at_random
+from helpers.replay_stand_ins import Slime, patched_topk
+from helpers.verl_fakes import packed_attention
 from trimtab.array_type import Array
-from trimtab.planner import PlanSettings
 
-COMMIT = "624b824a8"
 EXPERTS, TOP_K, LAYERS = 8, 2, 3
 SAMPLES = 16
+LAYOUT = Layout(2, 2)
 Results = dict[str, torch.Tensor]
 
 
@@ -68,11 +67,7 @@ ABSENT = (
 
 def use_slime(folder: str) -> None:
     """Make slime's modules of a folder importable on this rank, for good."""
-    from examples.megatron_on_cpu import use_cpu
-
-    torch.set_num_threads(1)
-    torch.compiler.set_stance("force_eager")
-    use_cpu()
+    use_cpu_once()
     # These look for Transformer Engine; they are imported before it is replaced.
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.gpt.gpt_model
@@ -99,15 +94,7 @@ def _patch_megatron() -> None:
     """As slime's docker/patch/latest/megatron.patch does in moe_utils.py and router.py."""
     from megatron.core.transformer.moe import moe_utils, router
 
-    source = inspect.getsource(moe_utils.topk_routing_with_score_function)
-    line = '    if score_function == "softmax":\n'
-    assert source.count(line) == 1
-    hook = (
-        "    from slime.utils.routing_replay import get_routing_replay_compute_topk\n"
-        "    compute_topk = get_routing_replay_compute_topk(compute_topk)\n"
-    )
-    exec(source.replace(line, hook + line), vars(moe_utils))
-    router.topk_routing_with_score_function = moe_utils.topk_routing_with_score_function
+    moe_utils.topk_routing_with_score_function = router.topk_routing_with_score_function = patched_topk(Slime)
     plain = router.TopKRouter.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -121,7 +108,6 @@ def _patch_megatron() -> None:
 
 def use_groups(*, reloadable: bool = False) -> None:
     """Create Megatron's groups, as slime's actor does; see `MegatronTrainRayActor.init`."""
-    from megatron.core import parallel_state
     from slime.utils import reloadable_process_group as groups
     from slime.utils.distributed_utils import init_gloo_group
 
@@ -132,8 +118,7 @@ def use_groups(*, reloadable: bool = False) -> None:
             setattr(groups.ReloadableProcessGroup, name, partialmethod(groups.ReloadableProcessGroup._fwd, name))
         groups.register_default_process_group(timeout=timedelta(minutes=5))
         init_gloo_group()
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    use_layout(LAYOUT)
 
 
 def arguments(case: SlimeCase) -> types.SimpleNamespace:
@@ -155,59 +140,14 @@ _PATTERN = [0] + [1] * (LAYERS - 1)
 
 def _build(case: SlimeCase) -> tuple[list[Any], Any]:
     """A model in DDP, and its optimizer."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
     from slime.utils.routing_replay import RoutingReplay
 
     RoutingReplay.all_routing_replays.clear()
-    model_parallel_cuda_manual_seed(7)
-    torch.manual_seed(0)
-    full: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    config = TransformerConfig(
-        num_layers=LAYERS, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, moe_ffn_hidden_size=24,
-        num_moe_experts=EXPERTS, moe_router_topk=TOP_K, expert_model_parallel_size=2, variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall", use_cpu_initialization=True, moe_router_load_balancing_type="none",
-        add_bias_linear=False, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-        attention_dropout=0.0, hidden_dropout=0.0, init_method_std=0.2, moe_layer_freq=_PATTERN,
-        **(full if case.recompute else {}),
-    )  # fmt: skip
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="LayerNorm")
-    for layer in spec.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = _attention_by_sequence()
-    model = GPTModel(config, spec, 64, 512, position_embedding_type="rope", share_embeddings_and_output_weights=False)
-    ddp = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
-    ddp.role = "actor"
-    config.no_sync_func, config.finalize_model_grads_func = ddp.no_sync, finalize_model_grads
-    options = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, adam_eps=1e-2)
-    return [ddp], get_megatron_optimizer(options, [ddp])
-
-
-def _attention_by_sequence() -> type:
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    class PackedAttention(DotProductAttention):
-        def forward(
-            self, query: Any, key: Any, value: Any, attention_mask: Any, attn_mask_type: Any = None,
-            attention_bias: Any = None, packed_seq_params: Any = None,
-        ) -> Any:  # fmt: skip
-            out, ends = [], packed_seq_params.cu_seqlens_q.tolist()
-            for start, end in pairwise(ends):
-                q, k, v = (each[start:end].transpose(0, 1) for each in (query, key, value))
-                scores = (q @ k.transpose(1, 2)) * self.softmax_scale
-                later = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
-                out.append((scores.masked_fill(later, float("-inf")).softmax(-1) @ v).transpose(0, 1))
-            return torch.cat(out).reshape(len(query), -1)
-
-    return PackedAttention
+    options = {"core_attention": packed_attention(), "options": {"variable_seq_lengths": True}}
+    recompute = "uniform" if case.recompute else "none"
+    model = Model(LAYOUT, MegatronCase(recompute=recompute, distributed_optimizer=True, **options))
+    model.chunks[0].role = "actor"
+    return model.chunks, model.optimizer
 
 
 def _rollout(number: int, args: Any) -> dict[str, Any]:
@@ -288,7 +228,7 @@ def run(case: SlimeCase) -> tuple[Results, list[dict[str, float]]]:
     ):
         model, optimizer = _build(case)
         names: Callable[[], list[Any]] = lambda: list(model[0].named_parameters())  # noqa: E731
-        with plans_at_random() if case.plans == "random" else _eager_plans():
+        with plans_at_random() if case.plans == "random" else eager_plans():
             for number, tensors, figures in _rollouts(case, args, model, optimizer, names):
                 found |= {f"{number} {name}": tensor for name, tensor in tensors.items()}
                 logged += figures
@@ -307,20 +247,6 @@ def _installed(case: SlimeCase, args: Any) -> Iterator[Any]:
     else:
         with mock.patch.dict(os.environ, TRIMTAB_BALANCE=case.balance):
             yield install(args)
-
-
-@contextmanager
-def _eager_plans() -> Iterator[None]:
-    from trimtab.runtime.step_planner import SessionPlanner
-
-    make = SessionPlanner.of
-
-    def make_planner(*args: Any, **options: Any) -> SessionPlanner:
-        made = make(*args, **options)
-        return replace(made, costs=free_replicas(made.cluster), settings=PlanSettings(1.0, 1))
-
-    with mock.patch.object(SessionPlanner, "of", make_planner):
-        yield
 
 
 def _rollouts(

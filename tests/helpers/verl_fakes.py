@@ -92,17 +92,16 @@ def _layer_spec(bridge: Any, vp_stage: int | None = None) -> Any:
         bridge.config, use_transformer_engine=False, normalization="LayerNorm", vp_stage=vp_stage
     )
     for layer in spec.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = _packed_attention()
+        layer.submodules.self_attention.submodules.core_attention = packed_attention()
     return spec
 
 
 @cache
-def _packed_attention() -> Any:
+def packed_attention() -> Any:
+    """Causal attention within each packed sequence, without Transformer Engine."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class PackedAttention(DotProductAttention):
-        """Causal attention within each packed sequence."""
-
         def forward(
             self, query: Any, key: Any, value: Any, _mask: Any, attn_mask_type: Any = None, attention_bias: Any = None,
             packed_seq_params: Any = None,
@@ -110,7 +109,8 @@ def _packed_attention() -> Any:
             del attn_mask_type, attention_bias
             repeats = query.shape[1] // key.shape[1]
             key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
-            ends = packed_seq_params.cu_seqlens_q_padded.tolist()
+            ends = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
+            ends = (packed_seq_params.cu_seqlens_q if ends is None else ends).tolist()
             outputs = []
             for start, end in pairwise(ends):
                 q, k, v = (each[start:end].transpose(0, 1) for each in (query, key, value))

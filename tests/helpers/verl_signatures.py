@@ -1,40 +1,29 @@
-"""Names of verl that its plugin uses, with their parameters, as in the wheel 0.9.1, and modules with just these."""
+"""Names of verl that its plugin uses, with their parameters, and modules with just these."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
-REPLAY = "verl.utils.megatron.router_replay_utils"
-STORED = f"""
-verl.workers.engine:EngineRegistry.register(model_type, backend, device, vendor)
-verl.workers.engine.megatron.transformer_impl:get_forward_backward_func
-{ENGINE}.__init__(self, model_config, engine_config, optimizer_config, checkpoint_config)
-{ENGINE}._build_optimizer(self)
-{ENGINE}.forward_backward_batch(self, data, loss_function, forward_only)
-{ENGINE}.is_mp_src_rank_with_outputs(self)
-{ENGINE}.is_optimizer_offload_enabled
-{ENGINE}.train_mode(self, kwargs)
-{ENGINE}.get_per_tensor_param(self, base_sync_done, kwargs)
-{ENGINE}.get_per_tensor_param_shard(self, kwargs)
-{ENGINE}.save_checkpoint(self, local_path, hdfs_path, global_step, max_ckpt_to_keep, kwargs)
-{ENGINE}.load_checkpoint(self, local_path, hdfs_path, del_local_after_load, kwargs)
-{REPLAY}:align_r3_router_replay_data(layers_topk_idx, input_ids)
-{REPLAY}:build_r3_replay_mask(input_ids, response_mask)
-{REPLAY}:iter_model_routers(model)
-{REPLAY}:set_router_replay_data(layers_topk_idx, attention_mask, tf_config, vp_rank, replay_mask, local_cp_size, model)
-verl.utils.megatron.router_replay_patch:RouterReplay.set_target_indices(self, topk_indices, replay_mask)
-verl.utils.megatron.router_replay_patch:RouterReplay.target_topk_idx
-verl.utils.megatron.router_replay_patch:RouterReplay.target_replay_mask
-verl.utils.megatron.router_replay_patch:RouterReplay.clear_indices(self)
-verl.utils.megatron.router_replay_patch:RouterReplay.router_replay_action
-verl.utils.megatron.router_replay_patch:RouterReplayAction.REPLAY_FORWARD
-verl.utils.megatron_utils:unwrap_model(model, module_instances)
-verl.utils.device:get_device_name()
-""".split("\n")[1:-1]
+from helpers.own_source import run_statements
+
+PLUGIN = Path(__file__).parents[2] / "src" / "trimtab" / "integrations" / "verl.py"
+
+
+def _names() -> list[str]:
+    """`NAMES` of the plugin, which can't be imported without verl."""
+    found: dict[str, Any] = {}
+    needed = {"_ENGINE", "_REPLAY", "NAMES"}
+    body = [each for each in ast.parse(PLUGIN.read_text()).body if isinstance(each, ast.Assign)]
+    run_statements([each for each in body if ast.unparse(each.targets[0]) in needed], "names of verl", found)
+    return list(found["NAMES"])
+
+
+NAMES = _names()
 
 
 def parts_of(line: str) -> tuple[str, str, list[str] | None]:
@@ -66,8 +55,6 @@ def _function(parameters: list[str]) -> Callable[..., Any]:
     def call(*_args: Any, **_kwargs: Any) -> Any:
         return lambda decorated: decorated
 
-    kinds = {"self": inspect.Parameter.POSITIONAL_ONLY}
-    vars(call)["__signature__"] = inspect.Signature(
-        [inspect.Parameter(name, kinds.get(name, inspect.Parameter.KEYWORD_ONLY)) for name in parameters]
-    )
+    kind = inspect.Parameter.KEYWORD_ONLY
+    vars(call)["__signature__"] = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
     return call

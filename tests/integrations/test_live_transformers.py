@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,6 @@ from trimtab.runtime import Session
 from trimtab.runtime.live import balancer
 
 STEPS, MICRO_STEPS, BATCH, LENGTH, VOCAB = 2, 2, 4, 12, 30
-POLICIES = ("quota", "feplb")
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,7 @@ def loss_of(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
 @mock.patch.object(balancer, "choose_quotas", quotas_of_few)
 def test_live_micro_steps_of_every_family_train_as_unbalanced_ones() -> None:
     torch.set_num_threads(1)
-    cases = ((model_type, POLICIES[(at + more) % 4]) for at, model_type in enumerate(MODEL_TYPES) for more in (0, 1))
-    for seed, (model_type, policy) in enumerate(cases):
+    for seed, (model_type, policy) in enumerate(product(MODEL_TYPES, ("quota", "feplb"))):
         compare(Case(model_type, policy, seed, (None, False, True)[seed % 3], left=seed % 2 == 1, marked=seed % 4 != 3))
 
 

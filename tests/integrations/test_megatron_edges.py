@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from helpers.rank_pool import RankPool, shared_pool
 from helpers.rank_tests import runs_on_ranks
 from integrations.test_megatron_modes import Pair, State, pair_of
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = shared_pool(2, "megatron")
-    yield pool
-    pool.forget()
 
 
 @pytest.mark.parametrize("live", [False, True])

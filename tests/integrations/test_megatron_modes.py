@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -16,31 +15,22 @@ import torch
 import torch.distributed as dist
 
 from helpers.live_runs import quotas_of_few
-from helpers.planner_steps import free_replicas
+from helpers.plugin_runs import eager_plans
 from helpers.random_plans import random_group_plans
-from helpers.rank_pool import RankPool, shared_pool
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.array_type import Array
 from trimtab.cluster import load_cluster
 from trimtab.errors import InputError
-from trimtab.planner import PlannedStep, PlanSettings
+from trimtab.planner import PlannedStep
 from trimtab.rank_variables import BALANCE
 from trimtab.runtime.live import balancer
 from trimtab.runtime.session_settings import Mode
-from trimtab.runtime.step_planner import SessionPlanner
 from trimtab.trace import RoutingTrace
 
 MICRO_BATCHES = 2
 State = dict[str, Any]
 Results = tuple[float, dict[str, torch.Tensor]]
 """Loss and `main_grad`s of a step."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = shared_pool(2, "megatron")
-    yield pool
-    pool.forget()
 
 
 class Pair:
@@ -186,16 +176,9 @@ def test_planning_beside_rollout_and_step(state: State) -> None:
     from trimtab.integrations.megatron import balance
 
     pair = pair_of(state)
-    make = SessionPlanner.of
-
-    def make_planner(*args: Any, **options: Any) -> SessionPlanner:
-        made = make(*args, **options)
-        # Even such small steps get replicas.
-        return replace(made, costs=free_replicas(made.cluster), settings=PlanSettings(1.0, 1))
-
     hashes = 1 + MICRO_BATCHES * dist.get_rank() + np.arange(MICRO_BATCHES)
     trace = RoutingTrace.from_sequences(pair.routing, num_experts=8, sequence_hashes=hashes)
-    with mock.patch.object(SessionPlanner, "of", make_planner):
+    with eager_plans():
         session = balance(pair.other.chunks, rates=load_cluster("h100x8", ranks=2))
         session.plan_ahead(trace, token_budget=64)
         found = pair.step(pair.other, session.planned(pair.function, pair.routing))

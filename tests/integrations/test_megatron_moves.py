@@ -31,7 +31,6 @@ from trimtab.cluster import load_cluster
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.planner import Placement, plan_schedule
 from trimtab.runtime import step_planner
-from trimtab.runtime.state.expert_places import ExpertPlaces
 
 if TYPE_CHECKING:
     from trimtab.integrations.megatron.logical_order import NamedTensor
@@ -166,22 +165,6 @@ def export(layout: Layout) -> None:
     else:
         session.return_home()
     session.remove()
-
-
-def test_experts_that_moved_in_a_circle_are_renamed_and_put_in_order() -> None:
-    """Positions 0, 1, 2 hold experts 2, 0, 1: no swap, which would be its own inverse."""
-    from trimtab.integrations.megatron.logical_order import rename_experts
-
-    places = ExpertPlaces(np.array([1, 2, 0], np.int16), np.zeros(3, np.int64))
-    names = [f"decoder.layers.5.mlp.experts.linear_fc1.weight{n}" for n in range(3)]
-    stack = torch.tensor([[2.0], [0.0], [1.0]])
-    whole = "decoder.layers.5.mlp.experts.w", stack
-    found = dict(rename_experts([*zip(names, stack, strict=True), whole], {5: places}))
-    assert [float(found[name]) for name in names] == [0.0, 1.0, 2.0]
-    assert found["decoder.layers.5.mlp.experts.w"].flatten().tolist() == [0.0, 1.0, 2.0]
-    # Another layer, and what is no expert.
-    others = [("decoder.layers.6.mlp.experts.w", stack), ("decoder.layers.5.mlp.router.weight", stack)]
-    assert all(value is stack for _, value in rename_experts(others, {5: places}))
 
 
 def check_equal(what: str, expected: Iterable[NamedTensor], actual: Iterable[NamedTensor]) -> None:

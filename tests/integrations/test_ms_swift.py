@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import redirect_stdout
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -19,34 +15,25 @@ import torch
 import torch.distributed as dist
 
 from helpers import ms_swift_stand_in as stand_in
+from helpers.megatron_runs import Layout
 from helpers.ms_swift_modules import ms_swift
-from helpers.ms_swift_runs import MICRO_BATCHES, STEPS, Runs, arguments, figures, sessions
+from helpers.ms_swift_runs import EP_2, MICRO_BATCHES, STEPS, Runs, arguments, figures, sessions
 from helpers.ms_swift_stand_in import import_external_file, swift
-from helpers.plugin_runs import differences, use_routers
-from helpers.rank_pool import RankPool, on_ranks, shared_pool
-from helpers.rank_tests import runs_on_ranks
+from helpers.plugin_runs import assert_close, use_routers
+from helpers.rank_pool import on_ranks
+from helpers.rank_tests import on_megatron_ranks
 from trimtab.errors import InputError
 from trimtab.integrations.ms_swift import PLUGIN_FILE, read_tokens
 
-State = dict[str, Any]
 
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = shared_pool(2, "megatron")
-    yield pool
-    pool.forget()
-
-
-def compare(layout: Any = None, largest: float = 1e-11, mode: str = "R3", **case: Any) -> None:
+def compare(layout: Layout, largest: float = 1e-11, mode: str = "R3", **case: Any) -> None:
     with ms_swift():
         runs = Runs(layout, **case)
         expected = runs.expected(router_replay_mode=mode)
         with runs.balanced(router_replay_mode=mode):
             found = runs.other.steps(runs.batches)
             assert not any(session.have_moved for session in sessions(runs.other))
-        errors = differences(found, expected)
-        assert max(errors.values()) < largest, max(errors, key=errors.__getitem__)
+        errors = assert_close(found, expected, largest)
         assert all(error == 0 for name, error in errors.items() if name.startswith("0 ref"))
         planned = [replicas for replicas in runs.other.planned if replicas is not None]
         assert len(planned) == (STEPS * MICRO_BATCHES if mode == "R3" else 0)
@@ -57,81 +44,48 @@ def compare(layout: Any = None, largest: float = 1e-11, mode: str = "R3", **case
             assert step["memory/pool_bytes"] > 0
 
 
-@runs_on_ranks()
-def test_steps_are_those_of_ms_swift_s_own_replay(state: State) -> None:
-    """The pass of log-probabilities and training, with padding that ms-swift replays as expert 0."""
-    del state
-    compare()
-
-
-@runs_on_ranks()
-def test_memory_that_is_freed_during_generation(state: State) -> None:
-    """In float32, with the distributed optimizer, which the offload needs."""
-    del state
-    compare(largest=1e-5, double=False, distributed_optimizer=True)
-
-
-@runs_on_ranks()
-def test_routes_that_the_trainer_records_are_replayed_and_planned(state: State) -> None:
-    del state
-    compare(mode="R2")
-
-
-@runs_on_ranks()
-def test_tokens_are_cut_as_ms_swift_does_with_tensor_parallelism(state: State) -> None:
-    from helpers.megatron_runs import Layout
-
-    del state
-    compare(Layout(2, 2, tensor=2))
-
-
-@runs_on_ranks()
-def test_tokens_are_cut_as_ms_swift_does_with_context_parallelism(state: State) -> None:
-    from helpers.megatron_runs import Layout
-
-    del state
-    compare(Layout(2, 2, context=2))
+FLOAT32 = {"largest": 1e-5, "double": False, "distributed_optimizer": True}
+CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
+    # The pass of log-probabilities and training, with padding that ms-swift replays as expert 0.
+    "EP": (EP_2, {}),
+    # Memory is freed during generation.
+    "offload": (EP_2, FLOAT32),
+    # The trainer records routes, which are replayed and planned.
+    "R2": (EP_2, {"mode": "R2"}),
+    "TP": (Layout(2, 2, tensor=2), {}),
+    "CP": (Layout(2, 2, context=2), {}),
+    "pipeline": (Layout(4, 2, pipeline=2), {}),
+    # Two ranks have the same experts; each updates a part of them, and gathers the other later.
+    "overlap": (Layout(4, 2), FLOAT32 | {"overlap": True}),
+}
 
 
 @pytest.mark.longer
-def test_stages_of_a_pipeline() -> None:
-    on_ranks(_run_pipeline, (), ranks=4, patched="megatron")
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_those_of_ms_swift_s_own_replay(name: str) -> None:
+    layout, options = CASES[name]
+    on_ranks(_compare, (layout, options), ranks=layout.ranks, patched="megatron")
 
 
-def _run_pipeline() -> None:
-    from helpers.megatron_runs import Layout
-
-    compare(Layout(4, 2, pipeline=2))
+def _compare(layout: Layout, options: dict[str, Any]) -> None:
+    compare(layout, **options)
 
 
-def test_parameters_that_the_optimizer_gathers_later() -> None:
-    """Two ranks have the same experts; each updates a part of them."""
-    on_ranks(_run_overlap, (), ranks=4, patched="megatron")
-
-
-def _run_overlap() -> None:
-    from helpers.megatron_runs import Layout
-
-    compare(Layout(4, 2), largest=1e-5, double=False, distributed_optimizer=True, overlap=True)
-
-
-@runs_on_ranks()
-def test_shadow_and_off_change_no_bit(state: State) -> None:
-    del state
+@on_megatron_ranks
+def test_shadow_and_off_change_no_bit() -> None:
     with ms_swift():
         runs = Runs()
         expected = runs.expected()
         for mode in ("shadow", "off"):
             with runs.balanced(f"mode={mode}") as other:
                 found = other.steps(runs.batches)
-            assert max(differences(found, expected).values()) == 0
+            assert_close(found, expected, 0)
             assert all(("moe/max_vio_before" in step) == (mode == "shadow") for step in figures(other))
 
 
-@runs_on_ranks()
-def test_live_mode_needs_no_recorded_routing(state: State) -> None:
+@on_megatron_ranks
+def test_live_mode_needs_no_recorded_routing() -> None:
     """The reference is a model of this process that is not balanced."""
-    del state
     with ms_swift():
         runs = Runs()
         for each in (each for batch in runs.batches for each in batch):
@@ -140,8 +94,7 @@ def test_live_mode_needs_no_recorded_routing(state: State) -> None:
         with runs.balanced("mode=live", router_replay_mode="disabled") as other:
             found = other.steps(runs.batches)
             assert len(sessions(other)) == 1
-        errors = differences(found, expected)
-        assert max(errors.values()) < 1e-11, max(errors, key=errors.__getitem__)
+        errors = assert_close(found, expected, 1e-11)
         assert all(error == 0 for name, error in errors.items() if name.startswith("0 ref"))
         assert all(step["moe/max_vio_before"] > 0 for step in figures(other))
 
@@ -153,9 +106,8 @@ class Supervised(stand_in.BaseMegatronTrainer):
     loss_func = stand_in.MegatronGRPOTrainer.loss_func
 
 
-@runs_on_ranks()
-def test_live_mode_in_other_trainers(state: State) -> None:
-    del state
+@on_megatron_ranks
+def test_live_mode_in_other_trainers() -> None:
     with ms_swift(), mock.patch.object(swift(stand_in.GRPO), "MegatronGRPOTrainer", Supervised):
         runs = Runs()
         options = {"router_replay_mode": "disabled", "rlhf_type": None}
@@ -170,12 +122,11 @@ def test_live_mode_in_other_trainers(state: State) -> None:
             assert other.trainer.logged[0]["moe/max_vio_before"] > 0
 
 
-@runs_on_ranks()
-def test_the_reference_is_not_planned_where_it_replays_too(state: State) -> None:
+@on_megatron_ranks
+def test_the_reference_is_not_planned_where_it_replays_too() -> None:
     """As in ms-swift's Ray workers, which set the action for every model."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    del state
     with ms_swift():
         runs = Runs()
         with runs.balanced() as other:
@@ -189,9 +140,8 @@ def test_the_reference_is_not_planned_where_it_replays_too(state: State) -> None
             assert session.report is None
 
 
-@runs_on_ranks()
-def test_a_loss_over_all_routes_keeps_the_padding_s_routes_to_the_router(state: State) -> None:
-    del state
+@on_megatron_ranks
+def test_a_loss_over_all_routes_keeps_the_padding_s_routes_to_the_router() -> None:
     with ms_swift():
         runs = Runs(balanced_routers=True)
         with runs.balanced() as other:
@@ -200,10 +150,9 @@ def test_a_loss_over_all_routes_keeps_the_padding_s_routes_to_the_router(state: 
         assert all(torch.isfinite(value).all() for value in found.values())
 
 
-@runs_on_ranks()
-def test_routes_of_other_tokens_are_named_on_all_ranks(state: State) -> None:
+@on_megatron_ranks
+def test_routes_of_other_tokens_are_named_on_all_ranks() -> None:
     """ms-swift's Ray workers train with the routes of all layers, dense ones too."""
-    del state
     with ms_swift():
         runs = Runs()
         with runs.balanced() as other:
@@ -239,20 +188,23 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@runs_on_ranks()
-def test_refuses_by_name_before_the_model_is_built(state: State) -> None:
-    del state
+@on_megatron_ranks
+def test_refuses_by_name_before_the_model_is_built() -> None:
     with ms_swift():
         trainer = swift(stand_in.GRPO).MegatronGRPOTrainer
         import_external_file(PLUGIN_FILE)
         for text, message, more in REFUSED:
             with mock.patch.dict(os.environ, TRIMTAB_BALANCE=text), pytest.raises(InputError, match=message):
                 trainer(arguments(**more), None)
+        del swift(stand_in.REPLAY).set_router_replay_data
+        message = r"router_replay_utils has no set_router_replay_data; .* fits ms-swift 4\.6"
+        sys.modules.pop(PLUGIN_FILE.stem)
+        with pytest.raises(InputError, match=message):
+            import_external_file(PLUGIN_FILE)
 
 
-@runs_on_ranks()
-def test_models_that_can_t_be_balanced_are_refused_before_the_first_step(state: State) -> None:
-    del state
+@on_megatron_ranks
+def test_models_that_can_t_be_balanced_are_refused_before_the_first_step() -> None:
     with ms_swift():
         runs = Runs()
         for name, value, message in (
@@ -275,29 +227,6 @@ def test_models_that_can_t_be_balanced_are_refused_before_the_first_step(state: 
             mock.patch.object(trainer, "prepare_model", unpacked),
             pytest.raises(InputError, match="padding_free=False is not"),
         ):
-            runs.balanced().__enter__()
-
-
-@runs_on_ranks()
-def test_the_first_line_and_names_that_are_missing(state: State) -> None:
-    del state
-    with ms_swift():
-        runs = Runs()
-        with redirect_stdout(io.StringIO()) as output:
-            for text in ("", "mode=off"):
-                with runs.balanced(text):
-                    pass
-        lines = output.getvalue().splitlines()
-        assert len(lines) == (0 if dist.get_rank() else 2)
-        if lines:
-            first, off = lines
-            what = r"^Trimtab \S+ in ms_swift .*, megatron-core \d.*: mode=plan slots_per_rank=2, 8 "
-            assert re.search(what, first)
-            assert "never run on a GPU" in first
-            assert "mode=off" in off
-        del swift(stand_in.REPLAY).set_router_replay_data
-        message = r"router_replay_utils has no set_router_replay_data; .* fits ms-swift 4\.6"
-        with pytest.raises(InputError, match=message):
             runs.balanced().__enter__()
 
 

@@ -8,19 +8,18 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from helpers.examples import examples, nightly_except
-from helpers.plugin_runs import differences, plans_at_random
-from helpers.rank_pool import RankPool, on_ranks, shared_pool
-from helpers.rank_tests import runs_on_ranks
+from helpers.megatron_runs import LENGTH, VOCABULARY, Layout
+from helpers.plugin_runs import assert_close, model_on, plans_at_random
+from helpers.rank_pool import on_ranks
+from helpers.rank_tests import on_megatron_ranks
 from helpers.replay_stand_ins import (
     StandIn,
     arguments,
@@ -31,36 +30,21 @@ from helpers.replay_stand_ins import (
     stand_in,
 )
 from trimtab.errors import InputError
-from trimtab.integrations.miles import MilesPlugin
 from trimtab.integrations.replay_plugin import ReplayPlugin
 
-State = dict[str, Any]
 STEPS = 2
+EP_2 = Layout(2, 2)
 PACKAGES = ("slime", "miles")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = shared_pool(2, "megatron")
-    yield pool
-    pool.forget()
 
 
 class Models:
     """Two equal models with the queues of a framework, all layers recomputed; tokens and routes of a rollout."""
 
-    def __init__(self, framework: StandIn, layout: Any = None, recipe: str | None = None) -> None:
-        from megatron.core import parallel_state
-
-        from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model, use_layout
-
-        layout = layout or Layout(2, 2)
-        use_layout(layout)
+    def __init__(self, framework: StandIn, layout: Layout = EP_2, recipe: str | None = None) -> None:
         self.framework = framework
         recompute = "uniform" if recipe is None else "none"
-        self.plain = Model(layout, MegatronCase(double=True, recompute=recompute, recipe=recipe))
+        self.plain, rng = model_on(layout, double=True, recompute=recompute, recipe=recipe)
         self.other = self.plain.copy()
-        rng = np.random.default_rng(parallel_state.get_data_parallel_rank())
         micro_batches = 2 * layout.pipeline
         self.tokens = list(torch.from_numpy(rng.integers(0, VOCABULARY, (STEPS, micro_batches, LENGTH))))
         shape, unknown = (LENGTH, len(queues_of(self.plain))), framework.package == "miles"
@@ -80,16 +64,15 @@ class Models:
 
 
 @contextmanager
-def models_of(package: str, layout: Any = None, recipe: str | None = None) -> Iterator[Models]:
+def models_of(package: str, layout: Layout = EP_2, recipe: str | None = None) -> Iterator[Models]:
     with stand_in(package) as framework:
         yield Models(framework, layout, recipe)
 
 
 @pytest.mark.parametrize("package", nightly_except(PACKAGES, "miles"))
-@runs_on_ranks()
-def test_a_rollout_is_that_of_the_framework_s_own_replay(state: State, package: str) -> None:
+@on_megatron_ranks
+def test_a_rollout_is_that_of_the_framework_s_own_replay(package: str) -> None:
     """Reference, log-probabilities and two optimizer steps; routes of the rollout, then routes of its own recording."""
-    del state
     with models_of(package) as models:
         framework, routes = models.framework, models.routes
         expected = [run_rollout(framework, models.plain, models.tokens, each)[0] for each in (routes, None)]
@@ -98,9 +81,7 @@ def test_a_rollout_is_that_of_the_framework_s_own_replay(state: State, package: 
         with models.installed() as plugin:
             for recorded, wanted in zip((routes, None), expected, strict=True):
                 found, logged = run_rollout(framework, models.other, models.tokens, recorded)
-                errors = differences(found, wanted)
-                assert errors["ref"] == 0
-                assert max(errors.values()) < 1e-12, max(errors, key=errors.__getitem__)
+                assert assert_close(found, wanted, 1e-12)["ref"] == 0
                 assert all(step["moe/replicas"] > 0 for step in logged)
                 assert all(step["moe/unplanned_micro_steps"] == step["moe/mixed_instances"] == 0 for step in logged)
                 assert all(step["memory/pool_bytes"] > 0 for step in logged)
@@ -108,7 +89,6 @@ def test_a_rollout_is_that_of_the_framework_s_own_replay(state: State, package: 
             assert not session.have_moved
 
 
-@pytest.mark.nightly
 @pytest.mark.longer
 @pytest.mark.parametrize("package", examples(short=("slime",), long=PACKAGES))
 def test_chunks_of_an_interleaved_pipeline(package: str) -> None:
@@ -117,20 +97,17 @@ def test_chunks_of_an_interleaved_pipeline(package: str) -> None:
 
 def _run_interleaved(package: str) -> None:
     """Each stage has the queues of its own layers."""
-    from helpers.megatron_runs import Layout
-
     with models_of(package, Layout(4, 2, pipeline=2, interleaved=True)) as models:
         expected = run_rollout(models.framework, models.plain, models.tokens, models.routes)[0]
         with models.installed():
             found, logged = run_rollout(models.framework, models.other, models.tokens, models.routes)
-        assert max(differences(found, expected).values()) < 1e-11
+        assert_close(found, expected, 1e-11)
         assert all(step["moe/replicas"] > 0 for step in logged)
 
 
 @pytest.mark.parametrize("package", nightly_except(PACKAGES, "miles"))
-@runs_on_ranks()
-def test_shadow_and_off_change_no_bit(state: State, package: str) -> None:
-    del state
+@on_megatron_ranks
+def test_shadow_and_off_change_no_bit(package: str) -> None:
     with models_of(package) as models:
         expected = run_rollout(models.framework, models.plain, models.tokens, models.routes)[0]
         before = vars(models.framework.model).copy()
@@ -142,15 +119,14 @@ def test_shadow_and_off_change_no_bit(state: State, package: str) -> None:
             assert all(("moe/replicas" in step) == (mode == "shadow") for step in logged)
             assert vars(models.framework.model) == before
             if mode == "shadow":
-                assert max(differences(found, expected).values()) == 0
+                assert_close(found, expected, 0)
 
 
 @pytest.mark.parametrize("recipe", [None, "GLM-4.5"])
 @pytest.mark.parametrize("package", PACKAGES)
-@runs_on_ranks()
-def test_live_mode_needs_no_recorded_routing(state: State, package: str, recipe: str | None) -> None:
+@on_megatron_ranks
+def test_live_mode_needs_no_recorded_routing(package: str, recipe: str | None) -> None:
     """Megatron's routers have to ask for it, which those of miles' fork don't. MTP layers stay Megatron's."""
-    del state
     options: dict[str, Any] = {"enable_mtp_training": True, "mtp_num_layers": 1} if recipe else {}
     with models_of(package, recipe=recipe) as models:
         framework = models.framework
@@ -176,21 +152,20 @@ def test_live_mode_needs_no_recorded_routing(state: State, package: str, recipe:
 
 
 @pytest.mark.parametrize("package", nightly_except(PACKAGES, "slime"))
-@runs_on_ranks()
-def test_critics_run_as_without_the_plugin(state: State, package: str) -> None:
-    del state
+@on_megatron_ranks
+def test_critics_run_as_without_the_plugin(package: str) -> None:
     with models_of(package) as models:
         expected = run_rollout(models.framework, models.plain, models.tokens, models.routes)[0]
         with models.installed() as plugin:
             models.other.chunks[0].role = "critic"
             found = run_rollout(models.framework, models.other, models.tokens, models.routes)[0]
             assert plugin.sessions == []
-        assert max(differences(found, expected).values()) == 0
+        assert_close(found, expected, 0)
 
 
 @pytest.mark.parametrize("package", nightly_except(PACKAGES, "slime"))
-@runs_on_ranks()
-def test_groups_are_destroyed_and_created_again_between_steps(state: State, package: str) -> None:
+@on_megatron_ranks
+def test_groups_are_destroyed_and_created_again_between_steps(package: str) -> None:
     """As a trainer with --offload-train sleeps, WORLD included."""
     with reloadable_groups() as reload, models_of(package) as models:
         framework = models.framework
@@ -206,10 +181,8 @@ def test_groups_are_destroyed_and_created_again_between_steps(state: State, pack
         with models.installed():
             found = rollouts(models.other)
         for (actual, logged), (wanted, _) in zip(found, expected, strict=True):
-            assert max(differences(actual, wanted).values()) < 1e-12
+            assert_close(actual, wanted, 1e-12)
             assert all(step["moe/replicas"] > 0 for step in logged)
-    # Models of other tests have groups of the WORLD that is gone.
-    state.clear()
 
 
 class ReadLater:
@@ -223,9 +196,8 @@ class ReadLater:
         return self._ids
 
 
-@runs_on_ranks()
-def test_entries_that_are_read_late_and_queues_that_do_not_fit(state: State) -> None:
-    del state
+@on_megatron_ranks
+def test_entries_that_are_read_late_and_queues_that_do_not_fit() -> None:
     with models_of("slime") as models, models.installed() as plugin:
         framework, model = models.framework, models.other
         framework.set_stage("replay_backward")
@@ -249,10 +221,9 @@ def test_entries_that_are_read_late_and_queues_that_do_not_fit(state: State) -> 
             framework.train_step(model, models.tokens[0])
 
 
-@runs_on_ranks()
-def test_padding_that_is_recorded_as_zeros_runs(state: State) -> None:
+@on_megatron_ranks
+def test_padding_that_is_recorded_as_zeros_runs() -> None:
     """A token can't use an expert twice, so such a row is unknown, and its router chooses."""
-    del state
     with models_of("slime") as models:
         for ids in models.routes:
             ids[-1] = 0
@@ -260,25 +231,13 @@ def test_padding_that_is_recorded_as_zeros_runs(state: State) -> None:
         with models.installed():
             found, logged = run_rollout(models.framework, models.other, models.tokens, models.routes)
         # Nothing reads the last token of a micro-batch.
-        errors = differences(found, expected)
-        assert max(errors.values()) < 1e-12, max(errors, key=errors.__getitem__)
+        assert_close(found, expected, 1e-12)
         assert all(step["moe/mixed_instances"] > 0 for step in logged)
 
 
-@runs_on_ranks()
-def test_a_router_that_does_not_ask_for_the_plan_s_experts_ends_the_run_with_a_line(state: State) -> None:
-    """As if another patch of the framework had replaced the plugin's."""
-    del state
-    not_wrapped = mock.patch.object(ReplayPlugin, "choose", lambda self, replayed, own: replayed)
-    says = pytest.raises(RuntimeError, match="its router did not ask router_replay for the plan's experts")
-    with models_of("slime") as models, models.installed(), not_wrapped, says:
-        run_rollout(models.framework, models.other, models.tokens, models.routes)
-
-
 @pytest.mark.parametrize("package", PACKAGES)
-@runs_on_ranks()
-def test_refuses_by_name_before_the_first_step(state: State, package: str) -> None:
-    del state
+@on_megatron_ranks
+def test_refuses_by_name_before_the_first_step(package: str) -> None:
     options: dict[str, dict[str, Any]] = {
         "slime": {"megatron_deepgemm_forward_layers": [0]},
         "miles": {"lora_rank": 8, "indep_dp": True},
@@ -313,9 +272,8 @@ def test_refuses_by_name_before_the_first_step(state: State, package: str) -> No
         assert before == (vars(framework.model), vars(framework.actor), vars(framework.replay))
 
 
-@runs_on_ranks()
-def test_the_first_line_has_versions_mode_and_what_has_never_run(state: State) -> None:
-    del state
+@on_megatron_ranks
+def test_the_first_line_has_versions_mode_and_what_has_never_run() -> None:
     with stand_in("slime"), redirect_stdout(io.StringIO()) as output:
         plugin = import_module("trimtab.integrations.slime").install(
             arguments(offload_train=True, moe_grouped_gemm=True)
@@ -334,22 +292,3 @@ def test_the_first_line_has_versions_mode_and_what_has_never_run(state: State) -
     ):  # fmt: skip
         assert re.search(part, first), first
     assert "mode=off" in off
-
-
-def test_tokens_without_a_record_get_miles_experts_or_are_unread() -> None:
-    """Unread tokens get experts that even out the ranks, which a loss over all routes does not allow."""
-    pytest.importorskip("megatron.core")
-    plugin = MilesPlugin(arguments())
-    ids = np.array([[[5, 2], [7, 1]], [[3, 4], [-1, -1]], [[-1, -1], [-1, -1]]], np.int32)
-    config = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, "moe_router_enable_expert_bias": False}
-    routes = plugin.routes(
-        ids, SimpleNamespace(config=SimpleNamespace(**config, moe_router_load_balancing_type="none"))
-    )
-    assert np.asarray(routes.ids)[1].tolist() == [[3, 4], [0, 1]]
-    assert np.asarray(routes.unread).tolist() == [False, False, True]
-    config["moe_z_loss_coeff"] = 0.1
-    routes = plugin.routes(
-        ids, SimpleNamespace(config=SimpleNamespace(**config, moe_router_load_balancing_type="none"))
-    )
-    assert routes.unread is None
-    assert np.asarray(routes.ids)[2].tolist() == [[0, 1], [0, 1]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
@@ -13,14 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.plugin_runs import differences, gradients, plans_at_random, use_routers
-from helpers.rank_pool import RankPool, on_ranks, shared_pool
-from helpers.rank_tests import runs_on_ranks
+from helpers.megatron_runs import LENGTH, Layout
+from helpers.plugin_runs import assert_close, gradients, model_on, plans_at_random, use_routers
+from helpers.rank_pool import on_ranks
+from helpers.rank_tests import on_megatron_ranks
 from helpers.roll_stand_in import (
     FLAG,
     DataProto,
@@ -35,15 +34,8 @@ from helpers.roll_stand_in import (
 )
 from trimtab.errors import InputError
 
-State = dict[str, Any]
 STEPS, MICRO_BATCHES = 2, 2
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = shared_pool(2, "megatron")
-    yield pool
-    pool.forget()
+EP_2 = Layout(2, 2)
 
 
 class Run:
@@ -93,21 +85,13 @@ class Runs:
 
     other: Run
 
-    def __init__(self, layout: Any = None, **case: Any) -> None:
-        from megatron.core import parallel_state
-
-        from helpers.megatron_runs import LENGTH, Layout, MegatronCase, Model, use_layout
-
-        layout = layout or Layout(2, 2)
-        use_layout(layout)
-        self.model = Model(layout, MegatronCase(double=True, recompute="uniform", router_replay=True, **case))
-        rng = np.random.default_rng(parallel_state.get_data_parallel_rank())
+    def __init__(self, layout: Layout = EP_2, **case: Any) -> None:
+        options = {"double": True, "recompute": "uniform", "router_replay": True} | case
+        self.model, rng = model_on(layout, **options)
         layers = self.model.config.num_layers
         self.batches = [random_batch(rng, MICRO_BATCHES, LENGTH, 8, layers) for _ in range(STEPS)]
 
     def copy(self) -> Run:
-        from helpers.megatron_runs import LENGTH
-
         model = self.model.copy()
         with_causal_mask(model, LENGTH)
         return Run(model)
@@ -146,15 +130,14 @@ def figures(run: Run) -> list[dict[str, float]]:
     return [{name.removeprefix(start): value for name, value in step.items()} for step in run.logged[-STEPS:]]
 
 
-def compare(layout: Any = None) -> None:
+def compare(layout: Layout = EP_2) -> None:
     with roll():
         runs = Runs(layout)
         expected = runs.expected()
         with runs.balanced() as worker:
             found = runs.other.rollout(runs.batches)
             assert not any(session.have_moved for session in sessions(worker))
-        errors = differences(found, expected)
-        assert max(errors.values()) < 1e-11, max(errors, key=errors.__getitem__)
+        errors = assert_close(found, expected, 1e-11)
         assert all(error == 0 for name, error in errors.items() if name.startswith("0 unrecorded"))
         for step in figures(runs.other):
             assert step["moe/replicas"] > 0
@@ -162,37 +145,19 @@ def compare(layout: Any = None) -> None:
             assert step["memory/pool_bytes"] > 0
 
 
-@runs_on_ranks()
-def test_a_rollout_is_that_of_roll_s_own_replay(state: State) -> None:
-    """Memory of parameters and gradients changes between the steps, and what was not recorded is not planned."""
-    del state
-    compare()
-
-
-@runs_on_ranks()
-def test_tokens_are_cut_as_roll_does_with_tensor_parallelism(state: State) -> None:
-    from helpers.megatron_runs import Layout
-
-    del state
-    compare(Layout(2, 2, tensor=2))
-
-
 @pytest.mark.longer
-def test_stages_of_a_pipeline() -> None:
-    on_ranks(_run_pipeline, (), ranks=4, patched="megatron")
+@pytest.mark.parametrize(
+    "layout", [EP_2, Layout(2, 2, tensor=2), Layout(4, 2, pipeline=2)], ids=["EP", "TP", "pipeline"]
+)
+def test_a_rollout_is_that_of_roll_s_own_replay(layout: Layout) -> None:
+    """Memory of parameters and gradients changes between the steps, and what was not recorded is not planned."""
+    on_ranks(compare, (layout,), ranks=layout.ranks, patched="megatron")
 
 
-def _run_pipeline() -> None:
-    from helpers.megatron_runs import Layout
-
-    compare(Layout(4, 2, pipeline=2))
-
-
-@runs_on_ranks()
-def test_passes_that_record_or_replay_nothing_are_not_planned(state: State) -> None:
+@on_megatron_ranks
+def test_passes_that_record_or_replay_nothing_are_not_planned() -> None:
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    del state
     with roll():
         runs = Runs()
         with runs.balanced() as worker:
@@ -214,23 +179,21 @@ def test_passes_that_record_or_replay_nothing_are_not_planned(state: State) -> N
             assert all(each.recorded_topk_idx is not None for each in RouterReplay.global_router_replay_instances)
 
 
-@runs_on_ranks()
-def test_shadow_and_off_change_no_bit(state: State) -> None:
-    del state
+@on_megatron_ranks
+def test_shadow_and_off_change_no_bit() -> None:
     with roll():
         runs = Runs()
         expected = runs.expected()
         for mode in ("shadow", "off"):
             with runs.balanced(f"mode={mode}"):
                 found = runs.other.rollout(runs.batches)
-            assert max(differences(found, expected).values()) == 0
+            assert_close(found, expected, 0)
             assert all(("moe/max_vio_before" in step) == (mode == "shadow") for step in figures(runs.other))
 
 
-@runs_on_ranks()
-def test_live_mode_needs_no_recorded_routing(state: State) -> None:
+@on_megatron_ranks
+def test_live_mode_needs_no_recorded_routing() -> None:
     """Also in the pipeline that trains on preferences, which has none."""
-    del state
     config = {"router_replay": SimpleNamespace(mode="disable")}
     with roll():
         runs = Runs()
@@ -239,15 +202,13 @@ def test_live_mode_needs_no_recorded_routing(state: State) -> None:
         expected = runs.expected(**config)
         with runs.balanced("mode=live", "DPOActorWorker", **config):
             found = runs.other.rollout(runs.batches)
-        errors = differences(found, expected)
-        assert max(errors.values()) < 1e-11, max(errors, key=errors.__getitem__)
+        assert_close(found, expected, 1e-11)
         assert all(step["moe/max_vio_before"] > 0 for step in figures(runs.other))
 
 
-@runs_on_ranks()
-def test_a_loss_over_all_routes_keeps_the_padding_s_routes_to_the_router(state: State) -> None:
+@on_megatron_ranks
+def test_a_loss_over_all_routes_keeps_the_padding_s_routes_to_the_router() -> None:
     """Routes without a record are unknown then, and their tokens are not given to other ranks at will."""
-    del state
     with roll():
         runs = Runs(balanced_routers=True)
         with runs.balanced() as worker:
@@ -257,9 +218,8 @@ def test_a_loss_over_all_routes_keeps_the_padding_s_routes_to_the_router(state: 
         assert all(torch.isfinite(value).all() for value in found.values())
 
 
-@runs_on_ranks()
-def test_a_setter_that_reaches_no_router_is_named_on_all_ranks(state: State) -> None:
-    del state
+@on_megatron_ranks
+def test_a_setter_that_reaches_no_router_is_named_on_all_ranks() -> None:
     with roll() as modules:
         runs = Runs()
         with runs.balanced():
@@ -271,9 +231,8 @@ def test_a_setter_that_reaches_no_router_is_named_on_all_ranks(state: State) -> 
                 runs.other.strategy.train_step(runs.batches[0], some_loss)
 
 
-@runs_on_ranks()
-def test_refuses_by_name_before_the_model_is_built(state: State) -> None:
-    del state
+@on_megatron_ranks
+def test_refuses_by_name_before_the_model_is_built() -> None:
     refused: list[tuple[str, str, dict[str, Any]]] = [
         ("mode=rehome", "mode=rehome moves experts, and roll exports .* by position; use mode=plan", {}),
         ("mode=live", "mode=live .* with recorded routing use mode=plan", {}),
@@ -309,23 +268,9 @@ def test_refuses_by_name_before_the_model_is_built(state: State) -> None:
             worker(worker_config()).initialize(None)
 
 
-@runs_on_ranks()
-def test_models_that_can_t_be_balanced_are_refused_before_the_first_step(state: State) -> None:
-    del state
-    with roll():
-        runs = Runs()
-        for name, value, message in (
-            ("moe_router_fusion", True, "moe_router_fusion=True is not supported"),
-            ("num_moe_experts", None, "the model has no experts"),
-        ):
-            with mock.patch.object(Strategy, "changed", {name: value}), pytest.raises(InputError, match=message):
-                runs.balanced().__enter__()
-
-
-@runs_on_ranks()
-def test_workers_of_three_pipelines_and_the_first_line(state: State) -> None:
+@on_megatron_ranks
+def test_workers_of_three_pipelines() -> None:
     """ROLL's cluster calls a method by what `register` sets on it."""
-    del state
     with roll() as modules:
         runs = Runs()
         plugin = import_module("trimtab.integrations.roll")
@@ -336,15 +281,6 @@ def test_workers_of_three_pipelines_and_the_first_line(state: State) -> None:
             assert getattr(plugin, name).__name__ == name
         with pytest.raises(AttributeError, match="CriticWorker"):
             _ = plugin.CriticWorker
-        with redirect_stdout(io.StringIO()) as output:
-            for text in ("", "mode=off"):
-                with runs.balanced(text, "AgenticActorWorker"):
-                    pass
-    lines = output.getvalue().splitlines()
-    if dist.get_rank():
-        assert lines == []
-        return
-    first, off = lines
-    assert re.search(r"^Trimtab \S+ in roll .*, megatron-core \d.*: mode=plan slots_per_rank=2, 8 ", first)
-    assert "never run on a GPU" in first
-    assert "mode=off" in off
+        with redirect_stdout(io.StringIO()) as output, runs.balanced("", "AgenticActorWorker"):
+            pass
+        assert output.getvalue().startswith("" if dist.get_rank() else "Trimtab ")

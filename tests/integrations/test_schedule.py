@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.live_runs import quotas_of_few
 from helpers.plugin_runs import plans_at_random
-from helpers.rank_pool import RankPool, on_ranks, shared_pool
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
-from integrations.test_megatron_modes import MICRO_BATCHES, Pair, Results, State, pair_of, parts_of
+from integrations.test_megatron_modes import MICRO_BATCHES, Pair, State, pair_of, parts_of
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.options import PluginOptions
-from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
-from trimtab.runtime.live import balancer
+from trimtab.integrations.schedule import ScheduleAdapter
 
 PLAN = PluginOptions()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = shared_pool(2, "megatron")
-    yield pool
-    pool.forget()
 
 
 class Framework(ModuleType):
@@ -113,49 +101,6 @@ def test_passes_are_planned_if_all_their_ids_are_known(state: State) -> None:
 
 
 @runs_on_ranks()
-def test_the_framework_s_replay_is_off_only_where_a_plan_is_executed(state: State) -> None:
-    """Passes of other models may run within a planned one, and after an error the framework replays again."""
-    pair = pair_of(state)
-    for mode in ("plan", "shadow"):
-        with installed(pair, PluginOptions(mode)) as (framework, adapter, ids_of):  # type: ignore[arg-type]
-            seen: list[bool] = []
-
-            def within(
-                *, forward_step_func: Any, seen: Any = seen, adapter: Any = adapter, framework: Any = framework,
-                **others: Any,
-            ) -> Any:  # fmt: skip
-                def forward_step(iterator: Any, model: Any) -> Any:
-                    seen.append(adapter.is_replaying)
-                    if len(seen) == 1:
-                        with torch.no_grad():
-                            pair.plain.run(inner, pair.tokens_MBS, forward_only=True)
-                        seen.append(adapter.is_replaying)
-                    return forward_step_func(iterator, model)
-
-                return framework.run(forward_step_func=forward_step, **others)
-
-            def inner(*, seen: Any = seen, adapter: Any = adapter, framework: Any = framework, **others: Any) -> Any:
-                own = others["forward_step_func"]
-
-                def forward_step(*args: Any) -> Any:
-                    seen.append(adapter.is_replaying)
-                    return own(*args)
-
-                return framework.run(**others | {"forward_step_func": forward_step})
-
-            found = pair.step(pair.other, within)
-            plans = mode == "plan"
-            assert seen == [plans, False, False, plans, plans]
-            assert not adapter.is_replaying
-            assert adapter.sessions[0].report.replicas > 0
-            assert pair.error(found) < 1e-12 if plans else pair.is_same(found)
-            ids_of.broken = ValueError("lost")
-            with pytest.raises(InputError):
-                pair.step(pair.other, framework.run)
-            assert not adapter.is_replaying
-
-
-@runs_on_ranks()
 def test_what_one_rank_can_t_read_is_raised_on_all_ranks(state: State) -> None:
     pair = pair_of(state)
     with installed(pair) as (framework, _adapter, ids_of):
@@ -187,32 +132,6 @@ def test_models_without_a_session_are_named(state: State) -> None:
 
 
 @runs_on_ranks()
-def test_micro_batches_have_numbers_where_the_iterator_is_the_framework_s_own(state: State) -> None:
-    pair = pair_of(state)
-    with installed(pair) as (framework, adapter, ids_of):
-
-        class Own:
-            """As slime's `DataIterator`, which has no `__next__`."""
-
-            def __init__(self, batches: Any) -> None:
-                self.batches = list(batches)
-
-        def own_iterators(*, data_iterator: Any, forward_step_func: Any, **others: Any) -> Any:
-            for given in (Own([]), [None]):
-                batches = iter(pair.tokens_MBS)
-                ids_of.asked.clear()
-                framework.run(
-                    data_iterator=given,
-                    forward_step_func=lambda _, model, batches=batches: forward_step_func(batches, model),
-                    **others,
-                )
-                assert ids_of.asked == [0, 1]
-
-        pair.step(pair.other, own_iterators)
-        assert adapter.sessions[0].report.replicas > 0
-
-
-@runs_on_ranks()
 def test_only_the_micro_batches_of_a_pass_are_taken(state: State) -> None:
     """An iterator may go on, as that of pre-training."""
     pair = pair_of(state)
@@ -226,71 +145,3 @@ def test_only_the_micro_batches_of_a_pass_are_taken(state: State) -> None:
     with installed(pair) as (framework, _adapter, _ids_of):
         assert pair.error(pair.step(pair.other, endless)) < 1e-12
         assert rest == ["next step"]
-
-
-@runs_on_ranks()
-def test_iterators_that_have_a_next_value_alone(state: State) -> None:
-    """As Megatron's own, which ms-swift uses."""
-    from megatron.core.rerun_state_machine import RerunDataIterator
-
-    pair = pair_of(state)
-
-    def rerun(*, data_iterator: Any, **others: Any) -> Any:
-        framework.run(data_iterator=RerunDataIterator(data_iterator), **others)
-
-    with installed(pair) as (framework, _adapter, _ids_of):
-        assert pair.error(pair.step(pair.other, rerun)) < 1e-12
-
-
-@runs_on_ranks()
-def test_unread_tokens_and_live_mode(state: State) -> None:
-    pair = pair_of(state)
-    unread = np.arange(len(pair.routing[0])) == len(pair.routing[0]) - 1
-    with installed(pair) as (framework, adapter, ids_of):
-        adapter._ids_of = lambda batch, chunks: MicroBatchRoutes(
-            ids_of(batch, chunks) - 100 * unread[:, None, None], unread
-        )
-        pair.step(pair.other, framework.run)
-        assert adapter.sessions[0].take_metrics()["moe/mixed_instances"] == 0
-    with (
-        mock.patch.object(balancer, "choose_quotas", quotas_of_few),
-        installed(pair, PluginOptions("live"), policy="quota") as (framework, adapter, ids_of),
-    ):
-        assert pair.error(pair.step(pair.other, framework.run)) < 1e-12
-        assert adapter.sessions[0].take_metrics()["live/replicas"] > 0
-        ids_of.missing = {0}
-        assert pair.is_same(pair.step(pair.other, framework.run))
-
-
-def test_chunks_of_an_interleaved_pipeline() -> None:
-    on_ranks(_run_interleaved, (), ranks=4, patched="megatron")
-
-
-def _run_interleaved() -> None:
-    from helpers.megatron_runs import LENGTH, VOCABULARY, Layout, MegatronCase, Model, use_layout
-
-    layout = Layout(4, 2, pipeline=2, interleaved=True)
-    use_layout(layout)
-    pair = Pair.__new__(Pair)
-    pair.function = Framework().get_forward_backward_func()
-    pair.plain = Model(layout, MegatronCase(double=True))
-    pair.other = pair.plain.copy()
-    pair.tokens_MBS = torch.from_numpy(np.random.default_rng(dist.get_rank() % 2).integers(0, VOCABULARY, (4, LENGTH)))
-    pair.routing = pair.plain.record(pair.function, pair.tokens_MBS)
-    pair.expected = pair.step(pair.plain, pair.function)
-    with installed(pair) as (framework, adapter, ids_of):
-        assert len(pair.other.chunks) == 2
-        assert _error_of_chunks(pair, pair.step(pair.other, framework.run)) < 1e-11
-        assert len(ids_of.asked) == 4
-        assert adapter.sessions[0].report.replicas > 0
-        with torch.no_grad():
-            pair.other.run(framework.run, pair.tokens_MBS, forward_only=True)
-        assert len(ids_of.asked) == 8
-        ids_of.missing = {3}
-        assert pair.is_same(pair.step(pair.other, framework.run))
-
-
-def _error_of_chunks(pair: Pair, found: Results) -> float:
-    """As `Pair.error`; stages but the last have no loss."""
-    loss: Callable[[Results], float] = lambda results: results[0] or 1.0  # noqa: E731
-    return pair.error((loss(found), found[1]), (loss(pair.expected), pair.expected[1]))

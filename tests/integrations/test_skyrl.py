@@ -6,52 +6,33 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
-from itertools import chain
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
 from helpers.live_runs import quotas_of_few
-from helpers.plugin_runs import differences, plans_at_random, use_routers
-from helpers.rank_pool import RankPool, on_ranks, shared_pool
-from helpers.rank_tests import of_all_ranks, runs_on_ranks
-from helpers.skyrl_stand_in import REPLAY, WORKERS, random_micro_batch, skyrl_modules, worker_config
+from helpers.megatron_runs import LENGTH, Layout
+from helpers.plugin_runs import assert_close, model_on, plans_at_random, use_routers
+from helpers.rank_pool import on_ranks
+from helpers.rank_tests import on_megatron_ranks
+from helpers.skyrl_stand_in import WORKERS, random_micro_batch, skyrl_modules, worker_config
 from trimtab.errors import InputError
-from trimtab.integrations.dry_replay import UNREAD
-from trimtab.integrations.routers import replayed_ids
 from trimtab.integrations.skyrl_hook import replace_worker_when_imported
 from trimtab.runtime.live import balancer
 
-State = dict[str, Any]
 EXPERTS = 8
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = shared_pool(2, "megatron")
-    yield pool
-    pool.forget()
 
 
 class Models:
     """Two equal models, and two steps of three micro-batches with recorded routing."""
 
     def __init__(self, *, layout: dict[str, Any] | None = None, **case: Any) -> None:
-        from megatron.core import parallel_state
-
-        from helpers.megatron_runs import LENGTH, Layout, MegatronCase, Model, use_layout
-
-        of_ranks = Layout(dist.get_world_size(), 2, **layout or {})
-        use_layout(of_ranks)
-        defaults: dict[str, Any] = {"recompute": "uniform", "router_replay": True, "distributed_optimizer": True}
-        self.plain = Model(of_ranks, MegatronCase(**defaults | case))
+        options = {"recompute": "uniform", "router_replay": True, "distributed_optimizer": True} | case
+        self.plain, rng = model_on(Layout(dist.get_world_size(), 2, **layout or {}), **options)
         self.other = self.plain.copy()
-        rng = np.random.default_rng(parallel_state.get_data_parallel_rank())
         layers = self.plain.config.num_layers
         self.steps = [[random_micro_batch(rng, LENGTH, EXPERTS, layers) for _ in range(3)] for _ in range(2)]
 
@@ -95,80 +76,51 @@ def plain_worker(model: Any, **config: Any) -> Any:
     return worker
 
 
-def assert_close(found: dict[str, Any], expected: dict[str, Any], limit: float = 1e-5) -> None:
-    errors = differences(found, expected)
-    assert max(errors.values()) <= limit, max(errors, key=errors.__getitem__)
+def compare(models: Models, limit: float = 1e-5, mode: str = "", **config: Any) -> list[dict[str, float]]:
+    """Figures of the calls of a balanced worker, whose results are those of SkyRL."""
+    expected = models.results(plain_worker(models.plain, **config))
+    few = mock.patch.object(balancer, "choose_quotas", quotas_of_few)
+    with few, balanced_worker(models.other, mode, **config) as worker:
+        found = models.results(worker)
+    assert_close(found, expected, limit)
+    figures: list[dict[str, float]] = found["metrics"]
+    return figures
 
 
 @pytest.mark.parametrize(
     "layout", [{}, {"tensor": 2}, pytest.param({"context": 2}, marks=pytest.mark.nightly)], ids=["", "TP", "CP"]
 )
-@runs_on_ranks()
-def test_steps_are_those_of_skyrl_s_own_replay(state: State, layout: dict[str, Any]) -> None:
+@on_megatron_ranks
+def test_steps_are_those_of_skyrl_s_own_replay(layout: dict[str, Any]) -> None:
     """Padding and last tokens are not read, and the routes of all others are those that SkyRL replays."""
-    del state
     with skyrl_modules():
-        models = Models(layout=layout)
-        expected = models.results(plain_worker(models.plain))
-        with balanced_worker(models.other) as worker:
-            found = models.results(worker)
-        assert_close(found, expected)
-        for metrics in found["metrics"]:
-            assert metrics["moe/replicas"] > 0
-            assert metrics["moe/unplanned_micro_steps"] == metrics["moe/mixed_instances"] == 0
-            assert metrics["memory/pool_bytes"] > 0
+        for figures in compare(Models(layout=layout)):
+            assert figures["moe/replicas"] > 0
+            assert figures["moe/unplanned_micro_steps"] == figures["moe/mixed_instances"] == 0
+            assert figures["memory/pool_bytes"] > 0
 
 
-@runs_on_ranks()
-def test_a_loss_over_all_routes_keeps_those_of_padding(state: State) -> None:
-    del state
+@on_megatron_ranks
+def test_a_loss_over_all_routes_keeps_those_of_padding() -> None:
     with skyrl_modules():
-        models = Models(balanced_routers=True)
-        expected = models.results(plain_worker(models.plain))
-        with balanced_worker(models.other) as worker:
-            found = models.results(worker)
-        assert_close(found, expected)
+        compare(Models(balanced_routers=True))
 
 
-@runs_on_ranks()
-def test_a_pass_with_a_micro_batch_without_routes_is_that_of_skyrl(state: State) -> None:
+@on_megatron_ranks
+def test_a_pass_with_a_micro_batch_without_routes_is_that_of_skyrl() -> None:
     """Its routers choose as if nothing had been read."""
-    del state
     with skyrl_modules():
         models = Models()
         models.steps[0] = [batch | {"rollout_expert_indices": None} for batch in models.steps[0]]
         models.steps[1][0] |= {"rollout_expert_indices": None}
-        expected = models.results(plain_worker(models.plain))
-        with balanced_worker(models.other) as worker:
-            found = models.results(worker)
-        replicas = [metrics.get("moe/replicas", 0) for metrics in found["metrics"]]
-        assert_close(found, expected)
+        replicas = [figures.get("moe/replicas", 0) for figures in compare(models)]
         # The last call has routes in all of its micro-batches.
         assert replicas[:3] == [0, 0, 0]
         assert replicas[3] > 0
 
 
-@runs_on_ranks()
-def test_only_padding_and_last_tokens_are_not_read(state: State) -> None:
-    """Tokens without a recorded route are, if another one follows."""
-    del state
-    with skyrl_modules():
-        models = Models(layout={"tensor": 2})
-        with balanced_worker(models.other) as worker:
-            use_routers(models.other)
-            layers = list(models.other.moe_layers())
-            for batch in chain(*models.steps):
-                ids_NLK = replayed_ids(layers, partial(worker._plugin.set_targets, batch, worker.actor_module[0]))
-                expected = []
-                for length in batch["attention_mask"].sum(1).tolist():
-                    expected += [True] * (length - 1) + [False] * (1 + length % 2)
-                assert [*chain(*of_all_ranks((ids_NLK != UNREAD).all((1, 2)).tolist()))] == expected
-                assert set(ids_NLK[(ids_NLK < 0).any((1, 2))].flat) <= {UNREAD}
-
-
-@runs_on_ranks()
-def test_slots_and_groups_are_given_back_when_the_model_is_offloaded(state: State) -> None:
-    del state
+@on_megatron_ranks
+def test_slots_and_groups_are_given_back_when_the_model_is_offloaded() -> None:
     with skyrl_modules():
         models = Models()
         with balanced_worker(models.other) as worker:
@@ -181,58 +133,17 @@ def test_slots_and_groups_are_given_back_when_the_model_is_offloaded(state: Stat
             worker.backload_to_gpu()
 
 
-@runs_on_ranks()
-def test_reading_routes_leaves_the_routers_as_they_were(state: State) -> None:
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
-    del state
+@on_megatron_ranks
+def test_shadow_changes_no_bit() -> None:
     with skyrl_modules():
-        models = Models()
-        with balanced_worker(models.other) as worker:
-            use_routers(models.other)
-            layers = list(models.other.moe_layers())
-            set_targets = partial(worker._plugin.set_targets, models.steps[0][0], worker.actor_module[0])
-
-            def assert_as_before() -> None:
-                for router in RouterReplay.global_router_replay_instances:
-                    assert router.router_replay_action is router.target_topk_idx is None
-                    assert router.replay_backward_list == []
-
-            replayed_ids(layers, set_targets)
-            assert_as_before()
-
-            def fail() -> None:
-                set_targets()
-                raise ZeroDivisionError
-
-            with pytest.raises(ZeroDivisionError):
-                replayed_ids(layers, fail)
-            assert_as_before()
+        assert all(figures["moe/replicas"] > 0 for figures in compare(Models(), 0, "mode=shadow"))
 
 
-@runs_on_ranks()
-def test_shadow_changes_no_bit(state: State) -> None:
-    del state
+@on_megatron_ranks
+def test_live_mode_needs_no_recorded_routing() -> None:
     with skyrl_modules():
-        models = Models()
-        expected = models.results(plain_worker(models.plain))
-        with balanced_worker(models.other, "mode=shadow") as worker:
-            found = models.results(worker)
-        assert_close(found, expected, 0)
-        assert all(metrics["moe/replicas"] > 0 for metrics in found["metrics"])
-
-
-@runs_on_ranks()
-def test_live_mode_needs_no_recorded_routing(state: State) -> None:
-    del state
-    with skyrl_modules():
-        models = Models(router_replay=False)
-        expected = models.results(plain_worker(models.plain, replays=False))
-        few = mock.patch.object(balancer, "choose_quotas", quotas_of_few)
-        with few, balanced_worker(models.other, "mode=live", replays=False) as worker:
-            found = models.results(worker)
-        assert_close(found, expected)
-        assert all(metrics["moe/max_vio_before"] > 0 for metrics in found["metrics"])
+        calls = compare(Models(router_replay=False), mode="mode=live", replays=False)
+        assert all(figures["moe/max_vio_before"] > 0 for figures in calls)
 
 
 @pytest.mark.longer
@@ -245,17 +156,12 @@ def _run_pipeline(dense_stage: bool) -> None:
     """Each stage has the routes of its own layers, of which the second may have none."""
     with skyrl_modules():
         models = Models(layout={"pipeline": 2}, dense_stage=dense_stage)
-        expected = models.results(plain_worker(models.plain))
-        with balanced_worker(models.other) as worker:
-            found = models.results(worker)
-        assert_close(found, expected)
-        has_experts = any(True for _ in models.other.moe_layers())
-        assert (sum(metrics.get("moe/replicas", 0) for metrics in found["metrics"]) > 0) == has_experts
+        replicas = sum(figures.get("moe/replicas", 0) for figures in compare(models))
+        assert (replicas > 0) == any(True for _ in models.other.moe_layers())
 
 
-@runs_on_ranks()
-def test_routes_that_skyrl_can_t_slice_are_an_error_on_all_ranks(state: State) -> None:
-    del state
+@on_megatron_ranks
+def test_routes_that_skyrl_can_t_slice_are_an_error_on_all_ranks() -> None:
     with skyrl_modules():
         models = Models()
         with balanced_worker(models.other) as worker:
@@ -265,29 +171,3 @@ def test_routes_that_skyrl_can_t_slice_are_an_error_on_all_ranks(state: State) -
                 batch["rollout_expert_indices"] = batch["rollout_expert_indices"][:, :, :1]
             with pytest.raises(InputError, match="routing of micro-batch 0 can't be read"):
                 worker.forward([batch])
-
-
-@runs_on_ranks()
-def test_models_that_can_t_be_balanced_are_refused_before_the_first_step(state: State) -> None:
-    del state
-    with skyrl_modules():
-        models = Models()
-        overlap = mock.patch.object(models.other.config, "moe_router_fusion", True)
-        with overlap, pytest.raises(InputError, match="moe_router_fusion=True is not supported"):
-            balanced_worker(models.other).__enter__()
-
-
-@runs_on_ranks()
-def test_a_missing_name_is_named_when_the_worker_is_made(state: State) -> None:
-    del state
-    with skyrl_modules():
-        plugin = import_module("trimtab.integrations.skyrl_worker").SkyrlPlugin()
-
-        def setup_per_microbatch_replay_forward(model: Any) -> None:
-            pass
-
-        replay, name = import_module(REPLAY), setup_per_microbatch_replay_forward.__name__
-        fits = f"{name} has no parameter rollout_expert_indices.* fits SkyRL"
-        other = mock.patch.object(replay, name, setup_per_microbatch_replay_forward)
-        with other, pytest.raises(InputError, match=fits):
-            plugin.check_names()

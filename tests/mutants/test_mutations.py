@@ -54,6 +54,12 @@ def test_every_kind_of_mistake() -> None:
     assert found["swapped arguments"] == ["shift(values[0], values[1]) -> shift(values[1], values[0])"]
     assert [text.split("(")[0] for text in found["dropped statement"]] == ["raise ValueError", "values.append"]
     assert found["constant"] == ["3 -> 4", "0 -> 1", "2 -> 3", "4 -> 5", "1 -> 2"]
+    assert mistakes("x = 100, 101, 2.5, 1e-9\n")["constant"] == [
+        "100 -> 101",
+        "101 -> 202",
+        "2.5 -> 5.0",
+        "1e-9 -> 0.001",
+    ]
     assert mistakes("x = not a\ny = -b\nz = 1.0 if c else True\n") == {
         "condition": ["not a -> (a)", "c -> (not c)"],
         "sign": ["-b -> (b)"],
@@ -69,15 +75,6 @@ def test_what_changes_no_result_is_left_alone() -> None:
     assert set(mistakes("if cost < best: best = cost\nelse: cost = 0\n")) == {"comparison", "constant"}
 
 
-def test_numbers_change_so_that_it_can_be_noticed() -> None:
-    assert mistakes("x = 100, 101, 2.5, 1e-9\n")["constant"] == [
-        "100 -> 101",
-        "101 -> 202",
-        "2.5 -> 5.0",
-        "1e-9 -> 0.001",
-    ]
-
-
 def test_mistakes_of_the_source_parse_and_change_one_place() -> None:
     paths = random.Random(1).sample(sorted((ROOT / "src").rglob("*.py")), 20)
     files = {path: path.read_bytes() for path in paths}
@@ -89,11 +86,6 @@ def test_mistakes_of_the_source_parse_and_change_one_place() -> None:
             changed = mutation.apply(source)
             assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), mutation
             assert changed.replace(mutation.new.encode(), b"") != source
-
-
-def test_kernels_and_functions_are_named() -> None:
-    source = b"class Ring:\n    @kernel\n    def fill(self):\n        return 1\nLIMIT = 2\n"
-    assert [(m.function, m.is_kernel) for m in find_mutations("f.py", source, {})] == [("Ring.fill", True), ("", False)]
 
 
 def test_other_code_does_not_change_a_draw() -> None:
@@ -178,16 +170,13 @@ LONG, WAITS, CRASH = "more than 100 s of processor time", "no progress in 30 s",
         # The outcome of each trial and its processor seconds; the second one is without the mistake.
         ([("killed", 1)], "killed"),
         ([("survived", 1)], "survived"),
-        ([(LONG, 101), ("survived", 30)], "no end"),
         ([(LONG, 101), ("survived", 40), (LONG, 201)], "no end"),
         ([(LONG, 101), ("survived", 40), ("survived", 150)], "survived"),
         ([(LONG, 101), (LONG, 101)], "undecided"),
         ([(WAITS, 1), ("survived", 1), (WAITS, 1)], "no end"),
         ([(WAITS, 1), ("survived", 1), ("killed", 1)], "killed"),
-        ([(WAITS, 1), (WAITS, 1)], "undecided"),
         ([(CRASH, 1), ("survived", 1), (CRASH, 1)], "killed"),
         ([(CRASH, 1), ("survived", 1), ("failed at set-up", 1)], "undecided"),
-        ([(CRASH, 1), ("killed", 1)], "undecided"),
     ],
 )
 @pytest.mark.parametrize(

@@ -67,14 +67,6 @@ def test_a_shared_fixture_is_paid_once(shared: bool) -> None:
     assert seconds == SECONDS
 
 
-def test_kernels_of_a_file_may_be_parts_of_those_that_import_it() -> None:
-    planner = "src/trimtab/planner/"
-    users = selection_of({}).users_of(f"{planner}replicas/exchanges.py")
-    # The last one imports it by others.
-    assert {f"{planner}{name}.py" for name in ("replicas/exchanges", "replicas/local_replicas", "planner")} <= users
-    assert "src/trimtab/trace/sampling.py" not in users
-
-
 def test_kernels_that_may_have_the_mistake_are_left_out(tmp_path: Path) -> None:
     def folder(root: Path) -> Path:
         place = root / "src" / "trimtab" / "simulator" / "any.py"

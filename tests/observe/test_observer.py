@@ -225,29 +225,16 @@ def test_steps_after_an_error_have_figures(caplog: pytest.LogCaptureFixture) -> 
     assert [record.getMessage().partition("no figures ")[2] for record in caplog.records] == ["(one)", "(another)"]
 
 
-def test_a_sink_that_ends_its_thread_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
-    steps: list[int] = []
-
-    def leave(figures: Mapping[str, float], step: int) -> None:
-        sys.exit(3)
-
-    with observed(sinks=[leave, lambda figures, step: steps.append(step)]) as observer:
+def test_sinks_that_fail_or_end_their_thread_end_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failing = [mock.Mock(side_effect=OSError("no connection")), mock.Mock(side_effect=SystemExit(3))]
+    with observed(sinks=[*failing, JsonLines(tmp_path / "figures.jsonl")]) as observer:
         for step in range(3):
             observer.record(miles(sequences(step)), step)
         assert observer.flush(300)
-    assert steps == [0, 1, 2]
-    assert caplog.text.count("gets no more figures") == 1
-
-
-def test_a_sink_that_fails_ends_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(figures: Mapping[str, float], step: int) -> None:
-        raise OSError("no connection")
-
-    with observed(sinks=[broken, JsonLines(tmp_path / "figures.jsonl")]) as observer:
-        for step in range(3):
-            observer.record(miles(sequences(step)), step)
     assert len((tmp_path / "figures.jsonl").read_text().splitlines()) == 3
+    assert [sink.call_count for sink in failing] == [1, 1]
     assert caplog.text.count("no connection") == 1
+    assert caplog.text.count("gets no more figures") == 2
 
 
 def test_a_folder_that_can_t_be_written_to_ends_writing_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
