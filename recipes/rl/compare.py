@@ -241,7 +241,8 @@ def report_of(trainer: Trainer, policies: Policies, figures: Mapping[str, Any]) 
     split = {name: with_waiting(policy.recordings) for name, policy in policies.items()}
     nbytes = float(sum(parameter.nbytes for parameter in trainer.model.parameters()))
     memory = {"parameters": nbytes, "gradients": nbytes, "optimizer state": 2 * nbytes}
-    pool = {f"replica {name}": balanced.recorded[f"memory/{name}_bytes"] for name in ("pool", "mirror")}
+    names = {"pool": "replica pool", "mirror": "host mirror of the node"}
+    pool = {name: balanced.recorded[f"memory/{part}_bytes"] for part, name in names.items()}
     results = []
     for name, policy in policies.items():
         median_s, is_static = figures[name]["median_s"], policy is static
