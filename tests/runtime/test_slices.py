@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -76,7 +77,7 @@ def test_a_stalled_planner_is_named_and_not_used_again() -> None:
     results = on_ranks(run_with, ("stalls",), ranks=2)
     for metrics, warnings in results:
         assert metrics["moe/late_micro_steps"] > 0
-        assert "waiting for rank 1" in warnings[0]
+        assert re.search("waiting for rank (0, )?1", warnings[0])
         assert any("plans are made before their step from now on" in warning for warning in warnings)
 
 
