@@ -176,7 +176,7 @@ class Trainer:
         if config.value_model == "head":
             value_model = ValueHead(self.model_config.hidden_size, config.seed, self.session, self.device)
         else:
-            # Planned runs can be repeated bit for bit. `quota` depends on counts alone, `auto` on measured times.
+            # Planned runs can be repeated bit for bit: `quota` depends on the counts of the layer alone.
             policy = config.policy if self.is_live else "quota" if config.mode == "plan" else "off"
             value_model = ValueTrunk(self.model_config, self._session("live", policy), self.device)
         if config.algorithm == "ppo":
