@@ -275,6 +275,8 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_stack(module: str,
     """Also in an import that ignores it."""
     program = f"""
 import contextlib, os, runpy, signal, sys
+# A shell's jobs in the background ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 class Interrupting:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
