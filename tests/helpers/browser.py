@@ -66,6 +66,8 @@ def open_page(
     """Open a file and wait until it can be used."""
     viewport = {"width": width, "height": height}
     context = browser.new_context(viewport=viewport, color_scheme=scheme, reduced_motion="reduce")
+    # The time is the wall's; a busy machine takes more than the 30 s of Playwright.
+    context.set_default_timeout(300_000)
     opened = OpenPage(context.new_page())
     opened.page.on("console", lambda message: opened.complaints.append(message.text))
     opened.page.on("pageerror", lambda error: opened.complaints.append(str(error)))
