@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read_traces(manifests: Sequence[Path]) -> RoutingTrace:
-    """One trace of the folders of several steps. Raises InputError for a file that is none, or damaged."""
+    """One trace of the folders of several steps. Raises InputError for a file that is no manifest or is damaged."""
     records: list[Record | Dropped] = []
     experts = set()
     for path in manifests:

@@ -59,7 +59,7 @@ def use_routers(*models: Any) -> None:
 
 
 class ReplayActions:
-    """What verl's RouterReplayHelper says of the routers of a chunk, which ROLL and ms-swift have taken over."""
+    """What verl's RouterReplayHelper says of the routers of a chunk, of which ROLL and ms-swift have copies."""
 
     get_micro_batch_router_list: Callable[..., list[Any]]
 

@@ -52,7 +52,7 @@ def check_bandwidth(model: ModelSpec = QWEN3_30B, tokens: int = 8192) -> list[Fi
 
 
 def cluster_here(ranks: int) -> ClusterSpec | None:
-    """One node of the preset for this machine's GPUs; None if there is none."""
+    """One node of the preset for this machine's GPUs; None without a preset for them."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     preset = preset_like(gpu)
     if preset.removesuffix("x8").removesuffix("-nvl72") not in gpu.lower():
