@@ -17,9 +17,9 @@ from examples.megatron_on_cpu import use_cpu
 from helpers.examples import examples
 from helpers.fake_te import use_grouped_experts
 from helpers.late_device import unwaited
-from helpers.live_runs import quotas_of_few
 from helpers.megatron_recipes import RECIPES, build_recipe
 from helpers.megatron_specs import parts_of_spec
+from helpers.random_choices import quotas_of_few
 from helpers.random_plans import random_group_plans
 from trimtab.array_type import Array
 from trimtab.planner import Placement, PlannedStep, Schedule, plan_schedule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import EllipsisType
@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.array_type import Array
-from trimtab.runtime import ExpertLayer, Session, gated_experts
+from trimtab.runtime import ExpertLayer, ExpertWeight, RowGroups, Session, gated_experts
 from trimtab.runtime.layer.dispatch import Dispatcher
+from trimtab.runtime.rows.grouped_products import ApplyExperts
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,12 @@ Experts = nn.Parameter | nn.ParameterList
 
 
 class MoEBlock(nn.Module):
-    """A router and its experts, which are computed by `run_experts`."""
+    """A router and its experts.
+
+    Attributes:
+        rows_run: rows that experts of this rank have computed in a session.
+        checkpoints_function: the function of the experts is checkpointed.
+    """
 
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         super().__init__()
@@ -49,6 +55,7 @@ class MoEBlock(nn.Module):
         self.gate_up = _experts(gate_up, "gate_up" in shape.lists)
         self.down = _experts(down, "down" in shape.lists)
         self.layer: ExpertLayer | None = None
+        self.rows_run, self.checkpoints_function = 0, False
         self.is_read = False
         self.compute_dtype: torch.dtype | None = None
         self.recorded_ids: torch.Tensor | None = None
@@ -63,10 +70,19 @@ class MoEBlock(nn.Module):
         """Run the experts that the rank has in a session, which reads them again each time if `is_read`."""
         self.layer = session.add_layer(
             self.tensors if self.is_read else self.tensors(),
-            gated_experts(),
+            partial(self._count_and_run, gated_experts()),
             compute_dtype=self.compute_dtype,
             dispatcher=dispatcher,
         )
+
+    def _count_and_run(
+        self, apply: ApplyExperts, weights: Sequence[ExpertWeight], rows: torch.Tensor, groups: RowGroups
+    ) -> torch.Tensor:
+        self.rows_run += len(rows)
+        if self.checkpoints_function:
+            part: torch.Tensor = checkpoint(lambda x: apply(weights, x, groups), rows, use_reentrant=False)
+            return part
+        return apply(weights, rows, groups)
 
     def tensors(self) -> list[nn.Parameter | list[nn.Parameter]]:
         return [t if isinstance(t, nn.Parameter) else list(t) for t in (self.gate_up, self.down)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,18 @@ class PlainDispatcher:
     """Dispatch and combine by all-reduce.
 
     Args:
-        group: the ranks of the expert-parallel group.
+        group: returns the expert-parallel group, which a session may make anew.
         num_homes, num_slots: of a rank, H and S.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_homes: int, num_slots: int) -> None:
-        self.group = group
+    def __init__(self, group: Callable[[], dist.ProcessGroup], num_homes: int, num_slots: int) -> None:
+        self._group = group
         self.num_homes, self.num_local = num_homes, num_homes + num_slots
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The expert-parallel group."""
+        return self._group()
 
     def dispatch(
         self, hidden: torch.Tensor, physical_ids: torch.Tensor, weights: torch.Tensor, call: LayerCall

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from trimtab.planner.replicas.paths import HOST, PEER
+from trimtab.planner.replicas.paths import HOST
 from trimtab.runtime.rows.physical_experts import InstanceReplicas, PlanReplicas
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.ring import ReplicaRing
@@ -39,19 +39,13 @@ class LateCopies:
 class Harness:
     """A ring on rank 0, home of no expert. Replicas come from a mirror, with copies that run when they are waited for.
 
-    Args:
-        late_device: use the copies of the simulated accelerator that is installed (`helpers.late_device`), and copy
-            every second replica from a neighbour's memory.
-
     Attributes:
         experts_MLP: of every instance those that have a replica on rank 0.
         fetched: instances in the order in which their weights were asked for.
         late: of these, the ones that were asked for when their layer ran.
     """
 
-    def __init__(
-        self, experts_MLP: Sequence[Sequence[Sequence[int]]], *, places: int, late_device: bool = False
-    ) -> None:
+    def __init__(self, experts_MLP: Sequence[Sequence[Sequence[int]]], *, places: int) -> None:
         num_layers, num_experts = len(experts_MLP[0]), 5
         self.fetched: list[tuple[int, int]] = []
         self.late: list[tuple[int, int]] = []
@@ -66,12 +60,7 @@ class Harness:
         topology: Any = SimpleNamespace(weights=None, rank=0, ranks_per_node=2, expert_control=None)
         mirror: Any = SimpleNamespace(row=lambda layer, expert: [self.weights[layer, expert]], is_used=False)
         self.ring = ReplicaRing(topology, homes, slots=2, buffers=places, mirror=mirror, counters=Counters())
-        self._late_device = late_device
-        if late_device:
-            peers: Any = SimpleNamespace(is_in_place=False, row=lambda layer, home, row: [self.weights[layer, row]])
-            self.ring.peers = peers
-        else:
-            self.ring.host_copies = LateCopies()  # type: ignore[assignment]
+        self.ring.host_copies = LateCopies()  # type: ignore[assignment]
         self.plan(experts_MLP)
 
     def plan(self, experts_MLP: Sequence[Sequence[Sequence[int]]]) -> None:
@@ -114,43 +103,7 @@ class Harness:
         self.fetched.append((micro_step, layer))
         experts = self.experts_MLP[micro_step][layer]
         count = len(experts)
-        from_peer = self._late_device and (np.array(experts, np.int64) + micro_step + layer) % 2 == 1
         return InstanceReplicas(
             np.array(experts, np.int64), np.zeros(count, np.int64), np.arange(count),
-            np.where(from_peer, PEER, np.full(count, HOST)), np.ones((count, 2), np.int64),
+            np.full(count, HOST), np.ones((count, 2), np.int64),
         )  # fmt: skip
-
-
-def random_experts(rng: np.random.Generator, micro_steps: int, layers: int) -> list[list[list[int]]]:
-    """None, one or two experts for every instance."""
-    return [[rng.permutation(5)[: rng.integers(0, 3)].tolist() for _ in range(layers)] for _ in range(micro_steps)]
-
-
-def visit_randomly(rng: np.random.Generator, *, late_device: bool = False) -> None:
-    """Visit instances in random orders, which the ring often predicts wrongly."""
-    layers, micro_steps = int(rng.integers(1, 8)), int(rng.integers(1, 4))
-    harness = Harness(random_experts(rng, micro_steps, layers), places=int(rng.integers(2, 5)), late_device=late_device)
-    for _ in range(5):
-        order = rng.permutation(micro_steps).tolist()
-        kind = rng.integers(3)
-        if kind == 2:
-            # Partly without a forward, and not run to the end.
-            instances = rng.integers(0, (micro_steps, layers), (rng.integers(1, 20), 2)).tolist()
-            harness.ring.begin(instances[0][0])
-            for micro_step, layer in instances:
-                harness.visit(micro_step, layer)
-        else:
-            # Micro-steps one by one, or backwards last.
-            visits = [harness.forward, harness.backward]
-            events = [(v, m) for m in order for v in visits] if kind else [(v, m) for v in visits for m in order]
-            for visit, micro_step in events:
-                visit(micro_step)
-        if rng.integers(2):
-            # `finish_gradients` and an optimizer step, or the step only.
-            if rng.integers(2):
-                harness.ring.drain()
-            harness.ring.complete()
-            harness.weights += 1
-            harness.ring.quiesce()
-        if rng.integers(2):
-            harness.plan(random_experts(rng, micro_steps, layers))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.equality import relative_error
-from helpers.live_runs import quotas_of_few
+from helpers.random_choices import quotas_of_few
 from recipes.rl.checkpoint import last_checkpoint
 from recipes.rl.config import TrainConfig
 from recipes.rl.responses import Response

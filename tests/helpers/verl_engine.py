@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from helpers.equality import relative_error
-from helpers.live_runs import quotas_of_few
 from helpers.megatron_moves import other_homes
+from helpers.random_choices import quotas_of_few
 from helpers.random_plans import random_group_plans
 from helpers.verl_fakes import EXPERTS, LAYERS, TOP_K, VOCABULARY, CheckpointManager, model_config, prepare
 from trimtab.integrations.megatron import balancing

@@ -20,8 +20,8 @@ from transformers.distributed import DistributedConfig
 
 from helpers.equality import relative_error
 from helpers.examples import nightly_except
-from helpers.live_runs import quotas_of_few
 from helpers.moe_families import MODEL_TYPES, NUM_EXPERTS, TOP_K, all_chosen, random_model, small_config
+from helpers.random_choices import quotas_of_few
 from helpers.random_plans import random_plan, random_schedule, random_trace
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from recipes.rl.batches import MicroBatch, collate, token_log_probs

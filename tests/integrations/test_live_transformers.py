@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from helpers.equality import relative_error
-from helpers.live_runs import quotas_of_few
 from helpers.moe_families import MODEL_TYPES, random_model, small_config
+from helpers.random_choices import quotas_of_few
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.integrations.transformers import distribute_experts, num_experts
 from trimtab.runtime import Session

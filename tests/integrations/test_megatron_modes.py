@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.live_runs import quotas_of_few
 from helpers.plugin_runs import eager_plans
+from helpers.random_choices import quotas_of_few
 from helpers.random_plans import random_group_plans
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.array_type import Array

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from helpers.examples import nightly_except
-from helpers.live_runs import quotas_of_few
 from helpers.megatron_runs import LENGTH, VOCABULARY, Layout
 from helpers.nemo_rl_stand_in import WORKERS, micro_batch, nemo_rl_modules
 from helpers.plugin_runs import assert_close, model_on, plans_at_random
+from helpers.random_choices import quotas_of_few
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import on_megatron_ranks
 from trimtab.errors import InputError

@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from helpers.live_runs import quotas_of_few
 from helpers.megatron_runs import LENGTH, Layout
 from helpers.plugin_runs import assert_close, model_on, plans_at_random, use_routers
+from helpers.random_choices import quotas_of_few
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import on_megatron_ranks
 from helpers.skyrl_stand_in import WORKERS, random_micro_batch, skyrl_modules, worker_config

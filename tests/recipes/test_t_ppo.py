@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers.examples import nightly_except
-from helpers.live_runs import quotas_of_few
+from helpers.random_choices import quotas_of_few
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from helpers.runs import assert_equal

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.live_runs import quotas_of_few
+from helpers.random_choices import quotas_of_few
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from helpers.runs import assert_equal
 from helpers.trainers import make_responses, plan_and_recompute, start, strengthen_experts

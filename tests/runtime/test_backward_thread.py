@@ -1,9 +1,8 @@
-"""Loops whose backward runs on a thread of its own, as on a GPU; `make test-backward-thread` runs many more."""
+"""Ranks whose backward runs on a thread of its own, as on a GPU: `device: thread` of `helpers.cases`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -13,10 +12,6 @@ import torch
 from helpers.backward_thread import EngineOnThread
 from helpers.rank_pool import RankPool, shared_pool
 from helpers.rank_tests import runs_on_ranks
-
-test_checkpoints = vars(import_module("tests.runtime.test_loops"))[
-    "test_a_checkpointed_layer_runs_again_in_the_micro_step_of_its_first_run"
-]
 
 
 @pytest.fixture(scope="module")

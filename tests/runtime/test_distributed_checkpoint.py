@@ -11,17 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
-from helpers.moe_model import Shape, TinyMoE
+from helpers.moe_model import Shape
 from helpers.moved_experts import MIXED, SHAPES, adamw, change, error_of, move, train
 from helpers.planned_steps import make
-from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
-from trimtab.runtime import Session
 
 SAVES: tuple[Callable[..., Any], ...] = (save, async_save)
 
@@ -31,54 +28,6 @@ def folder_of_first(folder: Path) -> str:
     names = [str(folder)]
     dist.broadcast_object_list(names)
     return names[0]
-
-
-def save_model(folder: Path, shape: Shape, moves: bool, groups: int = 1) -> None:
-    session, model, reference = make(shape=shape, groups=groups)
-    if moves:
-        move(session, 3)
-        assert any("experts_of_rows" in name for name in model.state_dict())
-    save(session.dcp_state_dict(model), checkpoint_id=folder)
-    if dist.get_rank() == 0:
-        torch.save(reference.state_dict(), folder / "whole.pt")
-    dist.barrier()
-
-
-def load_model(session: Session, model: TinyMoE, folder: Path) -> None:
-    change(model)
-    load(session.dcp_state_dict(model), checkpoint_id=folder)
-    session.weights_changed()
-
-
-def load_and_compare(folder: Path, shape: Shape, moves: bool) -> None:
-    session, model, reference = make(shape=shape)
-    reference.load_state_dict(torch.load(folder / "whole.pt"))
-    if moves:
-        move(session, 4)
-    load_model(session, model, folder)
-    for name, value in session.logical_state_dict(model).items():
-        assert torch.equal(value, reference.state_dict()[name]), name
-    assert error_of(model, reference) < 1e-6
-
-
-@pytest.mark.parametrize("moves", [False, True])
-@SHAPES
-def test_experts_of_all_ranks_are_saved_and_loaded_in_logical_order(tmp_path: Path, shape: Shape, moves: bool) -> None:
-    on_ranks(save_model, (tmp_path, shape, moves), ranks=2)
-    for ranks in (2, 4):
-        on_ranks(load_and_compare, (tmp_path, shape, not moves and ranks == 2), ranks=ranks)
-    dcp_to_torch_save(tmp_path, tmp_path / "converted.pt")
-    whole = torch.load(tmp_path / "whole.pt")
-    plain = {name: torch.zeros_like(value) for name, value in whole.items()}
-    load(plain, checkpoint_id=tmp_path)
-    for loaded in (plain, torch.load(tmp_path / "converted.pt")):
-        assert loaded.keys() == whole.keys()
-        assert all(torch.equal(value, whole[name]) for name, value in loaded.items())
-
-
-def test_groups_save_their_experts_once(tmp_path: Path) -> None:
-    on_ranks(save_model, (tmp_path, MIXED, False, 2), ranks=4)
-    on_ranks(load_and_compare, (tmp_path, MIXED, True), ranks=2)
 
 
 @runs_on_ranks()

@@ -19,15 +19,13 @@ from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
 from helpers.equality import relative_error
-from helpers.moe_model import ALL_LISTS, Shape, TinyMoE, matches
-from helpers.planned_steps import SHAPE, Step, make, rows_of
+from helpers.moe_model import ALL_LISTS, TinyMoE, matches
+from helpers.planned_steps import SHAPE, Step, make
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.planner.plan.slices import SlicePlanner
 from trimtab.runtime import Session, gated_experts, step_planner
 from trimtab.runtime.ranks import lockstep
-from trimtab.runtime.rows.row_tables import RowTables
-from trimtab.runtime.session_settings import Mode
 
 LISTED = replace(SHAPE, lists=ALL_LISTS)
 
@@ -39,21 +37,6 @@ def check_gradients(model: TinyMoE, reference: TinyMoE, tolerance: float) -> Non
         assert relative_error(parameter.grad.double(), whole.grad[mine].double()) < tolerance, name
 
 
-@pytest.mark.parametrize("shape", [SHAPE, LISTED])
-@runs_on_ranks()
-def test_masters_of_more_precision_than_compute_get_gradients_of_replicas(shape: Shape) -> None:
-    session, model, reference = make(torch.float64, torch.float32, shape)
-    for seed in range(2):
-        step = Step(seed)
-        session.register_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
-        assert step.apply(session).replicas
-        step.reference_loss(reference).backward()
-        step.run(session, model)
-        check_gradients(model, reference, 1e-5)
-        for m in (model, reference):
-            m.zero_grad()
-
-
 @pytest.mark.parametrize("compute", [torch.float64, torch.int8, torch.float8_e4m3fn])
 @runs_on_ranks()
 def test_compute_in_a_dtype_without_use_is_refused(compute: torch.dtype) -> None:
@@ -61,69 +44,6 @@ def test_compute_in_a_dtype_without_use_is_refused(compute: torch.dtype) -> None
     experts = [nn.Parameter(torch.zeros(2, 6, 4)), nn.Parameter(torch.zeros(2, 4, 3))]
     with pytest.raises(InputError, match=f"MoE layer 0: .*{compute}"):
         session.add_layer(experts, gated_experts(), compute_dtype=compute)
-
-
-@pytest.mark.parametrize("by_thread", [True, False])
-@runs_on_ranks()
-def test_recompute_in_inference_mode_then_update(by_thread: bool) -> None:
-    """Whichever thread makes the tables of rows, both passes use them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not by_thread:
-            patch.setattr(RowTables, "make_all", lambda self: None)
-        session, model, reference = make()
-        session.register_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
-        step = Step(3)
-        step.apply(session)
-        for index in range(step.schedule.num_micro_steps):
-            mine = np.flatnonzero((step.schedule.rank == session.rank) & (step.schedule.micro_step == index))
-            with torch.inference_mode(), session.micro_step(index):
-                step.loss(model, rows_of(step.trace, mine))
-        step.reference_loss(reference).backward()
-        step.run(session, model)
-        check_gradients(model, reference, 1e-5)
-
-
-@pytest.mark.parametrize("way", ["plan", "plan_sequences", "plan_micro_steps"])
-@runs_on_ranks()
-def test_rows_with_an_id_twice_are_routed_as_the_router_chooses(way: str) -> None:
-    """Zeros stand where frameworks recorded nothing: on the last token of a sequence, say."""
-    session, model, reference = make()
-    step = Step(4)
-    ids_TLK = step.trace.expert_ids.copy()
-    ids_TLK[step.rng.random(len(ids_TLK)) < 0.3] = 0
-    recorded = replace(step.trace, expert_ids=ids_TLK)
-    mine = recorded.select(step.schedule.sequences_of(session.rank))
-    if way == "plan":
-        report = session.plan(mine, step.schedule)
-    elif way == "plan_sequences":
-        planned = session.plan_sequences(recorded.select(np.arange(4) + 4 * session.rank), token_budget=200)
-        step.schedule = planned.schedule
-        report = session.apply_plan(planned, recorded.select(step.schedule.sequences_of(session.rank)))
-    else:
-        micro_step_S = step.schedule.of_rank(session.rank)
-        parts = [mine.select(np.flatnonzero(micro_step_S == m)).expert_ids for m in range(2)]
-        report = session.plan_micro_steps(parts)
-    assert report.mixed_instances
-    is_zero_T = (ids_TLK == 0).all(axis=(1, 2))
-    for index, block in enumerate(reference.moe_blocks()):
-        ids_TK = np.where(is_zero_T[:, None], -1, ids_TLK[:, index].astype(np.int64))
-        block.recorded_ids = torch.from_numpy(ids_TK)
-    step.loss(reference, torch.arange(step.trace.num_tokens)).backward()
-    step.run(session, model)
-    check_gradients(model, reference, 1e-5)
-
-
-@pytest.mark.parametrize("mode", ["plan", "off", "shadow"])
-@runs_on_ranks()
-def test_recorded_ids_may_be_overwritten_after_planning(mode: Mode) -> None:
-    session, model, reference = make(mode=mode)
-    step = Step(6)
-    mine = step.trace.select(step.schedule.sequences_of(session.rank))
-    session.plan(mine, step.schedule)
-    mine.expert_ids[:] = 0
-    step.reference_loss(reference).backward()
-    step.run(session, model)
-    check_gradients(model, reference, 1e-5)
 
 
 class LocalError(Exception):

@@ -13,11 +13,8 @@ import torch
 import torch.distributed as dist
 
 from helpers.comparison_cases import MODEL
-from helpers.equality import Case, compare_cases
-from helpers.examples import examples
-from helpers.moe_model import Shape, TinyMoE
+from helpers.moe_model import Shape
 from helpers.planned_steps import Step, make
-from helpers.random_plans import random_schedule, random_trace
 from helpers.rank_pool import RankPool, on_ranks, shared_pool
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab import ClusterSpec, Placement, RoutingTrace
@@ -37,15 +34,6 @@ def pool() -> Iterator[RankPool]:
     pool = shared_pool(4)
     yield pool
     pool.forget()
-
-
-@pytest.mark.longer
-@pytest.mark.parametrize("groups", [2, pytest.param(1, marks=pytest.mark.nightly)])
-def test_random_plans_equal_the_single_process(groups: int) -> None:
-    """On groups of scattered ranks: with homes that move, replicas on both paths, clipping and optimizer steps."""
-    seeds = range(examples(short=4, long=24))
-    cases = [Case(seed, groups=groups, one_sided=seed % 3 == 0, given=True) for seed in seeds]
-    on_ranks(compare_cases, (cases,), ranks=4)
 
 
 def groups_of(state: State, ranks: Ranks) -> dist.ProcessGroup:
@@ -147,18 +135,6 @@ def test_pipeline_stages_create_sessions_independently(pool: RankPool) -> None:
     first = pool.call(train_stage, ((0, 1), (2, 3)), 0)
     assert first == [*second[2:], None, None]
     assert pool.call(train_stage, ((1, 0), (2, 3)), 0) == first
-
-
-@runs_on_ranks()
-def test_static_plans_keep_the_homes_of_the_group(state: State) -> None:
-    session = Session(num_experts=8, expert_group=groups_of(state, ((2, 0, 1, 3),)), nodes=[0, 1, 0, 1], mode="static")
-    TinyMoE(Shape(layers=1, experts=8, top_k=2, hidden=4, width=4), torch.float64).share(session)
-    rng = np.random.default_rng(0)
-    trace = random_trace(rng, num_sequences=8, max_length=9, num_layers=1, num_experts=8, top_k=2)
-    schedule = random_schedule(rng, 8, num_ranks=4, num_micro_steps=1)
-    report = session.plan(trace.select(schedule.sequences_of(session.rank)), schedule)
-    assert report.homes_moved == 0
-    assert np.array_equal(session.layers[0].home_experts, session.home_experts)
 
 
 def disagree(state: State) -> str:

@@ -5,23 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from helpers.equality import relative_error
-from helpers.moe_model import Shape, TinyMoE, matches
+from helpers.moe_model import TinyMoE
 from helpers.planned_steps import SHAPE, Step, make
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
-from trimtab.array_type import Array
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.integrations.transformers.distributed_experts import auxiliary_loss
 from trimtab.runtime import ExpertLayer, Session
@@ -29,65 +24,6 @@ from trimtab.runtime.rows.rank_load import assign_unread
 from trimtab.trace import RoutingTrace
 
 MICRO_STEPS, TOLERANCE = 2, 1e-12
-
-
-@dataclass(eq=False)
-class Batch:
-    """Packed sequences and padding of all ranks, as RL frameworks lay them out.
-
-    Attributes:
-        ids: recorded ids `[T, L, K]` by rank and micro-step, -1 for tokens that are not read.
-        unread: `[T]` bool, the last token of each sequence, and padding.
-        tokens, labels: `[T]`.
-        chosen: `[T, L, K]`, other ids for some tokens that are read; -1 elsewhere.
-    """
-
-    ids: list[list[Array]]
-    unread: list[list[Array]]
-    tokens: list[list[torch.Tensor]]
-    labels: list[list[torch.Tensor]]
-    chosen: list[list[Array]]
-
-    @classmethod
-    def random(cls, seed: int, shape: Shape, ranks: int) -> Batch:
-        rng = np.random.default_rng(seed)
-        batch = cls([], [], [], [], [])
-        skew = rng.gumbel(size=(shape.layers, shape.experts)) * 2
-        for _ in range(ranks):
-            parts: tuple[list[Any], ...] = ([], [], [], [], [])
-            for _ in range(MICRO_STEPS):
-                lengths = rng.integers(2, 9, 3)
-                unread = np.zeros(int(lengths.sum()) + int(rng.integers(0, 12)), bool)
-                unread[np.cumsum(lengths) - 1] = unread[lengths.sum() :] = True
-                scores = rng.gumbel(size=(len(unread), shape.layers, shape.experts))
-                ids = np.argsort(-scores - skew, axis=-1)[:, :, : shape.top_k]
-                ids[unread] = -1
-                others = np.argsort(rng.random(scores.shape), axis=-1)[:, :, : shape.top_k]
-                kept = (rng.random(scores.shape[:2]) < 0.7) | unread[:, None]
-                values = torch.from_numpy(rng.integers(0, shape.vocab, (2, len(unread))))
-                others[kept] = -1
-                for part, value in zip(parts, (ids, unread, values[0], values[1], others), strict=True):
-                    part.append(value)
-            wholes: tuple[list[Any], ...] = (batch.ids, batch.unread, batch.tokens, batch.labels, batch.chosen)
-            for whole, part in zip(wholes, parts, strict=True):
-                whole.append(part)
-        return batch
-
-    def loss(self, model: TinyMoE, rank: int, index: int) -> torch.Tensor:
-        """Of the tokens that are read."""
-        is_read = torch.from_numpy(~self.unread[rank][index])
-        logits = model(self.tokens[rank][index])[is_read]
-        return F.cross_entropy(logits, self.labels[rank][index][is_read], reduction="sum")
-
-    def reference_loss(self, model: TinyMoE, index: int, deviates: bool) -> torch.Tensor:
-        """Of all ranks; tokens that are not read follow the router."""
-        total = torch.zeros((), dtype=torch.float64)
-        for rank, (ids, chosen) in enumerate(zip(self.ids, self.chosen, strict=True)):
-            used = np.where(chosen[index] < 0, ids[index], chosen[index]) if deviates else ids[index]
-            for layer, block in enumerate(model.moe_blocks()):
-                block.recorded_ids = torch.from_numpy(used[:, layer])
-            total = total + self.loss(model, rank, index)
-        return total
 
 
 def models(**settings: Any) -> tuple[Session, TinyMoE, TinyMoE]:
@@ -98,54 +34,6 @@ def models(**settings: Any) -> tuple[Session, TinyMoE, TinyMoE]:
     model.load_state_dict(reference.state_dict())
     model.share(session)
     return session, model, reference
-
-
-def compare_exact(seed: int) -> None:
-    """A batch whose last tokens and padding are unknown is planned with `exact`, and may deviate."""
-    session, model, reference = models(exact=True, slots_per_rank=6, least_gain=-1.0)
-    rank = session.rank
-    batch = Batch.random(seed, SHAPE, session.num_ranks)
-    ids, unread = batch.ids[rank], batch.unread[rank]
-    with pytest.raises(
-        (InputError, RuntimeError), match="can't be limited: micro-step 0, MoE layer 0 has tokens of un"
-    ):
-        session.plan_micro_steps(ids)
-    report = session.plan_micro_steps(ids, unread=unread)
-    assert report.mixed_instances == 0
-    assert report.replicas
-    loads_MLR = session.rank_loads
-    assert (loads_MLR.max(axis=2) <= np.ceil(loads_MLR.mean(axis=2))).all()
-    session.take_metrics()
-    for deviates in (False, True):
-        for index in range(MICRO_STEPS):
-            expected = batch.reference_loss(reference, index, deviates)
-            expected.backward()
-            chosen = batch.chosen[rank][index]
-            model.chosen_ids = (
-                [torch.from_numpy(chosen[:, layer]) for layer in range(SHAPE.layers)] if deviates else None
-            )
-            with session.micro_step(index, may_deviate=deviates):
-                loss = batch.loss(model, rank, index)
-                loss.backward()
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-            assert relative_error(total, expected.detach()) < TOLERANCE
-        session.finish_gradients(model.replicated())
-        for name, parameter, whole, mine in matches(model, reference):
-            assert parameter.grad is not None
-            assert whole.grad is not None
-            assert relative_error(parameter.grad, whole.grad[mine]) < TOLERANCE, name
-        for either in (model, reference):
-            either.zero_grad()
-        metrics = session.take_metrics()
-        assert metrics["moe/mixed_instances"] == (MICRO_STEPS * SHAPE.layers if deviates else 0)
-        assert (metrics["moe/deviating_rows"] > 0) == deviates
-    session.close()
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_exact_plans_of_batches_with_tokens_that_nothing_reads(ranks: int) -> None:
-    on_ranks(compare_exact, (ranks,), ranks=ranks)
 
 
 def compare_assigned(seeds: range) -> None:

@@ -6,24 +6,16 @@ See `helpers.late_compute`. Mutants of the runtime show that a missing wait, or 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from itertools import product
 
-import numpy as np
 import pytest
 import torch
 
-from helpers import any_loop, late_device
-from helpers.accelerator import LAZY
-from helpers.equality import Case, compare_cases
-from helpers.examples import examples, nightly_except
+from helpers import actions, late_device
+from helpers.actions import repoint, start, write
+from helpers.examples import nightly_except
 from helpers.late_compute import PendingReadError
 from helpers.late_device import LATE_COMPUTE
-from helpers.loop_state import RUNS
-from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
-from helpers.transfer_mutants import mutated
-from helpers.user_actions import repoint, write
 from trimtab.runtime.transfer.streams import BackgroundCopies
 
 CPU = torch.device("cpu")
@@ -83,38 +75,12 @@ def test_uploads_that_nothing_waits_for_leave_later_tensors_alone(is_recorded: b
         assert (later == 5).all().item() == is_recorded
 
 
-def compare(cases: list[Case], mode: str, peers: bool, mutant: str = "") -> tuple[int, int]:
-    """Returns the numbers of queued operations and of blocks that were used again."""
-    with late_device.install(mode, peers=peers) as device, mutated(mutant) if mutant else nullcontext():
-        compare_cases(cases)
-    assert device.late is not None
-    return device.late.queued, device.late.pool.reused
-
-
-@pytest.mark.longer
-@pytest.mark.parametrize(
-    ("peers", "mode"), nightly_except(product([True, False], LATE_COMPUTE), (True, "lazy"), (False, "early"))
-)
-def test_random_plans_equal_the_single_process(mode: str, peers: bool) -> None:
-    cases = [Case(seed) for seed in range(2, 2 + examples(short=1, long=20))]
-    for queued, reused in on_ranks(compare, (cases, mode, peers), ranks=2, ways="thread"):
-        assert queued > 1000 * len(cases)
-        assert reused > 1000 * len(cases)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("mutant", "mode"), [("copies without wait", "lazy"), ("copies at once", "early")])
-def test_random_plans_find_mutants(mutant: str, mode: str) -> None:
-    with pytest.raises(AssertionError, match=r"logits|gradient|loss|IndexError|index"):
-        on_ranks(compare, ([Case(seed) for seed in range(2, 8)], mode, True, mutant), ranks=2)
-
-
 @pytest.mark.parametrize("seed", nightly_except([4, 5, 12], 12))
 @runs_on_ranks()
 def test_loops_in_which_other_ranks_read_the_parameters(seed: int) -> None:
     """Experts move, optimizers step, weights are replaced and written, and the session sleeps."""
     with late_device.install("lazy", peers=True):
-        loop = any_loop.start(seed, peer_memory_bytes="parameters")
+        loop = start(seed, peer_memory_bytes="parameters", ranks_per_node=2)
         replaced: list[torch.Tensor] = []
 
         def replace() -> None:
@@ -125,36 +91,15 @@ def test_loops_in_which_other_ranks_read_the_parameters(seed: int) -> None:
             replace, loop.session.suspend, lambda: None, lambda: write(loop, "data")
         ]  # fmt: skip
         for number in range(4):
-            any_loop.plan(loop, seed + number)
-            any_loop.forward(loop, number % 3, "plain", number)
-            any_loop.backward(loop, number)
+            actions.plan(loop, seed + number)
+            actions.forward(loop, number % 3, "plain", number)
+            actions.backward(loop, number)
             assert loop.session.memory().peer_memory_bytes == 0
             assert loop.session.take_metrics()["transfer/peer_memory_bytes"] > 0
-            any_loop.step(loop)
+            actions.step(loop)
             between[number]()
             if number == 0:
                 values = [tensor.clone() for tensor in replaced]
             # Nobody writes to memory that the parameters have left.
             assert all(map(torch.equal, replaced, values))
         loop.session.close()
-
-
-@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("ways", [LAZY])
-@pytest.mark.longer
-@runs_on_ranks()
-def test_loops_with_moves_accumulation_and_suspension(seed: int, ways: str) -> None:
-    """Layers are recomputed in backwards outside of micro-steps."""
-    loop = any_loop.start(seed)
-    for number in range(3):
-        any_loop.plan(loop, seed + number)
-        runs = RUNS[number], RUNS[number + 3]
-        for index, run in enumerate(runs):
-            any_loop.forward(loop, index, run, index)
-        for index in range(len(runs)):
-            any_loop.backward(loop, index)
-        any_loop.step(loop)
-        if number == 1:
-            loop.session.suspend()
-    assert np.isfinite(loop.session.take_metrics()["transfer/exposed_s"])
-    loop.session.close()

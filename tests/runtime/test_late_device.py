@@ -6,11 +6,10 @@ or barrier. The long form runs more cases.
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -22,18 +21,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from helpers import late_device
-from helpers.equality import Case, compare_cases
-from helpers.examples import examples, nightly_except
 from helpers.late_streams import Event
-from helpers.live_runs import LiveCase, compare_live
+from helpers.programs import run_on_rank
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
-from helpers.ring_harness import visit_randomly
 from helpers.transfer_mutants import mutated
-from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.replicas.paths import HOST, PEER
@@ -48,95 +42,37 @@ from trimtab.runtime.transfer.peer_memory import PeerMemory
 from trimtab.runtime.transfer.ring import ReplicaRing
 from trimtab.trace import synthesize
 
-RING_TRIALS = examples(short=100, long=2000)
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    """A process group for the barriers of a ring on one process."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.longer
-@pytest.mark.usefixtures("one_rank")
-def test_random_visits_of_the_ring() -> None:
-    copies = 0
-    for seed in range(RING_TRIALS):
-        with late_device.install("late") as device:
-            visit_randomly(np.random.default_rng(seed), late_device=True)
-            copies += device.copies
-    assert copies > 10 * RING_TRIALS
-
-
-def compare_on_late_device(cases: list[Case], mode: str, peers: bool, mutant: str = "") -> tuple[int, int]:
-    """Returns the numbers of copies and messages."""
-    with late_device.install(mode, peers=peers) as device, mutated(mutant):
-        compare_cases(cases)
-    return device.copies, device.messages
-
-
-WAYS = tuple(itertools.product(late_device.MODES, (True, False)))
-
-
-def compare_in_all_modes(cases: list[Case]) -> None:
-    """The cases alternate between modes, with and without peers."""
-    totals: Array = np.zeros(2, np.int64)
-    for number, way in enumerate(WAYS):
-        totals += compare_on_late_device(cases[number :: len(WAYS)], *way)
-    assert (totals > 10 * len(cases)).all()
-
-
-@pytest.mark.longer
-@pytest.mark.parametrize(("ranks", "count"), nightly_except([(2, 4), (3, 4), (4, 4)], (2, 4)))
-def test_random_plans_equal_the_single_process(ranks: int, count: int) -> None:
-    """Half of the cases of 4 ranks have two expert-parallel groups."""
-    seeds = range(examples(short=count, long=20 * count))
-    cases = [Case(seed, groups=2 if ranks == 4 and seed % 2 else 1) for seed in seeds]
-    on_ranks(compare_in_all_modes, (cases,), ranks=ranks)
-
-
-# How long a session with a mutant waits for messages; the cases, first one in which every mutant fails.
+# How long a session with a mutant waits for messages; the cases.
 SHORT = timedelta(seconds=4)
-MUTANT_SEEDS = (15, *range(2, 15))
-MUTANTS = {
-    "returns without wait": "gradient|norm",
-    "sends without wait": "source of a message changed",
+MUTANT_SEEDS = range(2, 16)
+MUTANTS = [
+    ("returns without wait", "late", "gradient|norm"),
+    ("sends without wait", "late", "source of a message changed"),
     # gloo closes the connections of a rank whose message timed out.
-    "order of rank": "Timed out|Connection closed by peer|AssertionError|RanksDisagreeError",
-}
+    ("order of rank", "late", "Timed out|Connection closed by peer|AssertionError|RanksDisagreeError"),
+    ("order of rank", "serial", "Timed out|Connection closed by peer|AssertionError|RanksDisagreeError"),
+    # Messages of two groups that ranks post in opposite orders block each other only if they run one at a time.
+    ("fetch after exchange", "serial", "Timed out|RanksDisagreeError"),
+    ("copies without wait", "lazy", "logits|gradient|loss|IndexError|index"),
+    ("copies at once", "early", "logits|gradient|loss|IndexError|index"),
+]
 
 
-@contextmanager
-def raises_on_ranks(text: str) -> Iterator[None]:
+def run_with_mutant(mutant: str, mode: str, seeds: Sequence[int]) -> None:
+    """Cases in which experts move."""
+    with late_device.install(mode, peers=mode in late_device.LATE_COMPUTE), mutated(mutant):
+        for seed in seeds:
+            run_on_rank(f"{seed}, between: move, recompute: first", others={"timeout": SHORT})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("mutant", "mode", "text"), MUTANTS)
+def test_cases_find_mutants(mutant: str, mode: str, text: str) -> None:
     """Ranks that wait for the one that raises are killed."""
     with pytest.raises(AssertionError, match=rf"(?m)^(?=\S*Error: ).*(?:{text})"):
-        yield
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", late_device.MODES)
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_random_plans_find_mutants(mutant: str, mode: str) -> None:
-    if mode == "serial" and mutant != "order of rank":
-        pytest.skip("messages are complete before they are waited for")
-    with raises_on_ranks(MUTANTS[mutant]):
-        on_ranks(compare_with_mutant, (mutant, mode), ranks=2)
-
-
-def compare_with_mutant(mutant: str, mode: str) -> None:
-    compare_on_late_device([Case(seed, timeout=SHORT) for seed in MUTANT_SEEDS], mode, False, mutant)
-
-
-@pytest.mark.long
-def test_serial_messages_find_another_order_of_groups() -> None:
-    """Messages of two groups that ranks post in opposite orders block each other only if they run one at a time."""
-    mutant = "fetch after exchange"
-    cases = [Case(seed) for seed in MUTANT_SEEDS[:2]]
-    on_ranks(compare_on_late_device, (cases, "late", False, mutant), ranks=2)
-    with raises_on_ranks("Timed out|RanksDisagreeError"):
-        on_ranks(compare_with_mutant, (mutant, "serial"), ranks=2)
+        on_ranks(run_with_mutant, (mutant, mode, MUTANT_SEEDS), ranks=2)
+    if mutant == "fetch after exchange":
+        on_ranks(run_with_mutant, (mutant, "late", MUTANT_SEEDS[:2]), ranks=2)
 
 
 def session_with_one_replica(path: int, **settings: Any) -> Session:
@@ -395,23 +331,6 @@ def test_compute_does_not_wait_for_its_own_sends() -> None:
         ring.complete()
         assert all(work.is_completed() for work in sends)
         session.close()
-
-
-def compare_live_on_late_device(cases: list[LiveCase]) -> None:
-    """In the modes, with and without peers, and with late compute."""
-    totals: Array = np.zeros(2, np.int64)
-    for case, (mode, peers) in zip(cases, itertools.cycle((*WAYS, ("lazy", True))), strict=False):
-        with late_device.install(mode, peers=peers) as device:
-            compare_live([case])
-        totals += device.copies, device.messages
-    assert (totals > 0).all()
-
-
-@pytest.mark.longer
-@pytest.mark.parametrize("policy", nightly_except(["quota", "feplb"], "quota"))
-def test_live_calls_equal_the_single_process(policy: str) -> None:
-    cases = [LiveCase(seed, policy, at_once=seed % 2 == 0, random=True) for seed in range(8)]
-    on_ranks(compare_live_on_late_device, (cases,), ranks=2, ways="thread")
 
 
 def test_live_calls_are_timed_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

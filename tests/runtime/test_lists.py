@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.equality import relative_error
 from helpers.moe_model import ALL_LISTS, Shape
 from helpers.planned_steps import Step, make
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.planner import Placement
-from trimtab.runtime import ExpertWeight, RowGroups, Session, gated_experts, grouped_bias, grouped_linear
+from trimtab.runtime import RowGroups, Session, gated_experts
 from trimtab.runtime.rows import grouped_products
 from trimtab.runtime.state.logical_state import find_number
 
@@ -218,28 +216,6 @@ def test_the_number_of_an_expert_is_found_in_names(names: list[str], others: lis
         return
     with pytest.raises(InputError, match=names[0]):
         find_number(names, [*names, *others])
-
-
-@pytest.mark.parametrize("counts", [[3, 0, 2], [0, 0, 0], [0, 4, 0]])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_lists_and_stacks_give_equal_results(counts: list[int], transposed: bool) -> None:
-    torch.manual_seed(0)
-    rows, groups = torch.randn(sum(counts), 5, dtype=torch.float64), RowGroups.of(counts, torch.device("cpu"))
-    weight = torch.randn(3, *((5, 4) if transposed else (4, 5)), dtype=torch.float64)
-    bias = torch.randn(3, 4, dtype=torch.float64)
-
-    def run(make: Callable[[torch.Tensor], Any], join: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
-        given, leaves = rows.clone().requires_grad_(), [make(weight), make(bias)]
-        out = grouped_linear(given, ExpertWeight(leaves[0]), groups, transposed=transposed)
-        out = grouped_bias(out, ExpertWeight(leaves[1]), groups)
-        out.square().sum().backward()
-        assert given.grad is not None
-        return [out.detach(), given.grad, *(join(leaf) for leaf in leaves)]
-
-    stacked = run(lambda t: t.clone().requires_grad_(), lambda t: t.grad)
-    listed = run(lambda t: [part.clone().requires_grad_() for part in t], lambda ts: torch.stack([t.grad for t in ts]))
-    for one, other in zip(stacked, listed, strict=True):
-        assert relative_error(one, other) < 1e-12
 
 
 def test_gradients_that_a_kernel_of_a_gpu_does_not_write_are_0(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.rank_tests import runs_on_ranks
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
+from trimtab.errors import InputError
 from trimtab.planner import PlanSettings
+from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.live.balancer import LiveBalancer, LivePolicy
 from trimtab.runtime.state.home_experts import HomeExperts
 
@@ -54,3 +57,13 @@ def test_a_call_is_covered_if_compute_hardly_waited() -> None:
     metrics = balancer.figures.metrics()
     assert metrics["live/homes_s"] == 10.0
     assert metrics["live/covered"] == 3 / 4
+
+
+@runs_on_ranks()
+def test_live_sessions_refuse_plans() -> None:
+    session = Session(num_experts=2, mode="live")
+    session.add_layer([torch.nn.Parameter(torch.ones(1, 4, 4))], gated_experts())
+    with pytest.raises(InputError, match="mode 'live' makes no plans"):
+        session.plan_micro_steps([np.zeros((3, 1, 1), np.int64)])
+    session.mode = "plan"
+    assert session.plan_micro_steps([np.zeros((3, 1, 1), np.int64)]).micro_steps == 1

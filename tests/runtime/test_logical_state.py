@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from helpers.equality import relative_error
 from helpers.moe_model import ALL_LISTS, Shape, TinyMoE
 from helpers.random_plans import random_placement
-from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.planner import Placement
@@ -42,18 +39,6 @@ def build(name: str, seed: int, shape: Shape = SHAPE) -> tuple[Session, TinyMoE,
     return session, model, OPTIMIZERS[name](model.parameters())
 
 
-def step(session: Session, model: TinyMoE, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """One optimizer step on the same tokens, on any number of ranks."""
-    rng = np.random.default_rng(seed)
-    tokens, labels = torch.from_numpy(rng.integers(0, SHAPE.vocab, (2, 60)))
-    mine = slice(session.rank, None, session.num_ranks)
-    loss = F.cross_entropy(model(tokens[mine]), labels[mine], reduction="sum") / len(tokens)
-    loss.backward()
-    session.finish_gradients(model.replicated())
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def whole(session: Session, model: TinyMoE, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """Copies on rank 0; empty on other ranks."""
     weights = {name: value.clone() for name, value in session.logical.weights(model)}
@@ -62,33 +47,6 @@ def whole(session: Session, model: TinyMoE, optimizer: torch.optim.Optimizer) ->
         for name, values in session.logical.optimizer_state(model, optimizer)
     }
     return weights, state
-
-
-def train_and_save(folder: Path, shape: Shape) -> None:
-    for name in OPTIMIZERS:
-        session, model, optimizer = build(name, 3, shape)
-        assert dict(session.logical.optimizer_state(model, optimizer)) == {}
-        step(session, model, optimizer, seed=0)
-        saved = whole(session, model, optimizer)
-        step(session, model, optimizer, seed=1)
-        after = whole(session, model, optimizer)
-        if session.rank == 0:
-            torch.save((saved, after), folder / f"{name}.pt")
-        else:
-            assert saved == after == ({}, {})
-
-
-def load_and_go_on(folder: Path, shape: Shape) -> None:
-    for name in OPTIMIZERS:
-        session, model, optimizer = build(name, 4, shape)
-        (weights, state), (weights_after, state_after) = torch.load(folder / f"{name}.pt")
-        session.logical.load_weights(model, weights)
-        session.logical.load_optimizer_state(model, optimizer, state)
-        assert_equal(whole(session, model, optimizer), (weights, state), 0.0)
-        step(session, model, optimizer, seed=1)
-        # Adafactor scales by norms of whole tensors, which are not those of their parts.
-        if name != "Adafactor" or shape.lists == ALL_LISTS:
-            assert_equal(whole(session, model, optimizer), (weights_after, state_after), 1e-9)
 
 
 def assert_equal(actual: tuple[Any, Any], expected: tuple[Any, Any], tolerance: float) -> None:
@@ -102,16 +60,6 @@ def assert_equal(actual: tuple[Any, Any], expected: tuple[Any, Any], tolerance: 
         for key, value in values.items():
             assert actual[1][name][key].dtype is value.dtype, (name, key)
             assert torch.allclose(actual[1][name][key], value, rtol=tolerance, atol=tolerance), (name, key)
-
-
-@pytest.mark.parametrize(
-    ("shape", "ranks_before", "ranks_after"), [(SHAPE, 2, 4), (LISTED, 2, 1), (LISTED, 1, 2), (MIXED, 4, 2)]
-)
-def test_training_continues_equally_on_another_number_of_ranks(
-    tmp_path: Path, shape: Shape, ranks_before: int, ranks_after: int
-) -> None:
-    on_ranks(train_and_save, (tmp_path, shape), ranks=ranks_before)
-    on_ranks(load_and_go_on, (tmp_path, shape), ranks=ranks_after)
 
 
 @runs_on_ranks()

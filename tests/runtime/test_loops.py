@@ -5,143 +5,19 @@ from __future__ import annotations
 import copy
 import signal
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
-from helpers import any_loop, moe_model, user_actions
-from helpers.any_loop import backward, finish, forward, live, start, step, update, zero
+from helpers import actions
+from helpers.actions import backward, finish, forward, live, start, update, zero
 from helpers.equality import relative_error
-from helpers.loop_state import RUNS, Loop
-from helpers.moe_model import Shape, TinyMoE
-from helpers.planned_steps import rows_of
-from helpers.random_plans import random_schedule, random_trace
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
-from trimtab.runtime import ExpertWeight, RowGroups, Session, gated_experts
+from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.ranks.lockstep import Lockstep
-
-
-@pytest.mark.parametrize("run", RUNS[1:])
-@runs_on_ranks()
-def test_a_checkpointed_layer_runs_again_in_the_micro_step_of_its_first_run(run: str) -> None:
-    """Backward outside micro-steps, in an order of pipelines, with live forwards in between."""
-    loop = start()
-    forward(loop, 0, run, 0)
-    forward(loop, 1, run, 1)
-    live(loop, 7, run, 2)
-    backward(loop, 0)
-    forward(loop, 2, run, 3)
-    backward(loop, 2)
-    backward(loop, 1)
-    forward(loop, 0, run)
-    backward(loop, 3)
-    finish(loop)
-    step(loop)
-
-
-STEP: list[tuple[Any, ...]] = [(update,), (step,)]
-ACTIONS: dict[str, Any] = {
-    f"memory of parameters, {change.__name__}": [
-        *STEP, (change,), (user_actions.onload,), *STEP, *STEP, (change,), (user_actions.onload,), *STEP,
-    ]
-    for change in (user_actions.repoint, user_actions.offload)
-} | {
-    f"{name}, set_to_none={to_none}": actions
-    for to_none in (False, True)
-    for name, actions in {
-        "zeroed before gradients are finished": [(update,), (zero, to_none), (update,), (finish,), (step,)],
-        "zeroed between forward and backward": [
-            (update,), (step, None), (forward, 1, "plain", 1), (zero, to_none), (backward, 1), (finish,),
-        ],
-        # `finish` asserts the error for gradients that were already summed.
-        "summed once": [
-            (update,), (finish,), (finish,), (update,), (finish,), (zero, to_none), (finish,), (finish,), (update,),
-            (finish,),
-        ],
-    }.items()
-} | {
-    f"a backward after a failed one, {run}": [
-        (forward, 1, "plain", 1), (any_loop.fail, 0, run, 0, "outside"), (backward, 1), (finish,),
-    ]
-    for run in ("plain", "reentrant checkpoint")
-} | {
-    "a micro-step between finished gradients and the step": [
-        (update,), (finish,), (forward, 1), (step,), (forward, 1), *STEP,
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", ACTIONS)
-@runs_on_ranks()
-def test_actions_of_a_loop(what: str) -> None:
-    loop = start()
-    for action, *arguments in ACTIONS[what]:
-        action(loop, *arguments)
-
-
-AFTER: dict[str, Callable[[Loop], None]] = {
-    "plan": lambda loop: any_loop.plan(loop, 5),
-    "move": lambda loop: any_loop.move(loop, 5),
-    "live": lambda loop: live(loop, 5, "plain", 0),
-    "update": lambda loop: update(loop, 1, 0),
-}
-
-
-@pytest.mark.parametrize("after", AFTER)
-@runs_on_ranks()
-def test_replica_gradients_of_a_failed_backward_are_dropped(after: str) -> None:
-    abandoned = 0.0
-    for where in ("inside", "outside"):
-        loop = start()
-        for _ in range(2):
-            any_loop.fail(loop, 0, "plain", 0, where)
-        AFTER[after](loop)
-        update(loop)
-        finish(loop)
-        abandoned += loop.session.take_metrics()["moe/abandoned_backwards"]
-    assert abandoned > 0
-
-
-@runs_on_ranks()
-def test_an_accumulation_without_moe_layers() -> None:
-    """A loss without MoE layers, between two zeroings in place."""
-    loop = start()
-    update(loop)
-    loop.session.finish_gradients(loop.model.replicated())
-    zero(loop, False)
-    dense = loop.model.head
-    dense(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-    loop.session.finish_gradients(loop.model.replicated())
-    assert all(p.grad is not None and (p.grad == 2).all() for p in dense.parameters())
-    with pytest.raises(RuntimeError, match="summed over ranks already"):
-        loop.session.finish_gradients(loop.model.replicated())
-
-
-@runs_on_ranks()
-def test_expert_functions_may_be_checkpointed() -> None:
-    """An expert function runs again in backward, after its slots were reused."""
-    inner = gated_experts()
-
-    def apply(weights: Sequence[ExpertWeight], rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-        output: torch.Tensor = checkpoint(lambda part: inner(weights, part, groups), rows, use_reentrant=False)
-        return output
-
-    for seed in (3, 4, 5):
-        with mock.patch.object(moe_model, "gated_experts", return_value=apply):
-            loop = start(seed)
-        for number in (0, 1, 2):
-            forward(loop, number, "plain", number)
-        for number in (1, 0, 2):
-            backward(loop, number)
-        finish(loop)
 
 
 @runs_on_ranks()
@@ -158,34 +34,11 @@ def test_backward_may_run_on_another_thread() -> None:
             with pytest.raises(RuntimeError, match="by another thread than the one that opened the micro-step"):
                 call.result()
         zero(loop)
-        any_loop.plan(loop, 6)
+        actions.plan(loop, 6)
     # Another thread may run the next plan.
     with ThreadPoolExecutor(1) as other:
         other.submit(forward, loop, 0, "reentrant checkpoint", 2).result()
         other.submit(backward, loop, 2).result()
-
-
-@pytest.mark.parametrize("run", ["reentrant checkpoint", "nested reentrant checkpoint", "checkpoint", "plain"])
-@runs_on_ranks()
-def test_each_step_may_run_on_a_thread_of_its_own(run: str) -> None:
-    """A new thread counts its graph nodes from 0, and may get the identifier of one that has ended."""
-    loop = start()
-
-    def run_step(number: int) -> None:
-        # Steps begin at different numbers.
-        value = torch.ones((), requires_grad=True)
-        for _ in range(number * 37 % 50):
-            value = value + 1
-        any_loop.plan(loop, number)
-        for micro_step in range(number % 3, 3):
-            forward(loop, micro_step, run, micro_step)
-        for micro_step in range(number % 3, 3):
-            backward(loop, micro_step)
-        step(loop)
-
-    for number in range(6):
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(run_step, number).result()
 
 
 @pytest.mark.parametrize("started_at", [0, 40, 2000])
@@ -206,7 +59,7 @@ def test_a_layer_of_a_thread_that_has_ended_is_not_recomputed_without_its_micro_
 
     def next_step() -> None:
         nodes(20)
-        any_loop.plan(loop, 6)
+        actions.plan(loop, 6)
         forward(loop, 0, run)
         nodes(400)
 
@@ -249,18 +102,6 @@ def test_experts_that_were_replaced_or_copied_are_refused() -> None:
     loop.model.load_state_dict({k: v.clone() for k, v in loop.model.state_dict().items()}, assign=True)
     with pytest.raises(InputError, match="the model has 0 of the session's"):
         loop.session.replicated_parameters(loop.model)
-
-
-@runs_on_ranks()
-def test_a_plan_may_be_applied_in_inference_mode() -> None:
-    """Memory that is allocated in inference mode is used in training, too."""
-    loop = start()
-    with torch.inference_mode():
-        any_loop.plan(loop, 5)
-        with loop.session.micro_step(0):
-            loop.loss(loop.model, loop.rows(0, loop.session.rank))
-    forward(loop, 0, "checkpoint", 0, True)
-    finish(loop)
 
 
 @runs_on_ranks()
@@ -383,57 +224,9 @@ def test_parameters_may_be_replaced_by_others() -> None:
         session.live_micro_step(positions=torch.arange(3)).__enter__()
 
 
-@pytest.mark.parametrize("mode", ["plan", "static", "shadow", "off"])
-@pytest.mark.parametrize("way", ["before a plan", "copied", "repointed"])
-@runs_on_ranks()
-def test_copies_in_another_precision_are_refreshed(mode: Any, way: str) -> None:
-    """Staging memory is refreshed for weights that were loaded before a plan, or changed after a micro-step."""
-    torch.manual_seed(0)
-    shape = Shape(layers=2, experts=4, top_k=2, hidden=8, width=8)
-    rng = np.random.default_rng(0)
-    trace = random_trace(rng, num_sequences=4, max_length=9, num_layers=2, num_experts=4, top_k=2)
-    schedule = random_schedule(rng, 4, num_ranks=2, num_micro_steps=1)
-    tokens = torch.from_numpy(rng.integers(0, 11, trace.num_tokens))
-
-    def make() -> tuple[Session, TinyMoE]:
-        session = Session(num_experts=4, mode=mode, least_gain=-1.0, verify_weights=False)
-        model = TinyMoE(shape, torch.float32)
-        for block in model.moe_blocks():
-            block.compute_dtype = torch.bfloat16
-        model.share(session)
-        return session, model
-
-    def plan(session: Session) -> None:
-        session.plan(trace.select(schedule.sequences_of(session.rank)), schedule)
-
-    def logits(session: Session, model: TinyMoE) -> torch.Tensor:
-        mine = rows_of(trace, schedule.sequences_of(session.rank))
-        with torch.no_grad(), session.micro_step(0):
-            result: torch.Tensor = model(tokens[mine])
-            return result
-
-    (session, model), (reference, other) = make(), make()
-    plan(session)
-    before = logits(session, model)
-    for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
-        if way == "copied":
-            with torch.no_grad():
-                parameter.copy_(value)
-        elif way == "repointed":
-            parameter.data = value.detach().clone()
-        else:
-            parameter.data.copy_(value)
-    if way == "before a plan":
-        plan(session)
-    plan(reference)
-    expected = logits(reference, other)
-    assert torch.equal(logits(session, model), expected)
-    assert relative_error(before, expected) > 0.1
-
-
 @runs_on_ranks()
 def test_verify_weights_detects_hidden_changes() -> None:
-    loop = start(checked=True)
+    loop = start(verify_weights=True)
     for checked in (None, "1"):
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("TRIMTAB_VERIFY_WEIGHTS", raising=False)
@@ -442,7 +235,7 @@ def test_verify_weights_detects_hidden_changes() -> None:
             assert Session(num_experts=4).settings.verify_weights is (checked is not None)
             assert Session(num_experts=4, mode="shadow").settings.verify_weights
             assert not Session(num_experts=4, mode="shadow", verify_weights=False).settings.verify_weights
-    user_actions.write(loop, "unnoticed")
+    actions.write(loop, "unnoticed")
     forward(loop, 0)
     # One sampled element of one expert, on one rank.
     if loop.session.rank == 1:

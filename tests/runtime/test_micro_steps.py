@@ -11,38 +11,14 @@ import torch
 from torch.nn import functional as F
 
 from helpers.equality import relative_error
-from helpers.examples import examples, nightly_except
-from helpers.micro_steps import ORDERS, MicroStepCase, compare_micro_steps
 from helpers.moe_model import Shape, TinyMoE
 from helpers.planned_steps import make
 from helpers.random_plans import random_trace
-from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.planner import Schedule
 from trimtab.runtime import Session
 from trimtab.runtime.layer.micro_step import BoundRoutes
-
-UNKNOWN = (0.0, 0.05, 0.5, 1.0)
-RUNS = ("plain", "checkpoint", "reentrant checkpoint", "nested checkpoint")
-
-
-@pytest.mark.longer
-@pytest.mark.parametrize(
-    ("ranks", "groups", "count"), nightly_except([(2, 1, 8), (3, 1, 2), (4, 1, 2), (4, 2, 2)], (4, 2, 2))
-)
-def test_rows_of_any_micro_steps_in_any_order(ranks: int, groups: int, count: int) -> None:
-    """Slices of sequences, unknown routes, rows that deviate, several active micro-steps, chunks, both dispatchers."""
-    rng = np.random.default_rng(ranks + groups)
-    cases = [
-        MicroStepCase(
-            seed, order=ORDERS[seed % 4], unknown=UNKNOWN[(seed + seed // 4) % 4], run_block=str(rng.choice(RUNS)),
-            plain=bool(rng.integers(2)), complete=bool(rng.integers(2)), groups=groups,
-            given=ranks == 4 and bool(rng.integers(2)), deviates=seed % 3 == 1,
-        )
-        for seed in range(examples(short=count, long=24 * count))
-    ]  # fmt: skip
-    on_ranks(compare_micro_steps, (cases,), ranks=ranks)
 
 
 def make_session(**settings: Any) -> tuple[Session, TinyMoE]:
@@ -126,35 +102,6 @@ def test_forwards_of_one_micro_step_may_be_planned_or_not() -> None:
     for others in gradients[1:]:
         for grad, expected in zip(others, gradients[0], strict=True):
             assert relative_error(grad, expected) < 1e-12
-
-
-@runs_on_ranks()
-def test_a_plan_is_completed_with_routes_of_passes_without_gradients() -> None:
-    """This rank's tokens are among rows of padding, whose ids stay as they are."""
-    session, _ = make_session()
-    rng = np.random.default_rng(torch.distributed.get_rank())
-    rows = [random_rows(rng, tokens) for tokens in (7, 0, 5)]
-    for ids_NLK in rows:
-        ids_NLK[rng.random(ids_NLK.shape[:2]) < 0.4] = -1
-    assert session.plan_micro_steps(rows).mixed_instances > 0
-    complete: list[torch.Tensor] = []
-    for index, ids_NLK in enumerate(rows):
-        recorded, length = torch.from_numpy(ids_NLK), len(ids_NLK) + 3
-        positions = torch.from_numpy(rng.permutation(length)[: len(recorded)])
-        for has_gradients in (False, True):
-            ids = torch.from_numpy(random_rows(rng, length))
-            wanted = ids.index_copy(0, positions, torch.where(recorded < 0, ids[positions], recorded))
-            with torch.set_grad_enabled(has_gradients), session.micro_step(index, positions=positions):
-                for at, layer in enumerate(session.layers):
-                    routed = layer.route(ids[:, at])
-                    assert torch.equal(routed, wanted[:, at])
-                    layer(torch.zeros(length, 8, dtype=torch.float64), routed, torch.zeros(length, 2))
-            complete += [] if has_gradients else [wanted[positions]]
-    assert session.complete_plan().mixed_instances == 0
-    for index, wanted in enumerate(complete):
-        with session.micro_step(index):
-            ids = torch.stack([layer.route(torch.zeros_like(wanted[:, 0])) for layer in session.layers], 1)
-        assert torch.equal(ids, wanted)
 
 
 @runs_on_ranks()

@@ -22,7 +22,7 @@ from trimtab.array_type import Array
 from trimtab.errors import RanksDisagreeError
 from trimtab.planner import Placement, plan_schedule
 from trimtab.runtime import Session, gated_experts, rank_experts
-from trimtab.runtime.rank_experts import MovePrice
+from trimtab.runtime.rank_experts import MovePrice, RankExperts
 from trimtab.runtime.state import moving
 from trimtab.runtime.state.home_experts import HomeExperts
 
@@ -206,19 +206,6 @@ def test_only_rows_that_move_are_sent_and_written(kind: str) -> None:
 
 
 @runs_on_ranks(4)
-def test_four_ranks_move_some_experts() -> None:
-    for seed, case in enumerate(CASES[::5]):
-        move_randomly(*case, seed)
-    # Two of four ranks have no rows in the exchange.
-    session, made = build("both", "AdamW", torch.float32)
-    expected = whole(session, made)
-    home_LE = session.placement.home.copy()
-    home_LE[1, [0, HOMES]] = home_LE[1, [HOMES, 0]]
-    session.move(Placement(home_LE))
-    assert_same(whole(session, made), expected)
-
-
-@runs_on_ranks(4)
 def test_groups_with_other_rows_are_refused() -> None:
     """Two groups come to the same homes by different moves."""
     session = Session(num_experts=4, groups=2)
@@ -323,6 +310,22 @@ def test_measured_price_reaches_the_planner(lists: tuple[str, ...]) -> None:
             assert (costs.near_state_s, costs.far_state_s) == pytest.approx((1e-6 * nbytes,) * 2)
             assert costs == first._replace(near_state_s=costs.near_state_s, far_state_s=costs.far_state_s)
         assert first.near_state_s not in (others[0].near_state_s, others[1].near_state_s)
+
+
+@runs_on_ranks()
+def test_groups_plan_with_one_price() -> None:
+    """Each group measures its own moves."""
+    session, _, _ = make(groups=2)
+    step, used = Step(3), list[float]()
+    prices = mock.patch.object(RankExperts, "move_s_per_expert", property(lambda _: 1e-3 * (1 + dist.get_rank())))
+
+    def plan(*inputs: Any, **settings: Any) -> Any:
+        used.append(settings["costs"].operations.near_state_s)
+        return plan_schedule(*inputs, **settings)
+
+    with prices, mock.patch("trimtab.runtime.step_planner.plan_schedule", plan):
+        session.plan(step.trace.select(step.schedule.sequences_of(dist.get_rank())), step.schedule)
+    assert used == [pytest.approx(2e-3)]
 
 
 @runs_on_ranks()

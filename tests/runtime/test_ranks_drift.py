@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers import any_loop, late_device
-from helpers.any_loop import start, update
-from helpers.loop_state import Loop
+from helpers import actions, late_device
+from helpers.actions import start, update
+from helpers.loop import Loop
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import RanksDisagreeError
 
@@ -79,7 +79,7 @@ def test_what_a_framework_shards_may_differ() -> None:
     loop.session.register_optimizers(loop.optimizers[1], torch.optim.SGD([shard, lost, norm], lr=0.1))
     for _ in range(2):
         update(loop)
-        any_loop.step(loop)
+        actions.step(loop)
         shard.data += 1 + dist.get_rank()
         norm.data += dist.get_rank()
 
@@ -93,11 +93,11 @@ def test_a_parameter_that_is_registered_after_a_step_may_not_drift() -> None:
         optimizers.append(torch.optim.SGD([parameter], lr=0.1))
         loop.session.register_optimizers(*optimizers)
         update(loop)
-        any_loop.step(loop)
+        actions.step(loop)
     parameter.data += dist.get_rank()
     update(loop)
     with pytest.raises(RanksDisagreeError, match=r"replicated parameter \d+ \[3\] is 1.0 on rank 0 and 2.0 on rank 1"):
-        any_loop.step(loop)
+        actions.step(loop)
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -131,6 +131,6 @@ def test_gradients_of_experts_that_a_hook_takes_away_are_refused() -> None:
     ):
         update_model(loop)
     handle.remove()
-    any_loop.zero(loop)
+    actions.zero(loop)
     update(loop)
-    any_loop.step(loop)
+    actions.step(loop)

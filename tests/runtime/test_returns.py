@@ -79,16 +79,6 @@ def replicas(*experts_and_ranks: tuple[int, int]) -> InstanceReplicas:
     return InstanceReplicas(experts, ranks, np.zeros_like(ranks), np.zeros_like(ranks), np.zeros((len(ranks), 3)))
 
 
-def test_gradients_are_added_to_their_expert_in_their_layer(peers: Peers) -> None:
-    under_way = make_returns(layers=2)
-    layers = [make_layer() for _ in range(4)]
-    peers.values = [1, 2, 4, 8, 16, 32]
-    for layer, of_instance in zip(layers, [[(1, 1), (3, 2)], [(3, 1)], [], [(3, 1), (1, 1), (3, 2)]], strict=True):
-        under_way.start(layer, [], replicas(*of_instance), 0)
-    under_way.finish()
-    assert [first_column(layer) for layer in layers] == [[1, 2], [0, 4], None, [16, 40]]
-
-
 def test_replicas_of_one_expert_are_summed_in_float32_in_plan_order(peers: Peers) -> None:
     """In bfloat16 256 + 1 is 256; in float32 (1 - 1e8) + 1e8 is 0."""
     counters = Counters()
@@ -123,16 +113,6 @@ def test_oldest_is_added_first_and_reserved_memory_is_enough(peers: Peers) -> No
     assert first_column(layer) == [0, 0]
 
 
-def test_abandoned_gradients_are_dropped_when_they_have_arrived(peers: Peers) -> None:
-    under_way, layer = make_returns(layers=2), make_layer()
-    peers.values = [1, 2, 4]
-    for end in (under_way.abandon, under_way.finish):
-        under_way.start(layer, [], replicas((1, 1)), 0)
-        end()
-        assert peers.waiting == []
-    assert first_column(layer) == [2, 0]
-
-
 def test_joined_gradients_go_to_main_grad_or_to_autograd_once(peers: Peers) -> None:
     """A framework's experts: Megatron's parameters have a `main_grad`, others get the gradient from autograd."""
     experts = [torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2)]
@@ -151,13 +131,3 @@ def test_joined_gradients_go_to_main_grad_or_to_autograd_once(peers: Peers) -> N
     under_way.finish()
     assert main_grad.tolist() == [5.5, 5.5]
     assert [parameter.grad for parameter in experts] == [None, None]
-
-
-def test_joined_gradients_of_stacks_are_sums(peers: Peers) -> None:
-    under_way, layer = make_returns(layers=1), make_layer(joins=True)
-    peers.values = [1, 4, 2]
-    under_way.start(layer, [], replicas((3, 1), (1, 1), (3, 2)), 0)
-    own = torch.tensor([[10.0, 10.0], [20.0, 20.0]])
-    (joined,) = under_way.join(layer, [own])
-    assert joined.tolist() == [[14, 14], [23, 23]]
-    assert own.tolist() == [[10, 10], [20, 20]]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
 import weakref
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,28 +20,6 @@ from trimtab.runtime.rows.row_tables import LayerTables, RowTables
 
 def numbered(layer: int) -> LayerTables:
     return LayerTables(torch.full((2, 1), layer))
-
-
-def test_two_threads_make_each_layer_once() -> None:
-    for seed in range(20):
-        rng = np.random.default_rng(seed)
-        made: Counter[int] = Counter()
-        delays = rng.random(40) * 2e-3
-
-        def make(layer: int, made: Counter[int] = made, delays: Any = delays) -> LayerTables:
-            time.sleep(delays[layer])
-            made[layer] += 1
-            return numbered(layer)
-
-        tables = RowTables(make, 40, None)
-        thread = threading.Thread(target=tables.make_all)
-        thread.start()
-        for layer in rng.integers(0, 40, 20).tolist():
-            assert tables.of(layer).recorded_NK[0, 0] == layer
-        thread.join()
-        assert tables.is_made
-        assert made == Counter(range(40))
-        assert tables.nbytes == 40 * 2 * 8
 
 
 def test_an_error_of_the_thread_is_raised_where_the_tables_are_used() -> None:

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.examples import examples, nightly_except
-from helpers.micro_steps import ORDERS, MicroStepCase, compare_micro_steps
+from helpers.programs import run_on_rank
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import RanksDisagreeError
@@ -23,48 +21,22 @@ from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.runtime import session_micro_steps
 from trimtab.runtime.rows import background_slices
 
-RUNS = ("plain", "checkpoint", "reentrant checkpoint", "nested checkpoint")
 
-
-@pytest.mark.longer
-@pytest.mark.parametrize(
-    ("ranks", "groups", "count", "when"),
-    nightly_except(
-        [(*ranks, when) for ranks in [(2, 1, 6), (3, 1, 4), (4, 2, 4)] for when in ["in time", "late"]],
-        (3, 1, 4, "late"), (4, 2, 4, "in time"),
-    ),
-)  # fmt: skip
-def test_gradients_are_those_of_one_process(ranks: int, groups: int, count: int, when: str) -> None:
-    """Random slices, random delays of the planner's threads; pipelines, recompute, unknown routes."""
-    rng = np.random.default_rng(ranks)
-    cases = [
-        MicroStepCase(
-            seed, order=ORDERS[seed % 4], unknown=float(rng.choice([0.0, 0.0, 0.3])), run_block=str(rng.choice(RUNS)),
-            plain=bool(rng.integers(2)), complete=bool(rng.integers(2)), groups=groups, slices=when,
-        )
-        for seed in range(examples(short=count, long=20 * count))
-    ]  # fmt: skip
-    for metrics in on_ranks(compare_micro_steps, (cases,), ranks=ranks):
-        assert metrics["moe/late_micro_steps"] == 0 or when == "late"
-        assert metrics["transfer/peer_bytes"] > 0
-        assert metrics["transfer/host_bytes"] > 0
-
-
-def run_with(slices: str) -> tuple[dict[str, float], list[str]]:
-    """A case whose steps have several rounds of slices; metrics and warnings."""
+def run_with(planner: str, steps: int) -> tuple[dict[str, float], list[str]]:
+    """Steps with several rounds of slices, of which rank 1 does not plan those of the first; metrics and warnings."""
     warnings: list[str] = []
     log = logging.getLogger("trimtab")
     with (
         mock.patch.object(log, "warning", lambda text, *values: warnings.append(text % values)),
         mock.patch.object(session_micro_steps, "PATIENCE_S", 0.05),
     ):
-        metrics = compare_micro_steps([MicroStepCase(7, order="1F1B", unknown=0.0, slices=slices)])
+        metrics = run_on_rank("7, order: 1F1B", others={"planner": planner, "steps": steps})
     # Routing is random here.
     return metrics, [text for text in warnings if "experts that were recorded" not in text]
 
 
 def test_a_step_with_a_failed_planner_is_right_and_names_it() -> None:
-    results = on_ranks(run_with, ("fails",), ranks=2)
+    results = on_ranks(run_with, ("fails", 2), ranks=2)
     for rank, (metrics, warnings) in enumerate(results):
         assert metrics["moe/late_micro_steps"] > 0
         reason = "MemoryError('no memory for a plan')" if rank == 1 else "the planner of rank 1 failed"
@@ -74,7 +46,7 @@ def test_a_step_with_a_failed_planner_is_right_and_names_it() -> None:
 
 
 def test_a_stalled_planner_is_named_and_not_used_again() -> None:
-    results = on_ranks(run_with, ("stalls",), ranks=2)
+    results = on_ranks(run_with, ("stalls", 4), ranks=2)
     for metrics, warnings in results:
         assert metrics["moe/late_micro_steps"] > 0
         assert re.search("waiting for rank (0, )?1", warnings[0])
@@ -100,4 +72,4 @@ def test_a_slice_runs_only_if_all_ranks_have_the_same() -> None:
         mock.patch.object(background_slices, "to_bytes", to_longest),
         pytest.raises(RanksDisagreeError, match="plan of micro-step 0: rank 0 and rank 1 of"),
     ):
-        compare_micro_steps([MicroStepCase(7, order="1F1B", unknown=0.0, slices="in time")])
+        run_on_rank("7, planner: in time, order: 1F1B")

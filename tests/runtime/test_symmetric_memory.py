@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import weakref
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,6 @@ import torch
 import torch.distributed as dist
 
 from helpers.fake_symmetric import fake
-from helpers.planned_steps import Step, make
-from helpers.random_plans import random_plan
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.runtime import Session, gated_experts
@@ -155,62 +152,3 @@ def test_variables_that_hang_or_slow(nccl: tuple[int, ...], variables: dict[str,
     found = wrong_variables(nccl, variables)
     assert len(found) == len(wrong)
     assert all(text in line for text, line in zip(wrong, found, strict=True))
-
-
-def apply(session: Session, seed: int) -> Step:
-    """Apply a random plan on two nodes."""
-    step = Step(seed)
-    placement = step.plan.placement
-    plan = random_plan(step.rng, step.workload, step.schedule, slots=2, placement=placement, ranks_per_node=2)
-    step.apply(session, plan)
-    return step
-
-
-def train(*, one_sided: bool) -> tuple[Session, list[torch.Tensor]]:
-    """Results and weights of this rank after two steps in mixed precision on random plans."""
-    session, model, _ = make(compute_dtype=torch.bfloat16, ranks_per_node=2)
-    if one_sided:
-        session.transfers.ring.peers = PeerMemory.in_host_memory(session.topology, session.homes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    session.register_optimizers(optimizer)
-    results: list[torch.Tensor] = []
-    for seed in range(2):
-        results.append(apply(session, seed).run(session, model))
-        optimizer.step()
-        optimizer.zero_grad()
-    return session, results + [parameter.detach() for parameter in model.parameters()]
-
-
-@runs_on_ranks(4)
-def test_copies_and_messages_give_the_same_results() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        # Not on a CPU.
-        patch.setattr(PeerMemory, "across", None)
-        sent_session, sent = train(one_sided=False)
-    session, pulled = train(one_sided=True)
-    for one, other in zip(sent, pulled, strict=True):
-        assert torch.equal(one, other)
-    peers = session.transfers.ring.peers
-    assert peers is not None
-    for layer in session.layers:
-        # Staging memory is the memory that other ranks read.
-        own = peers.row(layer.index, session.rank, 1)
-        assert [t.data_ptr() for t in own] == [t[1].data_ptr() for t in layer.homes.sources]
-    neighbour = session.rank ^ 1
-    shown = [torch.stack([peers.row(0, rank, row)[0] for row in range(2)]) for rank in (session.rank, neighbour)]
-    theirs = [torch.empty_like(shown[0]) for _ in range(4)]
-    dist.all_gather(theirs, shown[0])
-    assert torch.equal(theirs[neighbour], shown[1])
-    # The sender or the copying rank counts the bytes.
-    totals = torch.tensor([s.take_metrics()["transfer/peer_bytes"] for s in (sent_session, session)])
-    dist.all_reduce(totals)
-    assert totals[0] == totals[1] > 0
-    # The memory is freed when it is of no more use.
-    freed = weakref.ref(peers)
-    del peers
-    session.close()
-    assert freed() is None
-    sent_session.transfers.ring.peers = PeerMemory.in_host_memory(sent_session.topology, sent_session.homes)
-    sent_session.paths = "message"
-    apply(sent_session, 2)
-    assert sent_session.transfers.peer_memory_bytes == 0

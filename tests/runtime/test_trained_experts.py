@@ -6,7 +6,6 @@ Each test compares the model in the session with one whole model, or expects an 
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 from unittest import mock
 
@@ -18,8 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
-from helpers.equality import relative_error
-from helpers.moe_model import Shape, TinyMoE, matches
+from helpers.moe_model import Shape, TinyMoE
 from helpers.moved_experts import (
     LISTED,
     SHAPES,
@@ -39,41 +37,6 @@ from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.planner import Placement
 from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.transfer.ring import ReplicaRing
-
-
-@SHAPES
-@runs_on_ranks()
-def test_a_second_session_starts_from_the_present_homes(shape: Shape) -> None:
-    first, model, reference = make(shape=shape)
-    layers = [block.layer for block in model.moe_blocks()]
-    move(first, 9)
-    second = again(model)
-    assert np.array_equal(second.placement.home, first.placement.home)
-    assert error_of(model, reference) < 1e-6
-    optimizer, expected = adamw(model), adamw(reference)
-    second.register_optimizers(optimizer)
-    for seed in range(2):
-        train(second, model, reference, seed, expected, optimizer, moves=True)
-    assert error_of(model, reference) < 1e-5
-    # The first one knows the moves of the second one, also one after the last optimizer step.
-    move(second, 12)
-    for block, layer in zip(model.moe_blocks(), layers, strict=True):
-        block.layer = layer
-    assert error_of(model, reference) < 1e-5
-    step = Step(5)
-    first.plan(step.trace.select(step.schedule.sequences_of(first.rank)), step.schedule)
-    with first.micro_step(0):
-        pass
-    move(second, 10)
-    with pytest.raises(RuntimeError, match="experts have moved since the plan was applied"), first.micro_step(0):
-        pass
-    first.plan(step.trace.select(step.schedule.sequences_of(first.rank)), step.schedule)
-    step.reference_loss(reference).backward()
-    step.run(first, model)
-    for name, parameter, whole, mine in matches(model, reference):
-        assert parameter.grad is not None
-        assert whole.grad is not None
-        assert relative_error(parameter.grad, whole.grad[mine]) < 1e-5, name
 
 
 @runs_on_ranks()
@@ -165,25 +128,6 @@ def test_state_that_was_loaded_before_registration_has_the_present_rows(shape: S
     late.load_state_dict(away)
     with pytest.raises(RuntimeError, match=r"state of AdamW .*session\.move_to_saved"):
         other_session.register_optimizers(late)
-
-
-@runs_on_ranks()
-def test_an_optimizer_whose_state_has_moved_goes_on_in_another_session() -> None:
-    """Before it has stepped again, when the session that moved its state is gone."""
-    session, model, reference = make()
-    optimizer, expected = adamw(model), adamw(reference)
-    session.register_optimizers(optimizer)
-    train(session, model, reference, 1, optimizer, expected)
-    move(session, 7)
-    for block in model.moe_blocks():
-        block.layer = None
-    del session
-    gc.collect()
-    other = again(model)
-    other.register_optimizers(optimizer)
-    move(other, 8)
-    train(other, model, reference, 2, optimizer, expected, moves=True)
-    assert momentum_error(model, [optimizer], reference, expected) < 1e-5
 
 
 @runs_on_ranks()
@@ -448,21 +392,6 @@ def test_optimizers_that_mix_the_experts_of_a_stack_are_refused() -> None:
     assert all(torch.equal(value, before[name]) for name, value in saved(model).items())
 
 
-@pytest.mark.parametrize("paths", ["both", "message"])
-@runs_on_ranks()
-def test_transposed_experts_train_as_others(paths: str) -> None:
-    """As those of transformers, whose rows are not contiguous."""
-    session, model, reference = make(paths=paths)
-    for block in model.moe_blocks():
-        for parameter in block.expert_parameters():
-            parameter.data = parameter.data.mT.contiguous().mT
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
-    for seed in range(2):
-        train(session, model, reference, seed, *optimizers)
-    assert not any(p.is_contiguous() for block in model.moe_blocks() for p in block.expert_parameters())
-    assert error_of(model, reference) < 1e-5
-
-
 class Switched(torch.optim.SGD):
     """SGD whose option `by_norm` lets it use the norm of a whole tensor."""
 
@@ -507,17 +436,6 @@ def test_experts_whose_optimizers_have_other_settings_do_not_move(differs: str) 
     words = "the parameter group of MoE layer 0, expert tensor 0 is |optimizer state of MoE layer 0"
     with pytest.raises((InputError, RanksDisagreeError), match=words):
         session.move(other_homes(session))
-
-
-@runs_on_ranks()
-def test_lists_move_with_the_state_of_adafactor() -> None:
-    session, model, reference = make(shape=LISTED)
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
-    expected = torch.optim.Adafactor(reference.parameters(), lr=0.01)
-    session.register_optimizers(optimizer)
-    for seed in range(3):
-        train(session, model, reference, seed, optimizer, expected, moves=True)
-    assert error_of(model, reference) < 1e-5
 
 
 class Doubled(nn.Module):

@@ -10,84 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.equality import relative_error
-from helpers.moe_model import ALL_LISTS, Shape, matches
-from helpers.planned_steps import SHAPE, Step, make, rows_of
+from helpers.moe_model import ALL_LISTS
+from helpers.planned_steps import SHAPE, Step, make
 from helpers.random_plans import random_plan, random_schedule, random_trace
-from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
 from trimtab.array_type import Array
 from trimtab.cluster import load_cluster
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.planner import Placement, Schedule
 from trimtab.planner.replicas.paths import HOST, PEER
-from trimtab.runtime.step_planner import LOCAL_CPU
 from trimtab.shared_files import SHARED_MEMORY
 from trimtab.trace import RoutingTrace
 
 LISTED = replace(SHAPE, lists=ALL_LISTS)
-
-
-@pytest.mark.parametrize("shape", [SHAPE, LISTED])
-@runs_on_ranks()
-def test_low_precision_stays_near_float32(shape: Shape) -> None:
-    """bf16 parameters, and float32 parameters with bf16 compute, are near float32 over optimizer steps and moves."""
-    for dtype, compute_dtype in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
-        session, model, reference = make(dtype, compute_dtype, shape)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (reference, model)]
-        session.register_optimizers(optimizers[1])
-        for seed in range(3):
-            step = Step(seed)
-            step.apply(session)
-            expected = step.reference_loss(reference)
-            expected.backward()
-            loss = step.run(session, model)
-            assert relative_error(loss, expected.detach()) < 0.02, (dtype, compute_dtype, seed)
-            assert all(layer.homes.sources[0][0].dtype is torch.bfloat16 for layer in session.layers)
-            for name, parameter, whole, mine in matches(model, reference):
-                if name.startswith("blocks") and "router" not in name:
-                    assert parameter.grad is not None
-                    assert parameter.grad.dtype is dtype
-                    assert whole.grad is not None
-                    error = relative_error(parameter.grad.float(), whole.grad[mine])
-                    assert error < (0.1 if shape.lists else 0.06), (dtype, compute_dtype, seed)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        # Outside micro-steps layers use the parameters, not staging memory.
-        tokens = torch.arange(SHAPE.vocab)
-        for block in reference.moe_blocks():
-            block.recorded_ids = None
-        before = model(tokens)
-        with torch.no_grad():
-            for parameter in session.layers[0].parameters:
-                parameter.zero_()
-        session.weights_changed()
-        assert relative_error(model(tokens).float(), before.float()) > 0.01
-
-
-@pytest.mark.parametrize("shape", [SHAPE, LISTED])
-@runs_on_ranks()
-def test_frozen_experts_are_replicated_without_gradients(shape: Shape) -> None:
-    """With some or all expert tensors frozen, the other gradients do not change."""
-    for frozen in (("gate_up",), ("down",), ("gate_up", "down")):
-        session, model, reference = make(shape=shape)
-        for m in (model, reference):
-            for block in m.moe_blocks():
-                for name in frozen:
-                    getattr(block, name).requires_grad_(False)
-        step = Step(3, moves=False)
-        assert step.plan.num_replicas > 0
-        step.apply(session)
-        step.reference_loss(reference).backward()
-        step.run(session, model)
-        for name, parameter, whole, mine in matches(model, reference):
-            if not whole.requires_grad:
-                assert parameter.grad is None, name
-                continue
-            assert parameter.grad is not None, name
-            assert whole.grad is not None
-            assert relative_error(parameter.grad, whole.grad[mine]) < 1e-5, (frozen, name)
 
 
 @runs_on_ranks()
@@ -247,48 +182,3 @@ def test_invalid_plans_are_refused_before_any_work() -> None:
         Step(2).apply(session)
     with pytest.raises(InputError, match="slots a rank; this session has 2"):
         Step(1, slots=3).apply(session)
-
-
-def plan_own_schedules(groups: int) -> None:
-    """Planned schedules, homes and replicas give the plain model's gradient, with one and several groups."""
-    # With rates, no step does nothing to measure that.
-    session, model, reference = make(groups=groups, rates=LOCAL_CPU)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.1) for m in (reference, model)]
-    session.register_optimizers(optimizers[1])
-    data_rank, num_data_ranks = dist.get_rank(), dist.get_world_size()
-    of_rank, mini_batch = np.arange(24) * num_data_ranks // 24, np.arange(24) % 2
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        trace = random_trace(rng, num_sequences=24, max_length=600, num_layers=4, num_experts=8, top_k=2)
-        planned = session.plan_sequences(
-            trace.select(np.flatnonzero(of_rank == data_rank)), token_budget=1200, mini_batch=mini_batch
-        )
-        schedule = planned.schedule
-        assert np.array_equal(schedule.mini_batch_of_micro_step[schedule.micro_step], mini_batch)
-        report = session.apply_plan(planned, trace.select(schedule.sequences_of(data_rank)))
-        assert report.max_vio_after < report.max_vio_before
-        step = Step(0)
-        step.trace = trace
-        step.tokens, step.labels = torch.from_numpy(rng.integers(0, 11, (2, trace.num_tokens)))
-        for batch in range(2):
-            # Several optimizer steps with one plan.
-            for index in schedule.micro_steps_of(batch):
-                mine = np.flatnonzero((schedule.rank == data_rank) & (schedule.micro_step == index))
-                with session.micro_step(int(index)):
-                    step.loss(model, rows_of(trace, mine)).backward()
-            session.finish_gradients(model.replicated())
-            members = rows_of(trace, np.flatnonzero(mini_batch == batch))
-            for layer, block in enumerate(reference.moe_blocks()):
-                block.recorded_ids = torch.from_numpy(trace.expert_ids[members.numpy(), layer].astype(np.int64))
-            step.loss(reference, members).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        state = session.logical_state_dict(model)
-        for name, expected in reference.state_dict().items():
-            assert relative_error(state[name], expected) < 1e-4, (seed, name)
-
-
-@pytest.mark.parametrize(("ranks", "groups"), [(4, 2), pytest.param(2, 1, marks=pytest.mark.nightly)])
-def test_planned_schedules_train_as_the_plain_model(ranks: int, groups: int) -> None:
-    on_ranks(plan_own_schedules, (groups,), ranks=ranks)

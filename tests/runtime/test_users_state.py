@@ -8,19 +8,15 @@ from __future__ import annotations
 import copy
 import gc
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from helpers.equality import relative_error
 from helpers.moe_model import Shape, TinyMoE, matches
 from helpers.moved_experts import (
-    LISTED,
     MIXED,
     SHAPES,
     adamw,
@@ -33,12 +29,11 @@ from helpers.moved_experts import (
     saved,
     train,
 )
-from helpers.planned_steps import SHAPE, make
-from helpers.rank_tests import of_all_ranks, runs_on_ranks
+from helpers.planned_steps import make
+from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.planner import Placement
 from trimtab.runtime import Session, gated_experts
-from trimtab.runtime.state import moving
 
 
 def load_after_refusal(session: Session, model: TinyMoE, state: dict[str, torch.Tensor], reference: TinyMoE) -> None:
@@ -49,16 +44,6 @@ def load_after_refusal(session: Session, model: TinyMoE, state: dict[str, torch.
     session.move_to_saved(model, state)
     model.load_state_dict(state)
     assert error_of(model, reference) < 1e-6
-
-
-@SHAPES
-@runs_on_ranks()
-def test_a_state_dict_from_before_a_move_is_loaded_right_or_refused(shape: Shape) -> None:
-    session, model, reference = make(shape=shape)
-    state = saved(model)
-    move(session, 1)
-    load_after_refusal(session, model, state, reference)
-    assert saved(model).keys() == state.keys()
 
 
 @SHAPES
@@ -75,27 +60,6 @@ def test_a_state_dict_with_moved_experts_is_loaded_right_or_refused_in_another_r
     assert error_of(other, reference) < 1e-6
     other_session.logical.load_weights(other, session.logical_state_dict(model))
     assert error_of(other, reference) < 1e-6
-
-
-@runs_on_ranks()
-def test_a_module_puts_the_rows_of_a_state_dict_in_its_order() -> None:
-    for shape in (SHAPE, LISTED):
-        session, model, reference = make(shape=shape)
-        # The same homes by two ways have other rows.
-        session.move(homes(0, 5, 2, 3))
-        session.move(homes(0, 5, 1, 3))
-        state, rows = saved(model), session.homes[0].home_experts.tolist()
-        session.move(homes(0, 1, 2, 3))
-        session.move(homes(0, 5, 1, 3))
-        assert of_all_ranks(session.homes[0].home_experts.tolist() == rows) != [True, True]
-        change(model)
-        model.load_state_dict(state)
-        assert error_of(model, reference) < 1e-6
-        # Of Parameters that have one name each, no module can change the order.
-        session.move_to_saved(model, state)
-        assert session.homes[0].home_experts.tolist() == rows
-        model.load_state_dict(state)
-        assert error_of(model, reference) < 1e-6
 
 
 @runs_on_ranks()
@@ -163,50 +127,6 @@ def test_optimizer_state_from_before_a_move_is_refused(shape: Shape) -> None:
     assert momentum_error(model, [optimizer], reference, expected) < 1e-5
     with pytest.raises(RuntimeError, match="experts have moved"):
         optimizer.load_state_dict(state_now)
-
-
-@pytest.mark.parametrize(
-    "shape", [SHAPE, LISTED, pytest.param(MIXED, marks=pytest.mark.nightly)], ids=["stacks", "lists", "both"]
-)
-@runs_on_ranks()
-def test_averages_by_name_move_with_the_experts(shape: Shape) -> None:
-    session, model, reference = make(shape=shape)
-    optimizer, expected = adamw(model), adamw(reference)
-    session.register_optimizers(optimizer)
-    names = [name for name, _ in model.named_parameters()]
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    by_name = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
-    anchor = saved(model)
-    session.register_state(model, average.module)
-    session.register_state(model, by_name)
-    session.register_state(model, anchor)
-    session.register_state(model, anchor)
-    whole_average = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    first = copy.deepcopy(reference)
-    for seed in range(4):
-        # In many rounds, so that a tensor that is registered twice would move twice.
-        with mock.patch.object(moving, "ROUND_BYTES", 1):
-            train(session, model, reference, seed, optimizer, expected, moves=True)
-        average.update_parameters(model)
-        whole_average.update_parameters(reference)
-        for name, parameter in model.named_parameters():
-            by_name[name] = (
-                0.9 * by_name[name] + 0.1 * parameter.detach().double() if seed else parameter.detach().double()
-            )
-    kept = dict(average.module.named_parameters())
-    assert names == list(kept)
-    for name, _, whole, mine in matches(model, whole_average.module):  # type: ignore[arg-type]
-        assert relative_error(kept[name], whole[mine]) < 1e-5, name
-        assert relative_error(by_name[name], whole[mine].double()) < 1e-5, name
-    for name, _, whole, mine in matches(model, first):
-        assert torch.equal(anchor[name], whole[mine]), name
-    # The average's state dicts say which experts they have, and registered tensors are loaded by name.
-    state = saved(average.module)
-    assert any("experts_of_rows" in name for name in state)
-    model.load_state_dict(state)
-    assert error_of(model, whole_average.module) < 1e-5  # type: ignore[arg-type]
-    model.load_state_dict(anchor)
-    assert error_of(model, first) < 1e-6
 
 
 @runs_on_ranks()

@@ -83,12 +83,14 @@ class RankExperts:
     def transfers(self) -> Transfers:
         """Replica transfers; created on first use, when all layers have been added."""
         if self._transfers is None:
-            self._transfers = Transfers(
-                self._topology, self.layers, slots=self._settings.slots_per_rank,
-                ring_layers=self._settings.ring_layers, counters=self._counters,
-                verify_weights=bool(self._settings.verify_weights), mirror_bytes=self._settings.mirror_bytes,
-                peer_memory_bytes=self._settings.peer_memory_bytes,
-            )  # fmt: skip
+            # Their memory is used in training, too.
+            with torch.inference_mode(False):
+                self._transfers = Transfers(
+                    self._topology, self.layers, slots=self._settings.slots_per_rank,
+                    ring_layers=self._settings.ring_layers, counters=self._counters,
+                    verify_weights=bool(self._settings.verify_weights), mirror_bytes=self._settings.mirror_bytes,
+                    peer_memory_bytes=self._settings.peer_memory_bytes,
+                )  # fmt: skip
         return self._transfers
 
     def add_layer(

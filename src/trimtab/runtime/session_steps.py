@@ -34,11 +34,12 @@ PATIENCE_S = 10.0
 
 
 class _Agreed(NamedTuple):
-    """What all data ranks know before a plan: whether replicas may follow while the step runs, and whether experts may
-    move."""
+    """What all data ranks know before a plan: whether replicas may follow while the step runs, whether experts may
+    move, and the seconds to move one, if they were measured."""
 
     sliced: bool
     may_move: bool
+    move_s: float | None
 
 
 class SessionSteps(SessionMicroSteps):
@@ -159,7 +160,7 @@ class SessionSteps(SessionMicroSteps):
         # The other ranks wait for this one's counts.
         mine = trace.part(0, 0) if counted is None else counted
         in_rollout = self._in_rollout = self._in_rollout or PlanningInRollout(self.topology)
-        planner, placement = self._planner(mine), self._experts.placement
+        planner, placement = self._planner(mine, self._experts.move_s_per_expert), self._experts.placement
         may_move = self._experts.state.may_move
 
         def plan(sequences: SequenceCounts) -> PlannedStep:
@@ -190,7 +191,7 @@ class SessionSteps(SessionMicroSteps):
         mine, problem = attempt(own_trace, trace, self._experts.shape)
         agreed = self._agree(PLAN_SEQUENCES, same, problem)
         assert mine is not None
-        planned = self._planner(mine).for_sequences(
+        planned = self._planner(mine, agreed.move_s).for_sequences(
             mine, self._experts.placement, may_move=agreed.may_move, sliced=agreed.sliced,
             token_budget=token_budget, mini_batch=mini_batch, in_rollout=self._take_in_rollout(agreed),
         )  # fmt: skip
@@ -253,18 +254,18 @@ class SessionSteps(SessionMicroSteps):
         may_move: bool = True,
         unread_T: Array | None = None,
     ) -> PlanReport:
-        planned, load = self._planner(trace).for_schedule(
+        planned, load = self._planner(trace, agreed.move_s).for_schedule(
             trace, schedule, self._experts.placement, may_move=may_move and agreed.may_move,
             sliced=agreed.sliced, in_rollout=self._take_in_rollout(agreed),
         )  # fmt: skip
         return self._apply_planned(planned, trace, schedule, load=load, unread_T=unread_T)
 
-    def _planner(self, trace: RoutingTrace) -> SessionPlanner:
-        """The planner with the present settings and homes."""
+    def _planner(self, trace: RoutingTrace, move_s: float | None) -> SessionPlanner:
+        """The planner with the present settings and homes, and these seconds to move an expert."""
         settings = self.settings
         return SessionPlanner.of(
             self.topology, self._experts.layers, settings, top_k=trace.top_k,
-            move_s_per_expert=None if settings.rates else self._experts.move_s_per_expert,
+            move_s_per_expert=None if settings.rates else move_s,
             scale=self._feedback.scale, excluded=self._feedback.excluded,
         )  # fmt: skip
 
@@ -290,17 +291,20 @@ class SessionSteps(SessionMicroSteps):
         can_slice = self.settings.slices_plans and self._can_slice
         # To plan at once takes no less time.
         is_counted = self._in_rollout is not None and can_slice and self._in_rollout.is_complete()
+        # Groups measure their own moves.
+        move_ps = round(1e12 * (self._experts.move_s_per_expert or 0.0))
         values_RV = self._lockstep.agree(
             call, must_match={**same, **self._shared}, problem=problem,
-            values=[can_slice, is_counted, self._experts.gradients_wait, *self._feedback.take()], all_data_ranks=True,
+            values=[can_slice, is_counted, self._experts.gradients_wait, move_ps, *self._feedback.take()],
+            all_data_ranks=True,
         )  # fmt: skip
-        self._feedback.learn(values_RV[:, 3:], adapts=self.settings.rates is None)
+        self._feedback.learn(values_RV[:, 4:], adapts=self.settings.rates is None)
         gradients_wait = bool(values_RV[:, 2].any())
         # What was planned of the step before may have moves.
         if gradients_wait or not values_RV[:, 1].all():
             self._in_rollout = None
         may_move = self._experts.state.may_move and not gradients_wait
-        return _Agreed(bool(values_RV[:, 0].all()), may_move)
+        return _Agreed(bool(values_RV[:, 0].all()), may_move, values_RV[:, 3].max() * 1e-12 or None)
 
     def _take_in_rollout(self, agreed: _Agreed) -> PlanningInRollout | None:
         """What was planned of this step during the rollout, once."""
