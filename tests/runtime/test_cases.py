@@ -19,9 +19,10 @@ from helpers.cases import DIMENSIONS, VALUES, Case, draw, pairs
 from helpers.programs import run
 
 FAILED = Path(__file__).with_name("failed_cases.txt").read_text().splitlines()
+LINES = [*map(str, draw(seed=1)), *FAILED]
 
 
-@pytest.mark.parametrize("line", [*map(str, draw(seed=1)), *FAILED])
+@pytest.mark.parametrize("line", LINES, ids=[line.split(",")[0] for line in LINES])
 def test_case_equals_one_process(line: str) -> None:
     case = Case.parse(line)
     metrics, options = run(case), case.options

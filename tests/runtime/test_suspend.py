@@ -83,6 +83,22 @@ def test_backwards_after_suspension_are_refused() -> None:
     actions.step(loop)
 
 
+RUNS = {"plain": "between the forward", "checkpoint": "another plan was applied", "reentrant checkpoint": "recomputed"}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("suspends", [False, True])
+@runs_on_ranks()
+def test_planned_backwards_are_refused_when_the_session_goes_on(run: str, suspends: bool) -> None:
+    loop = start()
+    actions.forward(loop, 0, run, 1)
+    if suspends:
+        loop.session.suspend()
+    actions.plan(loop, 1, moves=False)
+    with pytest.raises(RuntimeError, match=RUNS[run]):
+        loop.pending.pop(1).loss.backward()
+
+
 @runs_on_ranks()
 def test_a_session_goes_on_with_groups_that_replace_destroyed_ones() -> None:
     loop = start()
