@@ -124,7 +124,7 @@ def plan(loop: Loop, seed: int, moves: bool = True, mode: str | None = None, row
         _plan_micro_steps(loop, trace, schedule, unread_T, seed, planner, moves)
     # Nothing reads them any more.
     mine.expert_ids[:] = 0
-    loop.trace, loop.schedule, loop.unread_T = trace, schedule, unread_T
+    loop.trace, loop.schedule, loop.unread_T, loop.kind = trace, schedule, unread_T, rows
     loop.tokens, loop.labels = (torch.from_numpy(rng.integers(0, 11, trace.num_tokens)) for _ in range(2))
     loop.changes = loop.changes._replace(plans=loop.changes.plans + 1)
     if loop.compares:

@@ -26,7 +26,7 @@ DIMENSIONS: dict[str, Values] = {
     "planner": {name: {"planner": name} for name in ("random", "own", "sequences", "micro-steps", "in time", "late")},
     "ranks": {
         "2": {}, "3": {"world": 3}, "2 groups": {"world": 4, "groups": 2},
-        "scattered": {"world": 4, "scattered": True},
+        "scattered": {"world": 3, "scattered": True},
         "2 scattered groups": {"world": 4, "groups": 2, "scattered": True},
     },
     "experts": {str(count): {"per_rank": count} for count in (2, 1, 3, 5)},
@@ -181,12 +181,12 @@ def draw(seed: int) -> list[Case]:
     while missing_VV.any():
         tried = []
         for _ in range(20):
-            # A pair that is missing, and then for each dimension the value with most missing pairs.
+            # A pair that is missing, and then for each dimension the value with most missing pairs, or the usual one.
             chosen = [int(each) for each in np.argwhere(missing_VV)[0]]
             for dimension in rng.permutation(np.setdiff1d(np.arange(len(DIMENSIONS)), _OF[chosen])):
                 values = np.flatnonzero((dimension == _OF) & possible_VV[:, chosen].all(axis=1))
-                counts = missing_VV[values][:, chosen].sum(axis=1) + rng.random(len(values))
-                chosen.append(int(values[counts.argmax()]))
+                counts = missing_VV[values][:, chosen].sum(axis=1)
+                chosen.append(int(values[(counts + rng.random(len(values))).argmax() if counts.any() else 0]))
             tried.append((int(missing_VV[np.ix_(chosen, chosen)].sum()), sorted(chosen)))
         _, chosen = max(tried)
         missing_VV[np.ix_(chosen, chosen)] = False

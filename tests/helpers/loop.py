@@ -145,6 +145,7 @@ class Loop:
 
     Attributes:
         trace, schedule, tokens, labels: of the present step.
+        kind: of its rows, as `Options.rows`.
         unread_T: `[T]` bool, tokens of the trace whose output is not used.
         compares: whether everything is compared after each action.
         writes: how often `write` changed the weights.
@@ -169,6 +170,7 @@ class Loop:
     reference: TinyMoE
     optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer]
     compares: bool = True
+    kind: str = "known"
     trace: RoutingTrace = field(init=False)
     schedule: Schedule = field(init=False)
     unread_T: Array = field(init=False)
@@ -206,7 +208,7 @@ class Loop:
     @property
     def may_wait(self) -> bool:
         """Whether the host may wait for a device in layers: before all counts are planned, and the first time."""
-        is_planned = self.is_carried_out and self.options.rows == "known" and self.options.planner == "random"
+        is_planned = self.is_carried_out and self.kind == "known" and self.options.planner == "random"
         return not is_planned or not self.has_run or self.options.sharded
 
     def dense(self) -> Iterator[torch.nn.Parameter]:
