@@ -66,13 +66,13 @@ DIMENSIONS: dict[str, Values] = {
     "threads": {"one": {}, "one a step": {"threads": "steps"}, "backwards": {"threads": "backwards"}},
     "device": {"CPU": {}} | {
         ways: {"ways": ways} for ways in ("thread", "thread late", "serial peers")
-    } | {ways: {"ways": ways, "steps": 1} for ways in ("thread early", LAZY)},
+    } | {LAZY: {"ways": LAZY, "steps": 1}},
     "weights": {"sampled": {}, "trusted": {"verify_weights": False}},
 }  # fmt: skip
 
 LIVE = {"quota", "feplb"}
 DEVICES = {*DIMENSIONS["device"]} - {"CPU", "thread"}
-LATE = {"thread early", LAZY}
+LATE = {LAZY}
 OTHERS: dict[str, set[str]] = {name: {*[*values][1:]} for name, values in DIMENSIONS.items()}
 # Values of two dimensions that exclude each other.
 EXCLUDED: list[tuple[str, set[str], str, set[str]]] = [

@@ -15,6 +15,8 @@ from helpers.actions import repoint, start, write
 from helpers.examples import nightly_except
 from helpers.late_compute import PendingReadError
 from helpers.late_device import LATE_COMPUTE
+from helpers.programs import run_on_rank
+from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
 from trimtab.runtime.transfer.streams import BackgroundCopies
 
@@ -103,3 +105,9 @@ def test_loops_in_which_other_ranks_read_the_parameters(seed: int) -> None:
             # Nobody writes to memory that the parameters have left.
             assert all(map(torch.equal, replaced, values))
         loop.session.close()
+
+
+def test_copies_that_run_as_soon_as_they_may_change_nothing() -> None:
+    """They may not run before compute has written what they read."""
+    for seed in (2, 3):
+        on_ranks(run_on_rank, (f"{seed}, between: move, recompute: first",), ranks=2, ways="thread early")
