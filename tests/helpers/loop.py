@@ -57,7 +57,6 @@ class Options:
         frozen: `some layers`, `down` of all, all `experts`, or everything in `front` of them.
         sgd: SGD with clipping instead of AdamW.
         one_sided: replicas are pulled out of host memory of neighbours, as on CUDA.
-        random_choice: live replicas are drawn at random.
         runs, checkpointed_function: how blocks run, in turn, and whether the function of the experts is checkpointed.
         padded: layers are given rows of no token, too.
         steps: optimizer steps.
@@ -83,7 +82,6 @@ class Options:
     frozen: str = ""
     sgd: bool = False
     one_sided: bool = False
-    random_choice: bool = False
     runs: tuple[str, ...] = ("plain",)
     checkpointed_function: bool = False
     padded: bool = False
