@@ -339,7 +339,6 @@ def _backward(loop: Loop, number: int, twice: bool = False, chunk: int = 0) -> N
     else:
         left, entered = pending.cuts.pop()
         left.backward(entered.grad)
-    loop.has_run = True
     if chunk:
         return
     del loop.pending[number]

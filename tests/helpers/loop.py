@@ -153,7 +153,6 @@ class Loop:
         offloaded_parameters: the parameters' values while they are offloaded; else None.
         averages: of the weights, by the names of the model's and of the reference's parameters.
         has_stepped: whether the model's optimizer has.
-        has_run: whether there was a backward.
         saved: state dicts of the model and its optimizer, of the reference and its, and the model's weights in order of
             experts; None if there are none.
         delay: of the planner's rounds, see `helpers.random_slices`.
@@ -181,7 +180,6 @@ class Loop:
     has_mixed_gradients: bool = False
     offloaded_parameters: list[torch.Tensor] | None = None
     has_stepped: bool = False
-    has_run: bool = False
     averages: tuple[dict[str, torch.Tensor], ...] = ()
     saved: tuple[dict[str, Any], ...] | None = None
     delay: Callable[[range], None] = in_time
@@ -205,9 +203,10 @@ class Loop:
 
     @property
     def may_wait(self) -> bool:
-        """Whether the host may wait for a device in layers: before all counts are planned, and the first time."""
+        """Whether the host may wait for a device in layers: where counts are not planned, and in `grouped_mm` of a CPU,
+        which does not multiply float64."""
         is_planned = self.is_carried_out and self.kind == "known" and self.options.planner == "random"
-        return not is_planned or not self.has_run or self.options.sharded
+        return not is_planned or self.options.tolerance > 1e-9 or self.options.sharded
 
     def dense(self) -> Iterator[torch.nn.Parameter]:
         """Parameters that every rank has, some of them twice."""
