@@ -230,7 +230,6 @@ def forward(
     model.chosen_ids = None if chosen is None else _ids_of_layers(chosen[mine.numpy()], positions)
     before, run_before = session.counters.deviating_rows, [block.rows_run for block in model.moe_blocks()]
     is_announced = chosen is not None and deviates is not None and deviates % session.num_ranks == session.rank
-    waits = loop.may_wait
     first, end = (len(session.layers) * place // chunk[1] for place in (chunk[0], chunk[0] + 1))
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(number is not None))
@@ -243,7 +242,7 @@ def forward(
         else:
             x = pending.left.detach().requires_grad_(number is not None)
             pending.cuts.append((pending.left, x))
-        with nullcontext() if waits or chosen is not None else unwaited():
+        with nullcontext() if loop.may_wait or chosen is not None else unwaited():
             pending.left = x = model.run(x, first, end)
             logits = model.head(x) if chunk[0] + 1 == chunk[1] else None
         if logits is not None:
@@ -257,7 +256,7 @@ def forward(
     if chunk == (0, 1) and not loop.is_live:
         wanted = _count_deviating(chosen, loop.recorded_ids(), mine.numpy(), skipped)
         assert session.counters.deviating_rows - before == wanted
-        if not waits and chosen is None and not skipped:
+        if loop.is_planned and chosen is None and not skipped:
             rows_run = [block.rows_run - one for block, one in zip(model.moe_blocks(), run_before, strict=True)]
             assert rows_run == session.rank_loads[index, :, session.rank].tolist(), "rows of the plan"
     if logits is not None:

@@ -202,11 +202,15 @@ class Loop:
         return self.session.mode in ("plan", "rehome", "static")
 
     @property
+    def is_planned(self) -> bool:
+        """Whether all rows and replicas of the step are planned before it, and the plan is executed."""
+        return self.is_carried_out and self.kind == "known" and self.options.planner == "random"
+
+    @property
     def may_wait(self) -> bool:
         """Whether the host may wait for a device in layers: where counts are not planned, and in `grouped_mm` of a CPU,
         which does not multiply float64."""
-        is_planned = self.is_carried_out and self.kind == "known" and self.options.planner == "random"
-        return not is_planned or self.options.tolerance > 1e-9 or self.options.sharded
+        return not self.is_planned or self.options.tolerance > 1e-9 or self.options.sharded
 
     def dense(self) -> Iterator[torch.nn.Parameter]:
         """Parameters that every rank has, some of them twice."""

@@ -256,7 +256,7 @@ class Program:
 
     def any_plan(self) -> None:
         """In another mode, too, unless micro-steps are live."""
-        modes = [self.options.mode] * 3 + [] if self.loop.is_live else ["static", "shadow", "off", "plan"]
+        modes = [self.options.mode, *([] if self.loop.is_live else ["plan", "plan", "static", "shadow", "off"])]
         rows = self.draw(self.options.rows, *([] if self.loop.is_live else ["known", "unknown", "twice", "unread"]))
         self.do(plan, self.seed(), self.draw(False, True), self.draw(*modes), rows)
 

@@ -148,6 +148,10 @@ def test_gradients_before_suspension_are_finished_after_it() -> None:
     optimizer.zero_grad()
     layer(torch.ones(3, 4), torch.tensor([[0], [2], [3]]), torch.ones(3, 1)).sum().backward()
     session.close()
+    with pytest.raises(RuntimeError, match="not summed over expert-parallel groups"):
+        optimizer.step()
+    optimizer.zero_grad()
+    session.close()
     # The experts may be in another session.
     optimizer.step()
 

@@ -226,7 +226,6 @@ class Session(SessionSteps, SessionState, SessionGradients):
         read parameters (`peer_memory_bytes`), so write these after a barrier."""
         if self._step is not None and self._step.slices is not None:
             self._step.slices.end(0.0)
-        # The experts may be in another session that sums their gradients.
-        self._experts.accumulation.is_open = False
+        self._experts.accumulation.leave()
         self._experts.close()
         self.topology.release()

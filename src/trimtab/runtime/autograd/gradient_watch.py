@@ -175,6 +175,10 @@ class Accumulation:
         self._backward, self._began_with, self.is_open = None, [], False
         self._store_states()
 
+    def leave(self) -> None:
+        """Call it when another session may sum gradients of the experts from now on. Some that wait stay missed."""
+        self.is_open &= _is_true(_any_gradient(self._experts()))
+
     def _are_summed(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether gradients of these parameters still contain sums over ranks."""
         if not _is_true(_any_gradient(parameters)):
