@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from helpers.equality import relative_error
 from helpers.moe_model import WITHOUT_CHECKPOINTS, Shape, TinyMoE, matches
 from helpers.plain_dispatch import PlainDispatcher
-from helpers.planned_steps import rows_of
+from helpers.planned_steps import rows_in
 from helpers.random_slices import in_time
 from helpers.rank_pool import scattered_groups
 from trimtab.array_type import Array
@@ -236,10 +236,7 @@ class Loop:
 
     def rows(self, index: int, rank: int | None = None) -> torch.Tensor:
         """The tokens of a micro-step, of one data rank or all."""
-        chosen = self.schedule.micro_step == index
-        if rank is not None:
-            chosen = chosen & (self.schedule.rank == rank)
-        return rows_of(self.trace, np.flatnonzero(chosen))
+        return rows_in(self.trace, self.schedule, index, rank)
 
     def batch(self, rows: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Tokens, at these positions of a longer batch."""

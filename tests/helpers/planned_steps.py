@@ -25,6 +25,12 @@ def rows_of(trace: RoutingTrace, sequences: Array) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([*parts, np.empty(0, np.int64)]))
 
 
+def rows_in(trace: RoutingTrace, schedule: Schedule, micro_step: int, rank: int | None = None) -> torch.Tensor:
+    """Numbers of the tokens of a micro-step, of one data rank or all."""
+    of_rank = True if rank is None else schedule.rank == rank
+    return rows_of(trace, np.flatnonzero((schedule.micro_step == micro_step) & of_rank))
+
+
 class Step:
     """One random step of a tiny model: sequences, schedule, plan, and the batch that goes with them."""
 

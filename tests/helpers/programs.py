@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
-from helpers import actions
-from helpers.actions import backward, finish, forward, plan, step
+from helpers import actions, plans, user_actions
+from helpers.actions import backward, finish, forward, step
 from helpers.cases import Case
 from helpers.loop import RUNS, Loop, Options, make_loop, register_averages
+from helpers.plans import plan
 from helpers.random_choices import quotas_of_few, random_moves, random_quotas
 from helpers.random_slices import RELEASE, fails, in_time, random_delay, stalls
 from helpers.rank_pool import on_ranks
@@ -202,27 +203,29 @@ class Program:
         seed = self.seed()
         match self.options.between:
             case "move":
-                self.do(actions.move, seed)
+                self.do(plans.move, seed)
             case "suspend":
-                self.do(actions.suspend, seed)
+                self.do(plans.suspend, seed)
             case "reload" if self.loop.saved is None:
-                self.do(actions.save)
+                self.do(user_actions.save)
             case "reload":
-                self.do(actions.reload, seed)
+                self.do(user_actions.reload, seed)
             case "distributed checkpoint":
-                self.do(actions.save_distributed)
+                self.do(user_actions.save_distributed)
             case "other session":
-                self.do(actions.change_session, seed)
+                self.do(user_actions.change_session, seed)
             case "other optimizer":
-                self.do(actions.change_optimizer, seed, bool(self.loop.seed % 2))
+                self.do(user_actions.change_optimizer, seed, bool(self.loop.seed % 2))
             case "other memory":
-                self.do(actions.offload if self.options.ways in ("", "thread") and seed % 2 else actions.repoint)
+                self.do(
+                    user_actions.offload if self.options.ways in ("", "thread") and seed % 2 else user_actions.repoint
+                )
                 self.do(forward, 0)
-                self.do(actions.onload)
+                self.do(user_actions.onload)
             case "write":
-                self.do(actions.write, "data" if seed % 2 else "tensor")
+                self.do(user_actions.write, "data" if seed % 2 else "tensor")
             case "other weights":
-                self.do(actions.run_other_weights, seed)
+                self.do(user_actions.run_other_weights, seed)
 
     def walk(self) -> None:
         """Any actions."""
@@ -230,7 +233,7 @@ class Program:
         rules = [rule for name in dir(self) if (rule := getattr(self, name)) and name.startswith("any_")]
         for _ in range(ACTIONS):
             rules[int(self.rng.integers(len(rules)))]()
-        self.do(actions.onload)
+        self.do(user_actions.onload)
 
     def draw(self, *values: Any) -> Any:
         """One of some values."""
@@ -286,25 +289,25 @@ class Program:
 
     def any_move(self) -> None:
         """Of experts, or of the session's memory."""
-        self.do(self.draw(actions.move, actions.suspend), self.seed())
+        self.do(self.draw(plans.move, plans.suspend), self.seed())
 
     def any_state(self) -> None:
         """What users keep, change and load."""
         seed = self.seed()
         self.draw(
-            lambda: self.do(actions.save), lambda: self.do(actions.reload, seed),
-            lambda: self.do(actions.change_optimizer, seed, self.draw(False, True)),
-            lambda: self.do(actions.change_session, seed), lambda: self.do(actions.run_other_weights, seed),
+            lambda: self.do(user_actions.save), lambda: self.do(user_actions.reload, seed),
+            lambda: self.do(user_actions.change_optimizer, seed, self.draw(False, True)),
+            lambda: self.do(user_actions.change_session, seed), lambda: self.do(user_actions.run_other_weights, seed),
         )()  # fmt: skip
 
     def any_memory(self) -> None:
         """Of parameters."""
-        self.do(self.draw(actions.repoint, actions.offload, actions.onload))
+        self.do(self.draw(user_actions.repoint, user_actions.offload, user_actions.onload))
 
     def any_write(self) -> None:
         """Of weights."""
         checked = self.loop.session.settings.verify_weights
-        self.do(actions.write, self.draw("tensor", "data", "unnoticed" if checked else "data"))
+        self.do(user_actions.write, self.draw("tensor", "data", "unnoticed" if checked else "data"))
 
     def store(self) -> None:
         """Weights and optimizer state in order of experts, for other ranks."""

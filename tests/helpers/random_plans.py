@@ -104,11 +104,16 @@ def all_counts(loads: StepLoads) -> list[Workload]:
 
 
 def random_group_plans(
-    rng: np.random.Generator, loads: StepLoads, schedule: Schedule, placement: Placement, ranks_per_node: int
+    rng: np.random.Generator,
+    loads: StepLoads,
+    schedule: Schedule,
+    placement: Placement,
+    ranks_per_node: int,
+    slots: int = 2,
 ) -> PlannedStep:
-    """Random plans of the groups that are planned here, with these homes and two slots."""
+    """Random plans of the groups that are planned here, with these homes."""
     plans = tuple(
-        random_plan(rng, load, part, slots=2, placement=placement, ranks_per_node=ranks_per_node)
+        random_plan(rng, load, part, slots=slots, placement=placement, ranks_per_node=ranks_per_node)
         for part, load in zip(loads.schedules, all_counts(loads), strict=True)
     )
     return PlannedStep(schedule, plans, NOTHING, {"nothing": 1.0}, dict.fromkeys(PARTS, 1.0))

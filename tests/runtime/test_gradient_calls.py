@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import actions
-from helpers.actions import change_session, start, update, zero
+from helpers import actions, plans
+from helpers.actions import update, zero
 from helpers.loop import Loop
+from helpers.plans import start
 from helpers.rank_tests import runs_on_ranks
+from helpers.user_actions import change_session
 from trimtab.errors import InputError
 from trimtab.runtime.gradients import sum_gradients
 from trimtab.runtime.state.weight_watch import OptimizerWatch
@@ -190,8 +192,8 @@ def test_parts_in_fsdp_are_no_replicated_parameters() -> None:
 CALLS: dict[str, Callable[[Loop], object]] = {
     "finish_gradients": lambda loop: loop.session.finish_gradients(loop.model.replicated()),
     "micro_step": lambda loop: loop.session.micro_step(0).__enter__(),
-    "plan": lambda loop: actions.plan(loop, 5),
-    "move": lambda loop: actions.move(loop, 5),
+    "plan": lambda loop: plans.plan(loop, 5),
+    "move": lambda loop: plans.move(loop, 5),
 }
 
 

@@ -10,14 +10,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from helpers import actions, late_device
-from helpers.actions import repoint, start, write
+from helpers import actions, late_device, plans
 from helpers.examples import nightly_except
 from helpers.late_compute import PendingReadError
 from helpers.late_device import LATE_COMPUTE
+from helpers.plans import start
 from helpers.programs import run_on_rank
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
+from helpers.user_actions import repoint, write
 from trimtab.runtime.transfer.streams import BackgroundCopies
 
 CPU = torch.device("cpu")
@@ -93,7 +94,7 @@ def test_loops_in_which_other_ranks_read_the_parameters(seed: int) -> None:
             replace, loop.session.suspend, lambda: None, lambda: write(loop, "data")
         ]  # fmt: skip
         for number in range(4):
-            actions.plan(loop, seed + number)
+            plans.plan(loop, seed + number)
             actions.forward(loop, number % 3, "plain", number)
             actions.backward(loop, number)
             assert loop.session.memory().peer_memory_bytes == 0

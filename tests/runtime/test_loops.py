@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from helpers import actions
-from helpers.actions import backward, finish, forward, live, start, update, zero
+from helpers import plans, user_actions
+from helpers.actions import backward, finish, forward, live, update, zero
 from helpers.equality import relative_error
+from helpers.plans import start
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.runtime import Session, gated_experts
@@ -34,7 +35,7 @@ def test_backward_may_run_on_another_thread() -> None:
             with pytest.raises(RuntimeError, match="by another thread than the one that opened the micro-step"):
                 call.result()
         zero(loop)
-        actions.plan(loop, 6)
+        plans.plan(loop, 6)
     # Another thread may run the next plan.
     with ThreadPoolExecutor(1) as other:
         other.submit(forward, loop, 0, "reentrant checkpoint", 2).result()
@@ -59,7 +60,7 @@ def test_a_layer_of_a_thread_that_has_ended_is_not_recomputed_without_its_micro_
 
     def next_step() -> None:
         nodes(20)
-        actions.plan(loop, 6)
+        plans.plan(loop, 6)
         forward(loop, 0, run)
         nodes(400)
 
@@ -235,7 +236,7 @@ def test_verify_weights_detects_hidden_changes() -> None:
             assert Session(num_experts=4).settings.verify_weights is (checked is not None)
             assert Session(num_experts=4, mode="shadow").settings.verify_weights
             assert not Session(num_experts=4, mode="shadow", verify_weights=False).settings.verify_weights
-    actions.write(loop, "unnoticed")
+    user_actions.write(loop, "unnoticed")
     forward(loop, 0)
     # One sampled element of one expert, on one rank.
     if loop.session.rank == 1:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import trimtab
-from helpers.actions import start
 from helpers.loop import Loop
+from helpers.plans import start
 from helpers.random_plans import random_schedule
 from helpers.rank_pool import RankPool, shared_pool
 from helpers.rank_tests import runs_on_ranks

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers import actions, late_device
-from helpers.actions import start, update
+from helpers.actions import update
 from helpers.loop import Loop
+from helpers.plans import start
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import RanksDisagreeError
 

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from helpers import actions
-from helpers.actions import load_by_position, start, update
+from helpers import actions, plans
+from helpers.actions import update
 from helpers.examples import nightly_except
 from helpers.loop import Loop
 from helpers.moe_model import TinyMoE
+from helpers.plans import start
 from helpers.rank_tests import runs_on_ranks
+from helpers.user_actions import load_by_position
 from trimtab.planner import Placement
 from trimtab.runtime import Session, gated_experts
 
@@ -44,7 +46,7 @@ def test_steps_after_suspension_are_right_and_keep_nothing(seed: int, rounds: in
     loop, sizes = start(seed), []
     for number in range(rounds):
         if number:
-            actions.plan(loop, number)
+            plans.plan(loop, number)
         update(loop, number % 3)
         actions.step(loop)
         loop.session.suspend()
@@ -78,7 +80,7 @@ def test_backwards_after_suspension_are_refused() -> None:
         with pytest.raises(RuntimeError, match=cause):
             loop.pending.pop(number).loss.backward()
     actions.zero(loop)
-    actions.plan(loop, 1)
+    plans.plan(loop, 1)
     update(loop)
     actions.step(loop)
 
@@ -94,7 +96,7 @@ def test_planned_backwards_are_refused_when_the_session_goes_on(run: str, suspen
     actions.forward(loop, 0, run, 1)
     if suspends:
         loop.session.suspend()
-    actions.plan(loop, 1, moves=False)
+    plans.plan(loop, 1, moves=False)
     with pytest.raises(RuntimeError, match=RUNS[run]):
         loop.pending.pop(1).loss.backward()
 
@@ -109,10 +111,10 @@ def test_a_session_goes_on_with_groups_that_replace_destroyed_ones() -> None:
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=PrefixStore("again", store), rank=rank, world_size=ranks)
     for seed in range(2):
-        actions.plan(loop, seed)
+        plans.plan(loop, seed)
         update(loop)
         actions.step(loop)
-    actions.move(loop, 3)
+    plans.move(loop, 3)
 
 
 @runs_on_ranks()
@@ -125,7 +127,7 @@ def test_closed_sessions_keep_no_groups() -> None:
     gc.collect()
     loop = start()
     loop.session.suspend()
-    actions.plan(loop, 1)
+    plans.plan(loop, 1)
     update(loop)
     actions.step(loop)
     assert len(kept) == dist.get_rank()
@@ -171,7 +173,7 @@ def test_groups_of_other_sessions_stay() -> None:
 def at_other_homes(seed: int) -> tuple[Loop, TinyMoE, list[torch.Tensor]]:
     """A loop whose experts have moved, another whole model, and the loop's weights."""
     loop = start(seed)
-    actions.move(loop, seed)
+    plans.move(loop, seed)
     update_and_step(loop, seed)
     assert any(not layer.known.are_first for layer in loop.session.homes)
     other = copy.deepcopy(loop.reference)
@@ -181,7 +183,7 @@ def at_other_homes(seed: int) -> tuple[Loop, TinyMoE, list[torch.Tensor]]:
 
 
 def update_and_step(loop: Loop, seed: int) -> None:
-    actions.plan(loop, seed, moves=False)
+    plans.plan(loop, seed, moves=False)
     update(loop)
     actions.step(loop)
 
@@ -236,7 +238,7 @@ def test_trained_weights_are_loaded_within_first_homes_for_its_end() -> None:
     before = session.placement.home.copy()
     num_homes = session.num_experts // session.num_ranks
     for seed in range(20):
-        actions.move(loop, seed)
+        plans.move(loop, seed)
     session.move(Placement(before[:, np.r_[num_homes : session.num_experts, :num_homes]].copy()))
     update_and_step(loop, 3)
     mine = {name: value.clone() for name, value in loop.model.state_dict().items()}
@@ -264,8 +266,8 @@ def test_steps_of_other_models_do_not_hide_weights_of_another_model() -> None:
 
 
 ACTIONS: dict[str, Callable[[Loop], object]] = {
-    "plan": lambda loop: actions.plan(loop, 7),
-    "move": lambda loop: actions.move(loop, 7),
+    "plan": lambda loop: plans.plan(loop, 7),
+    "move": lambda loop: plans.move(loop, 7),
     "planned": lambda loop: actions.forward(loop, 0),
     "gradients": lambda loop: actions.live(loop, 0, "plain", 3),
     "finish": lambda loop: loop.session.finish_gradients(loop.model.replicated()),

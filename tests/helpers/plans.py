@@ -1,0 +1,199 @@
+"""Plans of a training loop: random ones or the session's own; moves and suspension between steps."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.loop import (
+    SEQUENCES,
+    Loop,
+    Options,
+    action,
+    make_loop,
+    zero_gradients,
+)
+from helpers.planned_steps import rows_in
+from helpers.random_plans import random_group_plans, random_placement, random_plan, random_schedule, random_trace
+from helpers.random_slices import as_header, random_slices
+from trimtab.array_type import Array
+from trimtab.planner import Placement, PlannedStep, Schedule, Workload
+from trimtab.planner.plan.step_loads import StepLoads
+from trimtab.runtime import step_planner
+from trimtab.trace import RoutingTrace
+
+
+def start(seed: int = 3, **options: Any) -> Loop:
+    """A new model in a new session, with a first plan."""
+    loop = make_loop(Options.of(**{"verify_weights": False} | options), seed)
+    plan(loop, seed)
+    return loop
+
+
+def plan(loop: Loop, seed: int, moves: bool = True, mode: str | None = None, rows: str | None = None) -> None:
+    """Another trace, and a plan for it.
+
+    Args:
+        moves: experts may move.
+        mode, rows: instead of the loop's.
+    """
+    session, options, rng = loop.session, loop.options, np.random.default_rng(seed)
+    rows, planner = rows or options.rows, options.planner
+    mode_before = session.mode
+    session.mode = mode or session.mode  # type: ignore[assignment]
+    if loop.is_carried_out and loop.offloaded_parameters is not None:
+        session.mode = mode_before
+        return
+    layers, ranks, experts = len(session.layers), session.topology.num_data_ranks, session.num_experts
+    trace = random_trace(
+        rng, num_sequences=SEQUENCES, max_length=8, num_layers=layers, num_experts=experts,
+        top_k=loop.model.moe_blocks()[0].top_k, unknown=0.3 if rows == "unknown" else 0.0,
+    )  # fmt: skip
+    if rows == "twice":
+        # As frameworks fill rows without a record.
+        trace.expert_ids[rng.random(trace.expert_ids.shape[:2]) < 0.3] = 0
+    unread_T = np.zeros(trace.num_tokens, bool)
+    if rows == "unread":
+        # Padding, and the last tokens of sequences, for some of which zeros were recorded.
+        unread_T = rng.random(trace.num_tokens) < 0.2
+        unread_T[trace.sequence_starts[1:] - 1] = True
+        trace.expert_ids[unread_T] = np.where(rng.random(int(unread_T.sum())) < 0.5, trace.no_route, 0)[:, None, None]
+        planner = "micro-steps" if planner in ("random", "sequences") else planner
+    schedule = random_schedule(rng, SEQUENCES, num_ranks=ranks, num_micro_steps=3)
+    if planner == "sequences":
+        # Of sequences that are on other ranks.
+        own = np.flatnonzero(np.arange(SEQUENCES) * ranks // SEQUENCES == loop.data_rank)
+        planned = session.plan_sequences(trace.select(own), token_budget=16)
+        schedule = planned.schedule
+    placement = random_placement(rng, layers, experts, session.num_ranks) if moves else session.placement
+    if session.mode == "static":
+        # Others move experts.
+        placement = session.placement
+    if session.mode == "static" and planner != "random":
+        # Its plans have the first homes.
+        zero_gradients(loop)
+    mine = trace.select(schedule.sequences_of(loop.data_rank))
+    if loop.is_live:
+        pass
+    elif loop.is_carried_out and planner == "random" and _would_move_gradients(loop, placement):
+        before, plans = session.placement.home, _random_plans(loop, trace, schedule, placement, rng)
+        with pytest.raises(RuntimeError, match="gradients that wait for an optimizer step"):
+            session.apply_step_plan(plans, mine)
+        assert np.array_equal(session.placement.home, before)
+        # The running plan is one of this mode.
+        session.mode = mode_before
+        return
+    elif planner == "random":
+        if loop.is_carried_out and not np.array_equal(placement.home, session.placement.home):
+            zero_gradients(loop)  # Gradients of experts that move are dropped, if they are zeros.
+        session.apply_step_plan(_random_plans(loop, trace, schedule, placement, rng), mine)
+    elif planner == "sequences":
+        session.apply_plan(planned, mine)
+    elif planner == "own" and rows != "unread":
+        session.plan(mine, schedule)
+    else:
+        _plan_micro_steps(loop, trace, schedule, unread_T, seed, planner, moves)
+    # Nothing reads them any more.
+    mine.expert_ids[:] = 0
+    loop.trace, loop.schedule, loop.unread_T, loop.kind = trace, schedule, unread_T, rows
+    loop.tokens, loop.labels = (torch.from_numpy(rng.integers(0, 11, trace.num_tokens)) for _ in range(2))
+    loop.changes = loop.changes._replace(plans=loop.changes.plans + 1)
+    if loop.compares:
+        loop.compare()
+
+
+def _random_plans(
+    loop: Loop, trace: RoutingTrace, schedule: Schedule, placement: Placement, rng: np.random.Generator
+) -> Any:
+    """The plan of this rank's group."""
+    session, plans = loop.session, []
+    for group in range(session.topology.groups):
+        of_group, group_schedule = schedule.of_group(group, session.num_ranks)
+        workload = Workload.from_trace(trace.select(of_group).with_repeats_unknown()[0], group_schedule)
+        plans.append(
+            random_plan(
+                rng, workload, group_schedule, slots=session.slots_per_rank, placement=placement,
+                ranks_per_node=session.topology.ranks_per_node,
+            )
+        )  # fmt: skip
+    return plans[session.topology.group]
+
+
+def _plan_micro_steps(
+    loop: Loop, trace: RoutingTrace, schedule: Schedule, unread_T: Array, seed: int, planner: str, moves: bool
+) -> None:
+    """Plan this rank's rows of each micro-step, at random homes if gradients allow it."""
+    session, home_rng, plan_rng = loop.session, np.random.default_rng(seed), np.random.default_rng((seed, 1))
+
+    def random_planned(
+        loads: StepLoads, schedule: Schedule, placement: Placement, *_: Any, **chosen: Any
+    ) -> PlannedStep:
+        if chosen["may_move"]:
+            placement = random_placement(home_rng, len(session.layers), session.num_experts, session.num_ranks)
+        per_node, slots = session.topology.ranks_per_node, session.slots_per_rank
+        planned = random_group_plans(plan_rng, loads, schedule, placement, per_node, slots)
+        if planner == "micro-steps" or not chosen["sliced"]:
+            return planned
+        return as_header(planned, slots=slots, waits=planner in ("in time", "fails"))
+
+    micro_steps = range(schedule.num_micro_steps)
+    rows_M = [rows_in(trace, schedule, index, loop.data_rank).numpy() for index in micro_steps]
+    unread = [unread_T[rows] for rows in rows_M] if unread_T.any() else None
+    with ExitStack() as stack:
+        if planner != "own":
+            stack.enter_context(mock.patch.object(step_planner, "plan_schedule", random_planned))
+            stack.enter_context(random_slices(loop.delay))
+        report = session.plan_micro_steps(
+            [trace.expert_ids[rows].astype(np.int64) for rows in rows_M], unread=unread, may_move=moves
+        )
+    is_unknown_TL = (trace.with_repeats_unknown()[0].expert_ids == trace.no_route).any(axis=2) & ~unread_T[:, None]
+    rank_T, micro_step_T = (np.repeat(each, trace.sequence_lengths) for each in (schedule.rank, schedule.micro_step))
+    of_group = rank_T // session.num_ranks == session.topology.group
+    mixed = sum(is_unknown_TL[of_group & (micro_step_T == index)].any(axis=0).sum() for index in micro_steps)
+    assert report.mixed_instances == mixed
+
+
+@action
+def suspend(loop: Loop, seed: int) -> None:
+    """The session gives everything back, and is used again."""
+    loop.session.suspend()
+    plan(loop, seed, moves=False)
+
+
+@action
+def move(loop: Loop, seed: int) -> None:
+    """Experts move to random homes, between steps."""
+    session = loop.session
+    placement = random_placement(
+        np.random.default_rng(seed), len(session.layers), session.num_experts, session.num_ranks
+    )
+    if _would_move_gradients(loop, placement):
+        with pytest.raises(RuntimeError, match="gradients that wait for an optimizer step"):
+            session.move(placement)
+        return
+    same = np.array_equal(placement.home, session.placement.home)
+    if not same:
+        zero_gradients(loop)
+    session.move(placement)
+    if not same and loop.is_carried_out:
+        with pytest.raises(RuntimeError, match="experts have moved"), session.micro_step(0):
+            pass
+    plan(loop, seed, moves=False)
+
+
+def _would_move_gradients(loop: Loop, placement: Placement) -> bool:
+    """Whether experts with gradients have another home under a placement."""
+    if loop.options.groups > 1:
+        # A group knows its own gradients alone.
+        zero_gradients(loop)
+    moved_L = (placement.home != loop.session.placement.home).any(axis=1)
+    return any(
+        moved and parameter.grad is not None and bool(parameter.grad.any())
+        for block, moved in zip(loop.reference.moe_blocks(), moved_L, strict=True)
+        for parameter in block.expert_parameters()
+    )
