@@ -1,7 +1,7 @@
 """Trimtab: expert load balancing for MoE models in RL post-training, planned from routing that is already known.
 
 `advise`, `plan`, `simulate` and `analyze` compute what the commands of these names print, from a trace or its files,
-and `size_rollout` what `trimtab rollout` prints;
+and `size_rollout` what `trimtab rollout` prints; `renumber_checkpoint` writes a checkpoint;
 `import_dump` reads what a framework recorded.
 
 `import trimtab` loads nothing; every name is imported when it is first used. The part that runs models is imported by
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trimtab.api.import_dump import import_dump
     from trimtab.api.plan import plan
     from trimtab.api.plan_result import PlanResult
+    from trimtab.api.renumber import RenumberResult, renumber_checkpoint, undo_renumbering
     from trimtab.api.simulate import SimulationResult, simulate
     from trimtab.api.size_rollout import RolloutSizing, size_rollout
     from trimtab.cluster import ClusterSpec, ModelSpec
@@ -35,6 +36,7 @@ __all__ = [
     "ModelSpec",
     "Placement",
     "PlanResult",
+    "RenumberResult",
     "RolloutSizing",
     "RoutingTrace",
     "Schedule",
@@ -48,8 +50,10 @@ __all__ = [
     "import_dump",
     "plan",
     "read_trace",
+    "renumber_checkpoint",
     "simulate",
     "size_rollout",
+    "undo_renumbering",
     "write_trace",
 ]
 __version__ = "0.1.0"
@@ -60,6 +64,7 @@ _MODULES = {
     "api.import_dump": ("import_dump",),
     "api.plan": ("plan",),
     "api.plan_result": ("PlanResult",),
+    "api.renumber": ("RenumberResult", "renumber_checkpoint", "undo_renumbering"),
     "api.simulate": ("SimulationResult", "simulate"),
     "api.size_rollout": ("RolloutSizing", "size_rollout"),
     "cluster": ("ClusterSpec", "ModelSpec"),

@@ -130,7 +130,7 @@ def test_one_step_has_no_history() -> None:
     )  # fmt: skip
     names = {each.strategy.name for each in result.advice.strategies}
     assert names == {each.name for each in STRATEGIES if not each.needs_past}
-    assert result.figures()["missing"] == ["renumber once", "eplb", "live by prediction"]
+    assert result.figures()["missing"] == ["renumber", "eplb", "live by prediction", "renumber, replicas"]
     assert all(each.over_eplb is None for each in result.advice.strategies)
     assert "over eplb" not in advice_table(result.advice).columns
     assert len(told) == 1

@@ -20,7 +20,7 @@ from trimtab.policies import make_view
 from trimtab.policies.rivals.eplb import EplbOracle
 from trimtab.simulator.token_replay import count_transfers
 from trimtab.trace import PRESETS, synthesize_preset
-from trimtab.trace.permuted_experts import permute_experts, permute_trace
+from trimtab.trace.numbering import permute_experts, random_orders
 
 DEEPSEEK = ModelSpec.named("deepseek-v3")
 EXPERTS, TOP_K, GROUPS, CHOSEN = DEEPSEEK.num_experts, DEEPSEEK.top_k, 8, 4
@@ -165,11 +165,12 @@ def test_the_price_is_that_of_the_tokens(ranks: int, per_node: int, preset: str)
 def test_random_orders_of_ids_keep_groups_together() -> None:
     trace = grouped_trace(4)
     schedule = one_sequence_each(4)
-    permuted = permute_trace(trace, 3, GROUPS)
+    order_LE = random_orders(trace.num_layers, trace.num_experts, 3, GROUPS)
+    permuted = trace.permuted(order_LE)
     ids_TLK = permuted.expert_ids.astype(np.int64) // (EXPERTS // GROUPS)
     assert max(len(set(groups.tolist())) for groups in ids_TLK.reshape(-1, TOP_K)[:500]) == CHOSEN
     counts = Workload.from_trace(trace, schedule).token_counts_MLRE.swapaxes(1, 2)
-    expected = permute_experts(counts, 3, GROUPS).swapaxes(1, 2)
+    expected = permute_experts(counts, order_LE).swapaxes(1, 2)
     assert np.array_equal(Workload.from_trace(permuted, schedule).token_counts_MLRE, expected)
     assert not np.array_equal(expected, counts.swapaxes(1, 2))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trimtab import InputError, RoutingTrace, write_trace
 from trimtab.trace import TraceReader, hash_tokens, id_dtype, no_route, store, synthesize
 from trimtab.trace.counting import count_experts
-from trimtab.trace.permuted_experts import permute_experts
+from trimtab.trace.numbering import permute_experts, random_orders
 from trimtab.trace.statistics import layer_skew
 
 
@@ -141,21 +141,20 @@ def test_every_layer_keeps_its_counts_in_one_other_order(rows: int, layers: int,
     counts = np.random.default_rng(seed).integers(0, 1000, (rows, 2, layers, experts)).astype(np.uint16)
     # Marks every column, to find it again.
     marked = np.concatenate((np.broadcast_to(np.arange(experts, dtype=np.uint16), (1, 2, layers, experts)), counts))
-    permuted = permute_experts(marked, seed)
+    permuted = permute_experts(marked, random_orders(layers, experts, seed))
     assert permuted.dtype == counts.dtype
     assert permuted.shape == marked.shape
     order_LE = permuted[0, 0].astype(np.int64)
     for layer in range(layers):
         assert np.array_equal(np.sort(order_LE[layer]), np.arange(experts))
         assert np.array_equal(permuted[..., layer, :], marked[..., layer, :][..., order_LE[layer]])
-    assert np.array_equal(permute_experts(marked, seed), permuted)
+    assert np.array_equal(permute_experts(marked, random_orders(layers, experts, seed)), permuted)
 
 
 def test_layers_and_seeds_have_orders_of_their_own() -> None:
-    counts = np.tile(np.arange(64), (2, 1))
-    first, second = permute_experts(counts, 0), permute_experts(counts, 1)
-    assert not np.array_equal(first, counts)
+    first, second = random_orders(2, 64, 0), random_orders(2, 64, 1)
+    assert not np.array_equal(first[0], np.arange(64))
     assert not np.array_equal(first[0], first[1])
     assert not np.array_equal(first, second)
     # A layer's order does not depend on how many layers follow.
-    assert np.array_equal(permute_experts(counts[:1], 0), first[:1])
+    assert np.array_equal(random_orders(1, 64, 0), first[:1])

@@ -12,7 +12,7 @@ from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.simulated_case import PERMUTATION_SEED
 from trimtab.simulator.step import WAITING, imbalance_cost
-from trimtab.trace.permuted_experts import permute_experts
+from trimtab.trace.numbering import permute_experts, random_orders
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,8 @@ def permuted_ids(counts_MLE: Array, ranks: int, case: ComparisonCase | None) -> 
         case: the steps whose seconds are simulated; None without a model.
     """
     groups = case.model.expert_groups if case else 1
-    lost = [lost_part(home_loads(permute_experts(counts_MLE, seed, groups), ranks)) for seed in range(PERMUTATIONS)]
+    layers, experts = counts_MLE.shape[1:]
+    orders = [random_orders(layers, experts, seed, groups) for seed in range(PERMUTATIONS)]
+    lost = [lost_part(home_loads(permute_experts(counts_MLE, order_LE), ranks)) for order_LE in orders]
     cost = estimate_cost(case.with_permuted_experts(PERMUTATION_SEED)) if case else None
     return PermutedIds(PERMUTATIONS, float(np.mean(lost)), cost.step_s if cost else None, cost.lost_s if cost else None)

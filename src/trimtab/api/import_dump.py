@@ -18,6 +18,7 @@ from trimtab.trace.formats.importing import FORMATS, import_own_files, model_lab
 from trimtab.trace.formats.normalise import Summary
 from trimtab.trace.formats.records import ROWS_AT, ImportOptions
 from trimtab.trace.message_text import printable
+from trimtab.trace.numbering import Numbering
 from trimtab.trace.store import Source, found_files, named_files
 
 log = logging.getLogger("trimtab")
@@ -76,7 +77,13 @@ def import_dump(
     )  # fmt: skip
     options = with_model(given, model or named_model(files, given), overrides)
     read = bounded_import if limits else import_own_files
-    return RoutingTrace.concatenate(list(read(files, format, options, Summary())))
+    trace = RoutingTrace.concatenate(list(read(files, format, options, Summary())))
+    return replace(trace, numbering=numbering_of(model))
+
+
+def numbering_of(model: ModelSource | None) -> Numbering:
+    """The numbering of a checkpoint; first ids of any other model."""
+    return Numbering() if model is None or isinstance(model, ModelSpec) else Numbering.of_checkpoint(Path(model))
 
 
 def check_pattern(text: str) -> None:

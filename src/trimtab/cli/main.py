@@ -30,6 +30,7 @@ COMMANDS = {
     "analyze": "cost of imbalance in a trace, its layers, and gains of known routing",
     "plan": "plan a step of a trace for a cluster",
     "simulate": "step time of every balancer on a cluster",
+    "renumber": "write a checkpoint with experts in an order that balances ranks",
     "rollout": "size a rollout: attention and experts on the same ranks or on separate ones",
     "calibrate": "measure this machine and write a cluster file",
     "doctor": "check an installation, a model and one micro-step before a long run",

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from trimtab.api.import_dump import check_pattern, named_model, with_model
+from trimtab.api.import_dump import check_pattern, named_model, numbering_of, with_model
 from trimtab.cli.options import add_model, add_options, add_output, add_trace, given, positive, whole
 from trimtab.cli.output import write_figures
 from trimtab.console import console
@@ -33,6 +34,7 @@ from trimtab.trace.formats.bounded_import import bounded_import
 from trimtab.trace.formats.importing import FORMATS, import_own_files
 from trimtab.trace.formats.normalise import Summary
 from trimtab.trace.formats.records import ROWS_AT, ImportOptions
+from trimtab.trace.numbering import Numbering
 from trimtab.trace.statistics import layer_skew
 from trimtab.trace.store import found_files, named_files
 
@@ -76,6 +78,20 @@ def add(commands: Any) -> None:
     synth.set_defaults(run=run_synth)
     add_import(actions)
     add_export(actions)
+    renumber = actions.add_parser(
+        "renumber",
+        help="the same routes by the expert ids of a renumbered checkpoint",
+        description="Map the expert ids of a trace to those of a checkpoint that trimtab renumber wrote, or back.",
+        examples=["trimtab trace renumber out/rollout.parquet --checkpoint models/qwen3-ep32 -o out/mapped.parquet"],
+    )
+    add_trace(renumber)
+    add_options(renumber, "--checkpoint", type=Path, required=True, metavar="FOLDER", help="whose ids are wanted")
+    add_options(
+        renumber, "--recorded-by", type=Path, metavar="FOLDER", unset="what the trace says",
+        help="checkpoint that recorded the trace",
+    )  # fmt: skip
+    add_output(renumber, "the trace (.parquet)")
+    renumber.set_defaults(run=run_renumber)
 
 
 def run_info(options: argparse.Namespace) -> None:
@@ -98,6 +114,18 @@ def run_info(options: argparse.Namespace) -> None:
         "busier_half_share": skew.busier_half_share_L.tolist(),
     }
     write_figures(options, figures).print(trace_facts(reader, unknown), skew_table(reader.empty, skew))
+
+
+def run_renumber(options: argparse.Namespace) -> None:
+    for folder in filter(None, (options.checkpoint, options.recorded_by)):
+        if not folder.is_dir():
+            raise InputError(f"{folder}: no such folder; expected a checkpoint")
+    reader, wanted = TraceReader(options.trace), Numbering.of_checkpoint(options.checkpoint)
+    recorded = Numbering.of_checkpoint(options.recorded_by) if options.recorded_by else reader.empty.numbering
+    chunks = (replace(chunk, numbering=recorded) for chunk in reader.chunks())
+    write_trace((chunk.in_numbering(wanted) for chunk in chunks), options.output)
+    if not is_stream(options.output):
+        console().print(trace_facts(TraceReader(options.output)))
 
 
 def run_synth(options: argparse.Namespace) -> None:
@@ -161,7 +189,7 @@ def run_import(options: argparse.Namespace) -> None:
     summary = Summary()
     screen = console()
     start = time.perf_counter()
-    last_step = 0
+    last_step, numbering = 0, numbering_of(getattr(options, "model", None))
     with Progress(transient=True) as progress:
         task = progress.add_task("", total=None)
 
@@ -170,7 +198,7 @@ def run_import(options: argparse.Namespace) -> None:
             for part in parts:
                 last_step = max(last_step, int(part.steps.max(initial=0)))
                 progress.update(task, description=f"{summary.format}: {summary.tokens:,} tokens")
-                yield part
+                yield replace(part, numbering=numbering)
 
         read = bounded_import if options.limits else import_own_files
         parts = read(files, options.format, _import_options(options, files), summary)

@@ -14,7 +14,7 @@ from trimtab.planner import SequenceCounts
 from trimtab.simulator.resampling import LEAST_SEQUENCES, ResampledTrace
 from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace
-from trimtab.trace.permuted_experts import permute_experts, permute_trace
+from trimtab.trace.numbering import permute_experts, random_orders
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,23 +81,22 @@ class ComparisonCase:
         return self.model.moe_layers / self.sequences.num_layers
 
     def with_permuted_experts(self, seed: int) -> ComparisonCase:
-        """The case with the experts of every layer in random order, the same in all steps (`permute_experts`)."""
-        groups = self.model.expert_groups
+        """The case with the experts of every layer in random order, the same in all steps."""
+        sequences = self.sequences
+        return self.permuted(random_orders(sequences.num_layers, sequences.num_experts, seed, self.model.expert_groups))
+
+    def permuted(self, order_LE: Array) -> ComparisonCase:
+        """The case with the experts of every layer in another order, `[L, E]` old ids by new ones, in all steps."""
 
         def permuted(part: SequenceCounts) -> SequenceCounts:
-            return replace(part, counts_SLE=permute_experts(part.counts_SLE, seed, groups))
+            return replace(part, counts_SLE=permute_experts(part.counts_SLE, order_LE))
 
         return replace(
             self,
             sequences=permuted(self.sequences),
             earlier=tuple(map(permuted, self.earlier)),
-            traces=tuple(
-                trace.permuted(seed, groups)
-                if isinstance(trace, ResampledTrace)
-                else permute_trace(trace, seed, groups)
-                for trace in self.traces
-            ),
-            halves=tuple(half.with_permuted_experts(seed) for half in self.halves),
+            traces=tuple(trace.permuted(order_LE) for trace in self.traces),
+            halves=tuple(half.permuted(order_LE) for half in self.halves),
         )
 
     def mini_batch_of(self, sequences: SequenceCounts) -> Array:

@@ -17,7 +17,6 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.planner import SequenceCounts
 from trimtab.trace import RoutingTrace
-from trimtab.trace.permuted_experts import permute_trace
 from trimtab.trace.routing import windows_array
 
 # With fewer sequences in a step the skew of a whole step can't be told from chance.
@@ -46,9 +45,9 @@ class ResampledTrace:
         """Those of the trace."""
         return self.trace.sequence_starts
 
-    def permuted(self, seed: int, groups: int) -> ResampledTrace:
-        """As `permute_trace`."""
-        return replace(self, trace=permute_trace(self.trace, seed, groups))
+    def permuted(self, order_LE: Array) -> ResampledTrace:
+        """As `RoutingTrace.permuted`."""
+        return replace(self, trace=self.trace.permuted(order_LE))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from trimtab.simulator.comparison import Outcome, figures, fits
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.step import WAITING, imbalance_cost
 
-# Step times with permuted expert ids are those of this order (`permute_experts`).
+# Step times with permuted expert ids are those of this order (`random_orders`).
 PERMUTATION_SEED = 0
 
 

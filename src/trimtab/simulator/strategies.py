@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from trimtab.planner.placement.expert_order import order_experts
 from trimtab.policies import POLICIES, Eplb, Policy
 from trimtab.policies.live import LiveCounts, LivePrediction
 from trimtab.policies.trimtab import Trimtab
@@ -15,12 +18,7 @@ RECORDED = "recorded routing"
 VERL = "verl: +actor_rollout_ref.actor.megatron.override_mcore_model_config.trimtab."
 OTHERS = "slime, miles, ROLL, NeMo-RL, SkyRL, ms-swift: TRIMTAB_BALANCE="
 OWN_LOOP = "own loop: Session.plan_sequences"
-
-
-class _PlacedOnce(Eplb):  # type: ignore[misc]
-    """EPLB's packing for the first step's loads, kept for the run."""
-
-    intervals = (None,)
+RENUMBER = "trimtab renumber MODEL --trace TRACE -o NEW"
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,7 @@ class RunStrategy:
         settings: lines to copy.
         has_slots: whether ranks hold replicas.
         needs_past: whether it needs steps before.
+        renumbers: whether the checkpoint's experts are in the order of past loads.
     """
 
     name: str
@@ -43,9 +42,11 @@ class RunStrategy:
     make: Callable[[], Policy]
     has_slots: bool = False
     needs_past: bool = False
+    renumbers: bool = False
 
     def simulate(self, case: ComparisonCase) -> Outcome:
         """Plan and simulate the steps of a case with it."""
+        case = renumbered(case) if self.renumbers else case
         slots = case.cluster.slots_per_rank if self.has_slots else 0
         return simulate_policy(with_slots(case, slots), self.name, self.make())
 
@@ -54,6 +55,16 @@ def with_slots(case: ComparisonCase, slots: int) -> ComparisonCase:
     """The case with so many replicas of a rank."""
     halves = tuple(with_slots(half, slots) for half in case.halves)
     return replace(case, cluster=replace(case.cluster, slots_per_rank=slots), halves=halves)
+
+
+def renumbered(case: ComparisonCase) -> ComparisonCase:
+    """The case of a checkpoint that `order_experts` gave another order, by the loads of the steps before those that are
+    measured, or of the first one. Halves have orders of their own prompts."""
+    past = case.earlier[: max(1, len(case.steps) - case.measured)]
+    past_PLE = np.stack([step.counts_SLE.sum(axis=0, dtype=np.int64) for step in past])
+    cluster = case.cluster
+    order_LE = order_experts(past_PLE, cluster.ranks, cluster.ranks_per_node, case.model.expert_groups)
+    return replace(case.permuted(order_LE), halves=tuple(map(renumbered, case.halves)))
 
 
 def _plugins(mode: str) -> tuple[str, ...]:
@@ -66,6 +77,10 @@ ALL = RunStrategy(
     (OWN_LOOP, f"{VERL}moves=true"),
     lambda: POLICIES["trimtab"], has_slots=True,
 )  # fmt: skip
+REPLICAS = RunStrategy(
+    "replicas", "replicas planned before each micro-step", f"{RECORDED} and memory for replicas", _plugins("plan"),
+    lambda: Trimtab(may_move=False), has_slots=True,
+)  # fmt: skip
 EPLB = RunStrategy(
     "eplb", "copies of hot experts, placed by past loads at the best interval", "copies in every layer's memory",
     (), Eplb, has_slots=True, needs_past=True,
@@ -77,8 +92,8 @@ STRATEGIES = (
         (OWN_LOOP,), lambda: POLICIES["scheduled"],
     ),
     RunStrategy(
-        "renumber once", "experts in another order, from the first step's loads", "a reordered checkpoint", (),
-        _PlacedOnce, needs_past=True,
+        "renumber", "a checkpoint with experts in another order, by past loads", "routing of a run before", (RENUMBER,),
+        lambda: POLICIES["static"], needs_past=True, renumbers=True,
     ),
     RunStrategy(
         "pack by routing", "sequences grouped by their experts' ranks", f"{RECORDED} and your own batches",
@@ -96,9 +111,10 @@ STRATEGIES = (
         "live by prediction", "replicas chosen from earlier micro-steps", "memory for replicas", _plugins("live"),
         LivePrediction, has_slots=True, needs_past=True,
     ),
+    REPLICAS,
     RunStrategy(
-        "replicas", "replicas planned before each micro-step", f"{RECORDED} and memory for replicas", _plugins("plan"),
-        lambda: Trimtab(may_move=False), has_slots=True,
+        "renumber, replicas", "planned replicas, in a renumbered checkpoint", f"{RECORDED} and memory for replicas",
+        (RENUMBER, *_plugins("plan")), lambda: Trimtab(may_move=False), has_slots=True, needs_past=True, renumbers=True,
     ),
     ALL,
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.figures import plural
 from trimtab.kernels import kernel
+from trimtab.trace.numbering import Numbering, permute_ids
 
 Windows = tuple[tuple[int, int], ...]
 """Windows of one sequence, `(version, rows)` each; none if all rows are of the same version."""
@@ -108,6 +109,7 @@ class RoutingTrace:
         num_experts: E.
         model: the model's name or type, for people.
         sampled: the part of each step's sequences that was recorded, above 0 to 1.
+        numbering: of the model that recorded the ids.
 
     Raises:
         InputError: if shapes or dtypes don't fit together. `check` checks the ids.
@@ -125,6 +127,7 @@ class RoutingTrace:
     num_experts: int
     model: str = ""
     sampled: float = 1.0
+    numbering: Numbering = field(default_factory=Numbering)
 
     def __post_init__(self) -> None:
         ids = self.expert_ids
@@ -148,6 +151,7 @@ class RoutingTrace:
             check_windows(self.windows[index], int(index), int(starts[index + 1] - starts[index]))
         if len(self.layer_indices) != ids.shape[1]:
             raise InputError(f"layer_indices names {len(self.layer_indices)} layers; expert_ids has {ids.shape[1]}")
+        self.numbering.check(self.num_experts)
 
     @classmethod
     def from_sequences(
@@ -254,18 +258,20 @@ class RoutingTrace:
         )
 
     def check_same_model(self, other: RoutingTrace) -> None:
-        """Raise InputError if another trace differs in layers, top_k or experts."""
+        """Raise InputError if another trace differs in layers, top_k, experts or their numbering."""
         if (other.num_experts, other.top_k) != (self.num_experts, self.top_k) or not np.array_equal(
             other.layer_indices, self.layer_indices
         ):
             raise InputError(f"traces of different models can't be joined: {self.shape_text}; {other.shape_text}")
+        if other.numbering != self.numbering:
+            raise InputError("traces of different expert numberings can't be joined; trimtab trace renumber maps one")
 
     @staticmethod
     def concatenate(traces: Sequence[RoutingTrace]) -> RoutingTrace:
         """The sequences of several traces of one model, one after another.
 
         Raises:
-            InputError: if the traces differ in layers, top_k, experts or the sampled part.
+            InputError: if the traces differ in layers, top_k, experts, their numbering or the sampled part.
         """
         first = traces[0]
         for other in traces[1:]:
@@ -274,6 +280,15 @@ class RoutingTrace:
                 raise InputError(f"traces of other sampled parts can't be joined: {first.sampled:g}; {other.sampled:g}")
         facts = first.facts.joined(*(trace.facts for trace in traces[1:]))
         return first.with_sequences(facts, np.concatenate([trace.expert_ids for trace in traces]))
+
+    def permuted(self, order_LE: Array) -> RoutingTrace:
+        """The trace as if the experts of every layer had their ids in another order, `[L, E]` old ids by new ones."""
+        return replace(self, expert_ids=permute_ids(self.expert_ids, order_LE, self.no_route))
+
+    def in_numbering(self, numbering: Numbering) -> RoutingTrace:
+        """The same routes by the ids that the model's experts have in another numbering."""
+        order_LE = numbering.order_from(self.numbering, self.layer_indices, self.num_experts)
+        return replace(self.permuted(order_LE), numbering=numbering)
 
     def __repr__(self) -> str:
         steps = f"{self.steps.min()} to {self.steps.max()}" if self.num_sequences else "none"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
 from trimtab.trace.message_text import at_place, short
+from trimtab.trace.numbering import Numbering
 from trimtab.trace.parquet_footer import Column
 from trimtab.trace.routing import RoutingTrace, SequenceFacts, Windows, check_windows, no_route, windows_array
 
@@ -71,6 +73,8 @@ def schema_of(trace: RoutingTrace) -> pa.Schema:
         "model": trace.model,
         "sampled": trace.sampled,
     }
+    if trace.numbering.first:
+        header["numbering"] = trace.numbering.to_json()
     _check_header(header)
     return _SCHEMA.with_metadata({"trimtab": json.dumps(header)})
 
@@ -135,6 +139,7 @@ def read_facts(
     if missing:
         raise InputError(f"a routing trace should have the column {missing[0]!r}")
     layers = np.asarray(header["layer_indices"], np.int32)
+    numbering = Numbering.from_json(header.get("numbering", {}), "the numbering in its header")
     empty = RoutingTrace.from_sequences(
         [],
         num_experts=header["num_experts"],
@@ -144,6 +149,7 @@ def read_facts(
         # Files of earlier versions don't say it.
         sampled=float(header.get("sampled", 1.0)),
     )
+    empty = replace(empty, numbering=numbering)
     rows = parquet.metadata.num_rows
     _check_claim(rows * FACTS_BYTES, allowed, f"{rows} sequences")
     if len(columns) != parquet.num_row_groups:
