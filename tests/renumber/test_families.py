@@ -17,6 +17,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from helpers.equality import relative_error
+from helpers.moe_families import MODEL_TYPES, MOE_LAYERS, NUM_EXPERTS, random_model, small_config
+from trimtab import RoutingTrace
+from trimtab.integrations.transformers import record_routing
 from trimtab.renumber.checkpoint import CheckpointFiles, write_renumbered
 from trimtab.renumber.expert_tensors import KNOWN_TYPES
 from trimtab.trace.numbering import Numbering, random_orders
@@ -112,3 +115,29 @@ def test_logits_of_a_renumbered_checkpoint(model_type: str, tmp_path: Path) -> N
     ]
     # Router and experts of each layer.
     assert len(changed) >= 3 * len(layers)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_routes_recorded_before_are_those_recorded_after_mapped(model_type: str, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    random_model(small_config(model_type), torch.float32).save_pretrained(tmp_path / "model")
+    layers = np.array(MOE_LAYERS[model_type])
+    order_LE = random_orders(len(layers), NUM_EXPERTS, 6, GROUPS)
+    numbering = Numbering().then(order_LE, layers)
+    orders = dict(zip(layers.tolist(), order_LE, strict=True))
+    write_renumbered(CheckpointFiles(tmp_path / "model"), tmp_path / "new", orders, numbering)
+    tokens, mask = (
+        torch.from_numpy(np.random.default_rng(2).integers(1, 29, (3, 11))),
+        torch.ones(3, 11, dtype=torch.int64),
+    )
+    before, after = (recorded(tmp_path / name, tokens, mask) for name in ("model", "new"))
+    mapped = before.in_numbering(Numbering.of_checkpoint(tmp_path / "new"))
+    assert np.array_equal(np.sort(mapped.expert_ids), np.sort(after.expert_ids))
+    assert not np.array_equal(np.sort(before.expert_ids), np.sort(after.expert_ids))
+
+
+def recorded(folder: Path, tokens: torch.Tensor, mask: torch.Tensor) -> RoutingTrace:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with record_routing(model) as record, torch.no_grad():
+        model(input_ids=tokens, attention_mask=mask)
+    return record.trace(tokens, mask)
