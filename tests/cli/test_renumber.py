@@ -183,7 +183,9 @@ def test_undone_and_renumbered_again(tmp_path: Path, model: Path, printed: Print
     write_trace(skewed(2), tmp_path / "trace.parquet")
     trace = ("--trace", tmp_path / "trace.parquet", *COMMAND)
     printed("renumber", model, *trace, "-o", tmp_path / "new")
-    # The trace has first ids, which the second order starts from: nothing is left to gain.
+    assert "does not say" in error_of("renumber", tmp_path / "new", *trace, "-o", tmp_path / "newer")
+    # It has first ids, from which the second order starts: nothing is left to gain.
+    write_trace(replace(read_trace(tmp_path / "trace.parquet"), numbering=Numbering()), tmp_path / "trace.parquet")
     assert "below 1%" in error_of("renumber", tmp_path / "new", *trace, "-o", tmp_path / "newer")
     # Recorded by the renumbered model, in which other experts are hot.
     recorded = replace(skewed(2, seed=7), numbering=Numbering.of_checkpoint(tmp_path / "new"))

@@ -58,7 +58,7 @@ DIMENSIONS: dict[str, Values] = {
     },
     "between": {"nothing": {}} | {name: {"between": name} for name in (
         "move", "suspend", "reload", "other ranks", "distributed checkpoint", "other session", "other optimizer",
-        "other memory", "write", "other weights",
+        "other memory", "write", "other weights", "renumber",
     )},
     "optimizer": {"AdamW": {}, "SGD": {"sgd": True}},
     "dense": {"replicated": {}, "FSDP2": {"sharded": True}},
@@ -98,7 +98,7 @@ EXCLUDED: list[tuple[str, set[str], str, set[str]]] = [
     ("device", DEVICES, "order", {"any"}),
     ("device", LATE, "between", {"distributed checkpoint", "other ranks"}),
     # DTensors have shards, which other actions do not know.
-    ("dense", {"FSDP2"}, "between", OTHERS["between"] - {"move", "suspend", "other session"}),
+    ("dense", {"FSDP2"}, "between", OTHERS["between"] - {"move", "suspend", "other session", "renumber"}),
     ("dense", {"FSDP2"}, "order", {"any"}),
     ("dense", {"FSDP2"}, "optimizer", {"SGD"}),
     ("dense", {"FSDP2"}, "device", DEVICES),

@@ -155,6 +155,7 @@ class Loop:
         has_stepped: whether the model's optimizer has.
         saved: state dicts of the model and its optimizer, of the reference and its, and the model's weights in order of
             experts; None if there are none.
+        told: the session that tells of new ids.
         delay: of the planner's rounds, see `helpers.random_slices`.
         done: the actions so far.
         kept: what queued work may read.
@@ -182,6 +183,7 @@ class Loop:
     has_stepped: bool = False
     averages: tuple[dict[str, torch.Tensor], ...] = ()
     saved: tuple[dict[str, Any], ...] | None = None
+    told: Session | None = None
     delay: Callable[[range], None] = in_time
     done: list[str] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -26,6 +29,7 @@ from trimtab.planner import Placement, PlannedStep, Schedule, Workload
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.runtime import step_planner
 from trimtab.trace import RoutingTrace
+from trimtab.trace.numbering import Numbering, random_orders
 
 
 def start(seed: int = 3, **options: Any) -> Loop:
@@ -68,7 +72,7 @@ def plan(loop: Loop, seed: int, moves: bool = True, mode: str | None = None, row
     if planner == "sequences":
         # Of sequences that are on other ranks.
         own = np.flatnonzero(np.arange(SEQUENCES) * ranks // SEQUENCES == loop.data_rank)
-        planned = session.plan_sequences(trace.select(own), token_budget=16)
+        planned = session.plan_sequences(recorded(loop, trace.select(own), seed), token_budget=16)
         schedule = planned.schedule
     placement = random_placement(rng, layers, experts, session.num_ranks) if moves else session.placement
     if session.mode == "static":
@@ -77,7 +81,7 @@ def plan(loop: Loop, seed: int, moves: bool = True, mode: str | None = None, row
     if session.mode == "static" and planner != "random":
         # Its plans have the first homes.
         zero_gradients(loop)
-    mine = trace.select(schedule.sequences_of(loop.data_rank))
+    mine = recorded(loop, trace.select(schedule.sequences_of(loop.data_rank)), seed)
     if loop.is_live:
         pass
     elif loop.is_carried_out and planner == "random" and _would_move_gradients(loop, placement):
@@ -144,18 +148,29 @@ def _plan_micro_steps(
     micro_steps = range(schedule.num_micro_steps)
     rows_M = [rows_in(trace, schedule, index, loop.data_rank).numpy() for index in micro_steps]
     unread = [unread_T[rows] for rows in rows_M] if unread_T.any() else None
+    tagged = recorded(loop, trace, seed)
     with ExitStack() as stack:
         if planner != "own":
             stack.enter_context(mock.patch.object(step_planner, "plan_schedule", random_planned))
             stack.enter_context(random_slices(loop.delay))
         report = session.plan_micro_steps(
-            [trace.expert_ids[rows].astype(np.int64) for rows in rows_M], unread=unread, may_move=moves
-        )
+            [tagged.expert_ids[rows].astype(np.int64) for rows in rows_M], unread=unread, may_move=moves,
+            numbering=tagged.numbering,
+        )  # fmt: skip
     is_unknown_TL = (trace.with_repeats_unknown()[0].expert_ids == trace.no_route).any(axis=2) & ~unread_T[:, None]
     rank_T, micro_step_T = (np.repeat(each, trace.sequence_lengths) for each in (schedule.rank, schedule.micro_step))
     of_group = rank_T // session.num_ranks == session.topology.group
     mixed = sum(is_unknown_TL[of_group & (micro_step_T == index)].any(axis=0).sum() for index in micro_steps)
     assert report.mixed_instances == mixed
+
+
+def recorded(loop: Loop, trace: RoutingTrace, seed: int) -> RoutingTrace:
+    """The trace by ids of now or of the start, and says which."""
+    numbering = loop.session.numbering
+    if numbering is None:
+        return trace
+    tagged = replace(trace, numbering=numbering)
+    return tagged.in_numbering(Numbering()) if seed % 2 else tagged
 
 
 @action
@@ -184,6 +199,47 @@ def move(loop: Loop, seed: int) -> None:
         with pytest.raises(RuntimeError, match="experts have moved"), session.micro_step(0):
             pass
     plan(loop, seed, moves=False)
+
+
+@action
+def renumber(loop: Loop, seed: int) -> None:
+    """Experts get other ids, in the reference model, too."""
+    session = loop.session
+    order_LE = random_orders(len(session.layers), session.num_experts, seed)
+    order_LE[: seed % 2] = np.arange(session.num_experts)
+    if loop.told is not session:
+        session.on_renumber(partial(_permute_averages, loop.averages[0]))
+        loop.told = session
+    zero_gradients(loop)
+    session.renumber(order_LE)
+    for layer, (block, order_E) in enumerate(zip(loop.reference.moe_blocks(), order_LE, strict=True)):
+        _permute_averages(loop.averages[1], layer, order_E)
+        state = loop.optimizers[0].state
+        for tensor in (block.router.weight, block.gate_up, block.down):
+            parts = [tensor] if isinstance(tensor, torch.nn.Parameter) else [*tensor]
+            kept = [state[part] for part in parts if part in state]
+            rows = [parts, *([of[key] for of in kept] for key in (kept[0] if kept else ()))]
+            for each in rows:
+                _permute_rows(each, order_E)
+    # By other ids.
+    loop.saved = None
+    plan(loop, seed, moves=False)
+
+
+def _permute_rows(parts: Sequence[Any], order_E: Array) -> None:
+    """Permute the rows of a stack, the only part, or the values of a list. Single numbers stay."""
+    values: Any = parts[0].detach() if len(parts) == 1 else [part.detach() for part in parts]
+    if parts[0].ndim:
+        for value, now in zip(values, [values[old].clone() for old in order_E], strict=True):
+            value.copy_(now)
+
+
+def _permute_averages(averages: dict[str, torch.Tensor], layer: int, order_E: Array) -> None:
+    """Permute the averages of a layer's router, and of all its experts if these are there."""
+    for name in ("router.weight", "gate_up", "down"):
+        own = [tensor for key, tensor in averages.items() if f"{key}.".startswith(f"blocks.{layer}.{name}.")]
+        if (len(own) == 1 and len(own[0]) == len(order_E)) or len(own) == len(order_E):
+            _permute_rows(own, order_E)
 
 
 def _would_move_gradients(loop: Loop, placement: Placement) -> bool:

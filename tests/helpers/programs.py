@@ -206,6 +206,8 @@ class Program:
                 self.do(plans.move, seed)
             case "suspend":
                 self.do(plans.suspend, seed)
+            case "renumber":
+                self.do(plans.renumber, seed)
             case "reload" if self.loop.saved is None:
                 self.do(user_actions.save)
             case "reload":
@@ -288,8 +290,8 @@ class Program:
             self.do(actions.zero, self.draw(False, True))
 
     def any_move(self) -> None:
-        """Of experts, or of the session's memory."""
-        self.do(self.draw(plans.move, plans.suspend), self.seed())
+        """Of experts, of the session's memory, or of ids."""
+        self.do(self.draw(plans.move, plans.suspend, plans.renumber), self.seed())
 
     def any_state(self) -> None:
         """What users keep, change and load."""

@@ -45,6 +45,7 @@ from trimtab.integrations.transformers import (
 )
 from trimtab.runtime import Session
 from trimtab.trace import hash_tokens
+from trimtab.trace.numbering import random_orders
 
 
 @dataclass(frozen=True)
@@ -253,16 +254,27 @@ def test_vanilla_transformers_loads_a_checkpoint(model_type: str, tmp_path: Path
         logits = model(input_ids=tokens).logits
     session = Session(num_experts=NUM_EXPERTS)
     distribute_experts(model, session)
-    state = session.logical_state_dict(model)
-    if session.rank == 0:
-        save_model(config, state, tokenizer, tmp_path)
-    torch.distributed.barrier()
-    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, experts_implementation="eager")
-    state = loaded.state_dict()
-    assert list(state) == list(plain)
-    assert all(torch.equal(value, state[name]) for name, value in plain.items())
-    with torch.no_grad():
-        assert torch.allclose(loaded(input_ids=tokens).logits, logits, atol=1e-6)
+    groups = getattr(config, "n_group", None) or 1
+    for folder in ("as it was", "renumbered"):
+        if folder == "renumbered":
+            if groups > 1:
+                with pytest.raises(InputError, match="splits a group"):
+                    session.renumber(np.roll(random_orders(len(session.layers), NUM_EXPERTS, 1, groups), 1, axis=1))
+            session.register_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+            session.renumber(random_orders(len(session.layers), NUM_EXPERTS, 1, groups))
+        state = session.logical_state_dict(model)
+        if session.rank == 0:
+            save_model(config, state, tokenizer, tmp_path / folder)
+        torch.distributed.barrier()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            tmp_path / folder, dtype=torch.float32, experts_implementation="eager"
+        )
+        state = loaded.state_dict()
+        assert list(state) == list(plain)
+        same = all(torch.equal(value, state[name]) for name, value in plain.items())
+        assert same == (folder == "as it was")
+        with torch.no_grad():
+            assert torch.allclose(loaded(input_ids=tokens).logits, logits, atol=1e-6)
 
 
 class Wrapper(nn.Module):

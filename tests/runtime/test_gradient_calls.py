@@ -77,6 +77,19 @@ def test_adding_to_summed_gradients_is_refused(between: str) -> None:
 
 
 @runs_on_ranks()
+def test_summed_gradients_are_known_although_one_is_zero() -> None:
+    loop = start()
+    dense = loop.model.replicated()
+    with loop.session.micro_step(0):
+        loop.loss(loop.model, loop.rows(0, loop.session.rank))[0].backward()
+    loop.session.finish_gradients(dense)
+    assert dense[0].grad is not None
+    dense[0].grad.zero_()
+    with pytest.raises(RuntimeError, match=SUMMED):
+        loop.session.finish_gradients(dense)
+
+
+@runs_on_ranks()
 def test_gradient_that_no_rank_has_stays_none() -> None:
     """Optimizers skip parameters without gradient."""
     loop = start()

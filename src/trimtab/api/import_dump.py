@@ -81,9 +81,11 @@ def import_dump(
     return replace(trace, numbering=numbering_of(model))
 
 
-def numbering_of(model: ModelSource | None) -> Numbering:
-    """The numbering of a checkpoint; first ids of any other model."""
-    return Numbering() if model is None or isinstance(model, ModelSpec) else Numbering.of_checkpoint(Path(model))
+def numbering_of(model: ModelSource | None) -> Numbering | None:
+    """The numbering of a checkpoint's folder; None of any other model."""
+    if model is None or isinstance(model, ModelSpec) or not Path(model).is_dir():
+        return None
+    return Numbering.of_checkpoint(Path(model))
 
 
 def check_pattern(text: str) -> None:

@@ -129,6 +129,11 @@ def renumber_checkpoint(
     files.changes(dict.fromkeys(indices, np.arange(spec.num_experts)))
     layout = layout_of(spec, [ranks], groups=groups, tp=tp, pp=pp, cp=cp)
     nodes = nodes_of(cluster, ranks, slots, ranks_per_node, dispatcher)
+    if now.first and reader.empty.numbering is None:
+        raise InputError(
+            f"{reader.name} does not say which ids recorded it, and {folder} is renumbered; "
+            "trimtab trace renumber --recorded-by says it"
+        )
     recorded = read_steps(
         open_trace(_in_steps(reader.read().in_numbering(now))), step_tokens=step_tokens, sampled=sampled
     )

@@ -87,7 +87,7 @@ def add(commands: Any) -> None:
     add_trace(renumber)
     add_options(renumber, "--checkpoint", type=Path, required=True, metavar="FOLDER", help="whose ids are wanted")
     add_options(
-        renumber, "--recorded-by", type=Path, metavar="FOLDER", unset="what the trace says",
+        renumber, "--recorded-by", type=Path, metavar="FOLDER", unset="what the trace says, else first ids",
         help="checkpoint that recorded the trace",
     )  # fmt: skip
     add_output(renumber, "the trace (.parquet)")

@@ -1,5 +1,6 @@
 """The planner: schedule, placement, replicas and token split of one step, joined in a `StepPlan`."""
 
+from trimtab.planner.placement.expert_order import order_experts
 from trimtab.planner.placement.placement import Placement
 from trimtab.planner.plan.plan_settings import PlanSettings
 from trimtab.planner.plan.planned_step import PlannedStep
@@ -25,6 +26,7 @@ __all__ = [
     "StepPlan",
     "Workload",
     "budget_for",
+    "order_experts",
     "pack_by_length",
     "plan_schedule",
     "plan_sequences",

@@ -149,7 +149,7 @@ def trace_facts(reader: TraceReader, unknown_routes: int | None = None) -> Table
     ]
     if unknown_routes is not None:
         rows.insert(5, ("unknown routes", f"{unknown_routes:,} of {tokens * shape.num_layers:,} (token, layer) pairs"))
-    if shape.numbering.first:
+    if shape.numbering and shape.numbering.first:
         rows.append(("numbering", f"of a checkpoint renumbered in {plural(len(shape.numbering.first), 'layer')}"))
     return terminal_facts(rows, reader.name)
 

@@ -30,6 +30,7 @@ from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move
 from trimtab.runtime.state.named_rows import follow_owners, note_owners
 from trimtab.runtime.state.optimizer_rows import ExpertState
 from trimtab.runtime.state.parameter_checks import check_compute_dtype, check_new_parameters
+from trimtab.runtime.state.renumbering import permute
 from trimtab.runtime.state.weight_watch import OptimizerWatch, note_weights
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
@@ -134,6 +135,11 @@ class RankExperts:
         """Parameters whose gradients accumulate in `.grad`."""
         return [p for layer in self._own_layers() for p in layer.parameters]
 
+    @property
+    def has_framework(self) -> bool:
+        """Whether a framework trains the experts of a layer."""
+        return self._framework_state is not None or any(layer.joins_in_backward for layer in self.layers)
+
     def need_own(self, purpose: str) -> None:
         """Raises InputError if the framework trains the experts of a layer."""
         if any(layer.joins_in_backward for layer in self.layers):
@@ -200,7 +206,20 @@ class RankExperts:
         """State that must be equal on all ranks before experts move. Call it after `check_move`."""
         return state_to_move(self.layers, places_L, self.state)
 
-    def move(self, places_L: Sequence[ExpertPlaces]) -> None:
+    def renumber(
+        self, places_L: Sequence[ExpertPlaces], order_LE: Array, others_L: Sequence[list[torch.Tensor]]
+    ) -> None:
+        """Move experts to these places, where they get the numbers of those that were there first. Collective.
+
+        Args:
+            others_L: for each layer, what is indexed by expert beside them.
+        """
+        self.move(places_L, is_told=False)
+        for layer, order_E, others in zip(self.layers, order_LE, others_L, strict=True):
+            layer.known.set(layer.known.first)
+            permute(others, order_E)
+
+    def move(self, places_L: Sequence[ExpertPlaces], *, is_told: bool = True) -> None:
         """Move experts to these places, with their state. Collective, after `check_move` on all ranks."""
         self.drain()
         before_L = self.places
@@ -214,7 +233,7 @@ class RankExperts:
             self.optimizers.moved()
             note_weights(self.layers)
             for layer, before in zip(self.layers, before_L, strict=True):
-                if layer.places is not before:
+                if is_told and layer.places is not before:
                     for call in layer.known.on_move:
                         call(layer.index, before, layer.places)
 

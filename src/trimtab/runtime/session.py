@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from trimtab.array_type import Array
+from trimtab.errors import InputError
 from trimtab.runtime.gradients import SessionGradients
-from trimtab.runtime.ranks.lockstep import FIRST_HOMES, LOGICAL, SUSPEND, SYNC_PLACEMENT
+from trimtab.runtime.ranks.lockstep import FIRST_HOMES, LOGICAL, RENUMBER, SUSPEND, SYNC_PLACEMENT, digest
 from trimtab.runtime.ranks.rank_calls import attempt
 from trimtab.runtime.ranks.recorder import Recorder
 from trimtab.runtime.session_settings import SessionSettings, takes_arguments_of
 from trimtab.runtime.session_state import SessionState
 from trimtab.runtime.session_steps import SessionSteps
+from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.logical_state import LogicalState
+from trimtab.runtime.state.renumbering import OnRenumber, check_order, places_before, tensors_by_expert
 from trimtab.runtime.state.weight_watch import WRITTEN, note_weights
 from trimtab.runtime.transfer import streams
+from trimtab.trace.numbering import Numbering
 
 # Below this part of recorded experts that the router chooses, too, a warning is logged once.
 LEAST_AGREEMENT = 0.5
@@ -123,6 +129,77 @@ class Session(SessionSteps, SessionState, SessionGradients):
         dist.barrier(group=self.topology.control)
         self._lockstep.suspend()
         self.topology.drop_groups()
+
+    def on_renumber(self, callback: OnRenumber) -> None:
+        """Call a function after every `renumber`, for what is kept of the model by name: averages of router rows, the
+        weights of the last sync. Averages of experts move by `register_state`. Not a collective.
+
+        Args:
+            callback: called on all ranks with the number of each layer and its order `[E]`, old ids by new ones.
+        """
+        self._on_renumber.append(callback)
+
+    def renumber(self, order_LE: npt.ArrayLike, *, decoder_layers: npt.ArrayLike | None = None) -> None:
+        """Give the experts of each layer other ids, between optimizer step and next plan, by `order_experts` say.
+
+        Weights, state of optimizers, and what `by_expert` of `add_layer` declared are exchanged and permuted in place.
+        The model computes the same function, and is a plain one with contiguous homes under its names. Traces then
+        have to say which ids recorded them: `replace(trace, numbering=session.numbering)`, with the numbering of that
+        time; they are mapped.
+
+        Args:
+            order_LE: `[L, E]`, of each new id the id now; the same on all ranks.
+            decoder_layers: `[L]`, of traces; 0 to L - 1 by default.
+
+        Raises:
+            InputError: if it is no order, nothing was declared for a layer, an optimizer has state that is not by
+                expert, or FSDP or a framework has the experts or the router: then renumber the checkpoint; or as
+                `move`.
+            RuntimeError: if gradients are not zero.
+        """
+        self._calls.require_between_micro_steps("renumber")
+        layers = np.arange(len(self.homes)) if decoder_layers is None else np.asarray(decoder_layers)
+        order, problem = attempt(self._checked_order, order_LE, layers)
+        same: dict[str, object] = {}
+        if order is not None:
+            places_L = [places_before(layer.known.first, order[layer.index]) for layer in self.homes]
+            others_L, problem = attempt(self._to_permute, order, places_L)
+            same = {"order_LE": digest(order), "decoder_layers": layers.tolist()}
+            if others_L is not None:
+                forms = [[(tuple(tensor.shape), str(tensor.dtype)) for tensor in others] for others in others_L]
+                same |= {"tensors by expert": forms} | self._experts.state_to_move(places_L)
+        self._lockstep.agree(RENUMBER, must_match=same, problem=problem, all_data_ranks=True)
+        assert order is not None
+        assert others_L is not None
+        self._drop_step()
+        self._experts.renumber(places_L, order, others_L)
+        self._decoder_layers = layers
+        self.numbering = (self.numbering or Numbering()).then(order, layers)
+        for layer, order_E in enumerate(order):
+            for callback in self._on_renumber:
+                callback(layer, order_E)
+
+    def _checked_order(self, order_LE: npt.ArrayLike, layers: Array) -> Array:
+        order = np.asarray(order_LE)
+        check_order(order, self._experts.shape, [layer.expert_groups[0] for layer in self.homes])
+        if layers.shape != order.shape[:1] or len(np.unique(layers)) != len(layers):
+            raise InputError(f"decoder_layers should be {len(order)} different numbers")
+        if self._decoder_layers is not None and not np.array_equal(layers, self._decoder_layers):
+            raise InputError(f"decoder_layers were {self._decoder_layers.tolist()} when the session renumbered before")
+        if self._experts.has_framework:
+            raise InputError(
+                "renumber() is for experts of torch's optimizers; renumber the checkpoint instead (trimtab renumber)"
+            )
+        if self.rollout_placement is not None:
+            raise InputError("renumber() can't follow counts of experts by id; take away session.rollout_placement")
+        return order.astype(np.int64)
+
+    def _to_permute(self, order_LE: Array, places_L: Sequence[ExpertPlaces]) -> list[list[torch.Tensor]]:
+        self._experts.check_move(places_L)
+        return [
+            tensors_by_expert(layer.index, layer.by_expert, len(order_E)) if (np.diff(order_E) != 1).any() else []
+            for layer, order_E in zip(self.homes, order_LE, strict=True)
+        ]
 
     def take_metrics(self) -> dict[str, float]:
         """This rank's counters since the last call. Not a collective.

@@ -26,9 +26,11 @@ from trimtab.runtime.ranks.process_groups import tell_wrong_variables
 from trimtab.runtime.rows.background_slices import COMPARED
 from trimtab.runtime.rows.grouped_products import ApplyExperts
 from trimtab.runtime.session_settings import Mode, Paths, SessionSettings
-from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, ReadParameters, read_tensors
+from trimtab.runtime.state.home_experts import ByExpert, ExpertTensor, HomeExperts, ReadParameters, read_tensors
+from trimtab.runtime.state.renumbering import OnRenumber
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
+from trimtab.trace.numbering import Numbering
 
 if TYPE_CHECKING:
     from trimtab.planner.rollout_placement import RolloutPlacement
@@ -42,6 +44,8 @@ class SessionBase:
         topology: process groups, and this rank's numbers in them.
         layers: the layers that a model of torch modules calls, in the order of `add_layer`.
         counters: counts what `Session.take_metrics` reports.
+        numbering: ids of the model's experts; None if nothing says that it was renumbered. Assign that of a renumbered
+            checkpoint, `Numbering.of_checkpoint(folder)`.
         rollout_placement: counts the routing of every plan, for `Session.sync_placement`; None by default.
         auxiliary_loss: returns the model options that make a loss or a bias depend on the routes of all tokens; empty
             if there are none. Set by integrations, which know the model.
@@ -56,6 +60,10 @@ class SessionBase:
         self.layers: list[ExpertLayer] = []
         self.auxiliary_loss: Callable[[], str] = str
         self.rollout_placement: RolloutPlacement | None = None
+        self.numbering: Numbering | None = None
+        # Decoder layers of the session's, once it has renumbered.
+        self._decoder_layers: Array | None = None
+        self._on_renumber: list[OnRenumber] = []
         self._initial_E: Array = self.topology.initial_placement(1, num_experts).home[0]
         physical = num_experts + self.topology.num_ranks * num_slots
         self._lockstep = Lockstep(
@@ -142,6 +150,7 @@ class SessionBase:
         compute_dtype: torch.dtype | None = None,
         weights: HomeWeights | None = None,
         dispatcher: Dispatcher | None = None,
+        by_expert: ByExpert | None = None,
     ) -> ExpertLayer:
         """Add the next MoE layer. Not a collective.
 
@@ -156,6 +165,8 @@ class SessionBase:
                 that a framework trains, such as FSDP. Their gradients, including those of replicas, are complete when
                 the layer's backward ends. `parameters` are then only read, and experts do not move.
             dispatcher: sends rows to physical experts and back; `RowDispatcher` by default.
+            by_expert: tensors `[E, ...]` of the layer that every rank holds, such as the router's weight and biases, or
+                a function that returns them; `renumber` needs them.
 
         Raises:
             InputError: if a tensor does not hold E / R experts, experts differ in shape from other layers' or within a
@@ -169,6 +180,7 @@ class SessionBase:
         homes = self._experts.add_layer(
             read, self._initial_E, compute_dtype=compute_dtype, joins_in_backward=weights is not None
         )
+        homes.by_expert = by_expert
         layer = ExpertLayer(self._calls, homes, apply, weights, dispatcher or RowDispatcher())
         self.layers.append(layer)
         return layer

@@ -26,8 +26,9 @@ from trimtab.runtime.rows.rank_load import RankLoad, assign_unread, checked_load
 from trimtab.runtime.session_micro_steps import SessionMicroSteps
 from trimtab.runtime.session_settings import SessionSettings
 from trimtab.runtime.step_planner import SessionPlanner
-from trimtab.runtime.trace_checks import countable_trace, fingerprints, own_trace, trace_of_micro_steps
+from trimtab.runtime.trace_checks import countable_trace, fingerprints, in_present_ids, own_trace, trace_of_micro_steps
 from trimtab.trace import RoutingTrace
+from trimtab.trace.numbering import Numbering
 
 # Most seconds that a session waits for what is planned ahead, if no step follows.
 PATIENCE_S = 10.0
@@ -62,7 +63,7 @@ class SessionSteps(SessionMicroSteps):
         """
         self._calls.require_between_micro_steps("plan")
         rank, ranks = self.topology.data_rank, self.topology.num_data_ranks
-        mine, problem = attempt(own_trace, trace, self._experts.shape, schedule, rank, ranks)
+        mine, problem = attempt(self._checked, trace, schedule, rank, ranks)
         places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
         agreed = self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, problem)
         assert mine is not None
@@ -75,6 +76,7 @@ class SessionSteps(SessionMicroSteps):
         unread: Sequence[npt.ArrayLike] | None = None,
         problem: InputError | None = None,
         may_move: bool = True,
+        numbering: Numbering | None = None,
     ) -> PlanReport:
         """Plan a step with given micro-steps, and apply the plan.
 
@@ -89,6 +91,7 @@ class SessionSteps(SessionMicroSteps):
                 replay these. Given on all ranks or on none.
             problem: the caller's reason why this rank can't plan; it is raised on all ranks.
             may_move: the plan may move experts. Plans between the micro-steps of one accumulation may not.
+            numbering: `session.numbering` when the ids were recorded; needed once the session has renumbered.
 
         Raises:
             InputError: if ids and layers are inconsistent, ranks differ in the number of micro-steps, or `unread` is
@@ -102,6 +105,9 @@ class SessionSteps(SessionMicroSteps):
             )
         shape = self._experts.shape
         trace, wrong = (None, problem) if problem else attempt(trace_of_micro_steps, rows, *shape, unread)
+        if trace is not None:
+            layers = trace.layer_indices if self._decoder_layers is None else self._decoder_layers
+            trace, wrong = attempt(self._present, replace(trace, numbering=numbering, layer_indices=layers))
         same = {"number of micro-steps": len(rows), "top_k": trace and trace.top_k, "may_move": may_move}
         agreed = self._agree(PLAN, same | {"unread is given": unread is not None}, wrong)
         assert trace is not None
@@ -156,7 +162,7 @@ class SessionSteps(SessionMicroSteps):
         """
         if not self.topology.has_groups:
             raise RuntimeError("plan_ahead() needs the session's process groups; call it before suspend()")
-        counted, problem = attempt(countable_trace, trace, self._experts.shape)
+        counted, problem = attempt(lambda: countable_trace(self._present(trace), self._experts.shape))
         # The other ranks wait for this one's counts.
         mine = trace.part(0, 0) if counted is None else counted
         in_rollout = self._in_rollout = self._in_rollout or PlanningInRollout(self.topology)
@@ -188,7 +194,7 @@ class SessionSteps(SessionMicroSteps):
         self._calls.require_between_micro_steps("plan_sequences")
         batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
         same = {"token_budget": token_budget, "mini_batch": batches}
-        mine, problem = attempt(own_trace, trace, self._experts.shape)
+        mine, problem = attempt(self._checked, trace)
         agreed = self._agree(PLAN_SEQUENCES, same, problem)
         assert mine is not None
         planned = self._planner(mine, agreed.move_s).for_sequences(
@@ -237,12 +243,19 @@ class SessionSteps(SessionMicroSteps):
         self._in_rollout = None
         super()._drop_step()
 
+    def _present(self, trace: RoutingTrace) -> RoutingTrace:
+        return in_present_ids(trace, self.numbering, self._decoder_layers)
+
+    def _checked(self, trace: RoutingTrace, *of_schedule: Any) -> RoutingTrace:
+        """This rank's trace by present ids, as `own_trace`."""
+        return own_trace(self._present(trace), self._experts.shape, *of_schedule)
+
     def _own_trace(
         self, trace: RoutingTrace, plan: StepPlan, hashes: Array | None
     ) -> tuple[RoutingTrace, Exception | None]:
         """This rank's trace of a plan of its group; or the trace as it is, and why it does not fit."""
-        topology, shape = self.topology, self._experts.shape
-        mine, problem = attempt(own_trace, trace, shape, plan.schedule, topology.rank, topology.num_ranks, hashes)
+        ranks = self.topology.rank, self.topology.num_ranks
+        mine, problem = attempt(self._checked, trace, plan.schedule, *ranks, hashes)
         return trace if mine is None else mine, problem
 
     def _plan(

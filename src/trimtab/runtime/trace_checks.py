@@ -13,6 +13,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import Schedule
 from trimtab.trace import RoutingTrace, hash_tokens, no_route
+from trimtab.trace.numbering import Numbering
 
 
 def own_trace(
@@ -52,6 +53,36 @@ def own_trace(
     if planned is not None:
         _check_order(copied, planned)
     return copied
+
+
+def in_present_ids(trace: RoutingTrace, numbering: Numbering | None, decoder_layers: Array | None) -> RoutingTrace:
+    """A trace by the ids that experts have now.
+
+    Args:
+        numbering, decoder_layers: of the session; None if nothing says that its model was renumbered, and by which
+            decoder layers.
+
+    Raises:
+        InputError: if the trace or the session does not say which ids it has.
+    """
+    if numbering is None:
+        if trace.numbering is not None and trace.numbering.first:
+            raise InputError(
+                "the trace is of a renumbered model, and the session is not told so; set session.numbering to that of "
+                "its weights, Numbering.of_checkpoint(folder)"
+            )
+        return trace
+    if trace.numbering is None:
+        raise InputError(
+            "experts were renumbered, and the trace does not say which ids recorded it; tag it with the session's "
+            "numbering of that time: dataclasses.replace(trace, numbering=session.numbering)"
+        )
+    if decoder_layers is not None and not np.array_equal(trace.layer_indices, decoder_layers):
+        raise InputError(
+            f"the trace has decoder layers {trace.layer_indices.tolist()}; the session was renumbered with "
+            f"{decoder_layers.tolist()}"
+        )
+    return trace.in_numbering(numbering)
 
 
 def fingerprints(trace: RoutingTrace) -> Array:

@@ -117,7 +117,7 @@ class Numbering:
 
     @classmethod
     def of_checkpoint(cls, folder: Path) -> Numbering:
-        """The numbering of a model's folder; first ids if it has no `FILE`."""
+        """The numbering of a model's folder; first ids if it has no `FILE`. Raises InputError as `from_json`."""
         if not (folder / FILE).exists():
             return cls()
         try:

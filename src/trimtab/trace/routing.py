@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,7 @@ class RoutingTrace:
         num_experts: E.
         model: the model's name or type, for people.
         sampled: the part of each step's sequences that was recorded, above 0 to 1.
-        numbering: of the model that recorded the ids.
+        numbering: of the model that recorded the ids; None if nothing says that it was renumbered.
 
     Raises:
         InputError: if shapes or dtypes don't fit together. `check` checks the ids.
@@ -127,7 +127,7 @@ class RoutingTrace:
     num_experts: int
     model: str = ""
     sampled: float = 1.0
-    numbering: Numbering = field(default_factory=Numbering)
+    numbering: Numbering | None = None
 
     def __post_init__(self) -> None:
         ids = self.expert_ids
@@ -151,7 +151,8 @@ class RoutingTrace:
             check_windows(self.windows[index], int(index), int(starts[index + 1] - starts[index]))
         if len(self.layer_indices) != ids.shape[1]:
             raise InputError(f"layer_indices names {len(self.layer_indices)} layers; expert_ids has {ids.shape[1]}")
-        self.numbering.check(self.num_experts)
+        if self.numbering is not None:
+            self.numbering.check(self.num_experts)
 
     @classmethod
     def from_sequences(
@@ -263,7 +264,7 @@ class RoutingTrace:
             other.layer_indices, self.layer_indices
         ):
             raise InputError(f"traces of different models can't be joined: {self.shape_text}; {other.shape_text}")
-        if other.numbering != self.numbering:
+        if (other.numbering or Numbering()) != (self.numbering or Numbering()):
             raise InputError("traces of different expert numberings can't be joined; trimtab trace renumber maps one")
 
     @staticmethod
@@ -287,7 +288,7 @@ class RoutingTrace:
 
     def in_numbering(self, numbering: Numbering) -> RoutingTrace:
         """The same routes by the ids that the model's experts have in another numbering."""
-        order_LE = numbering.order_from(self.numbering, self.layer_indices, self.num_experts)
+        order_LE = numbering.order_from(self.numbering or Numbering(), self.layer_indices, self.num_experts)
         return replace(self.permuted(order_LE), numbering=numbering)
 
     def __repr__(self) -> str:

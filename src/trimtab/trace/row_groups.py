@@ -73,7 +73,7 @@ def schema_of(trace: RoutingTrace) -> pa.Schema:
         "model": trace.model,
         "sampled": trace.sampled,
     }
-    if trace.numbering.first:
+    if trace.numbering is not None:
         header["numbering"] = trace.numbering.to_json()
     _check_header(header)
     return _SCHEMA.with_metadata({"trimtab": json.dumps(header)})
@@ -139,7 +139,9 @@ def read_facts(
     if missing:
         raise InputError(f"a routing trace should have the column {missing[0]!r}")
     layers = np.asarray(header["layer_indices"], np.int32)
-    numbering = Numbering.from_json(header.get("numbering", {}), "the numbering in its header")
+    numbering = header.get("numbering")
+    if numbering is not None:
+        numbering = Numbering.from_json(numbering, "the numbering in its header")
     empty = RoutingTrace.from_sequences(
         [],
         num_experts=header["num_experts"],

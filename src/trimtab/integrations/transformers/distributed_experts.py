@@ -42,10 +42,20 @@ def distribute_experts(model: nn.Module, session: Session, *, compute_dtype: tor
             part = whole.detach()[home.to(whole.device)].clone()
             setattr(experts, name, nn.Parameter(part, requires_grad=whole.requires_grad))
         read = partial(_parameters, experts, family.parameters)
-        layer = session.add_layer(read, family.apply(experts), compute_dtype=compute_dtype)
+        by_expert = partial(_by_expert, getattr(block, family.router), session.num_experts)
+        layer = session.add_layer(read, family.apply(experts), compute_dtype=compute_dtype, by_expert=by_expert)
+        session.homes[-1].expert_groups = (
+            getattr(config, "n_group", None) or 1,
+            getattr(config, "topk_group", None) or 1,
+        )
         experts.forward = layer
         follow_layer(getattr(block, family.router), layer, config)
     leave_to_session(model, session)
+
+
+def _by_expert(router: nn.Module, num_experts: int) -> list[torch.Tensor]:
+    """The tensors of a router that have a row for each expert: its weight, and biases."""
+    return [each for each in (*router.parameters(), *router.buffers()) if each.ndim and len(each) == num_experts]
 
 
 def leave_to_session(model: nn.Module, session: Session) -> None:

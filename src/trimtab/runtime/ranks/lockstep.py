@@ -51,7 +51,7 @@ CALLS = (
     "second dispatch of MoE layer {layer} {where}", "second combine of MoE layer {layer} {where}",
     "second dispatch of MoE layer {layer} {where}, backward{of}",
     "second combine of MoE layer {layer} {where}, backward{of}",
-    "suspend()", "first_homes()", "sync_placement()",
+    "suspend()", "first_homes()", "sync_placement()", "renumber()",
 )  # fmt: skip
 MICRO_STEP, LIVE_MICRO_STEP, FINISH, PLAN, PLAN_SEQUENCES, APPLY_PLAN, MOVE = range(7)
 DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD, DISPATCH_WITHOUT_GRADIENTS, COUNTS, RETURNS = range(7, 14)
@@ -59,7 +59,7 @@ CLIP, LOGICAL, STEP = range(14, 17)
 SECOND_DISPATCH, SECOND_COMBINE = range(17, 19)
 # From these to the same in backward.
 SECOND_BACKWARD = 2
-SUSPEND, FIRST_HOMES, SYNC_PLACEMENT = range(21, 24)
+SUSPEND, FIRST_HOMES, SYNC_PLACEMENT, RENUMBER = range(21, 25)
 
 Call = tuple[int, int, int, int]
 """Index into `CALLS`, layer, micro-step, and length of the log at the forward that it belongs to; -1 for none."""

@@ -20,6 +20,9 @@ ExpertTensor = torch.nn.Parameter | Sequence[torch.nn.Parameter]
 
 ReadParameters = Callable[[], Sequence[ExpertTensor]]
 
+ByExpert = Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]]
+"""Tensors `[E, ...]` of a layer that every rank holds, such as its router's, or a function that returns them."""
+
 
 class _DetachedRows:
     """The values of a list of Parameters, detached."""
@@ -65,6 +68,7 @@ class HomeExperts:
         dispatch_forwards: whether the layer's dispatcher sends a token to a node once; see `ClusterSpec`.
         expert_groups: groups of experts, and to how many of them the router limits a token's; see `ModelSpec`.
         equal_tokens: the dispatcher that needs the same number of tokens on all ranks; empty if none does.
+        by_expert: what every rank holds of all experts, such as router rows; None if that is not known.
         known: the places of experts, which all sessions with the same parameters share.
     """
 
@@ -85,6 +89,7 @@ class HomeExperts:
         self.likes = [_like(tensor) for tensor in self.tensors]
         self.joins_in_backward = joins_in_backward
         self.sends_rows, self.dispatch_forwards, self.expert_groups, self.equal_tokens = True, False, (1, 1), ""
+        self.by_expert: ByExpert | None = None
         self.dtype = compute_dtype or self.likes[0][1]
         self.are_staged = [dtype != self.dtype for _, dtype in self.likes]
         self.is_staged = any(self.are_staged)

@@ -1,0 +1,124 @@
+"""`Session.renumber`: what is refused, on all ranks; the weights are a plain model's. Results: `test_cases`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.actions import update
+from helpers.equality import relative_error
+from helpers.plans import start
+from helpers.rank_tests import runs_on_ranks
+from trimtab import InputError
+from trimtab.array_type import Array
+from trimtab.errors import RanksDisagreeError
+from trimtab.trace.numbering import Numbering, random_orders
+
+
+def some_order(session: Any, seed: int = 5) -> Array:
+    return random_orders(len(session.layers), session.num_experts, seed)
+
+
+@runs_on_ranks()
+def test_the_whole_model_is_that_of_other_ids() -> None:
+    """A plain process loads it, and computes what the session computed before."""
+    loop = start()
+    update(loop)
+    session, order_LE = loop.session, some_order(loop.session)
+    before = {name: value.clone() for name, value in session.logical_state_dict(loop.model).items()}
+    told: list[tuple[int, list[int]]] = []
+    session.on_renumber(lambda layer, order_E: told.append((layer, order_E.tolist())))
+    loop.model.zero_grad()
+    session.renumber(order_LE)
+    assert told == [(layer, order_E.tolist()) for layer, order_E in enumerate(order_LE)]
+    assert np.array_equal(session.home_experts, session.layers[0].home_experts)
+    after = session.logical_state_dict(loop.model)
+    for layer, order_E in enumerate(order_LE):
+        for name in ("router.weight", "gate_up", "down"):
+            key = f"blocks.{layer}.{name}"
+            assert torch.equal(after[key], before[key][torch.from_numpy(order_E)])
+    tokens, logits = torch.arange(11), []
+    for block in loop.reference.moe_blocks():
+        block.recorded_ids = None
+    for state in (before, after):
+        loop.reference.load_state_dict(state)
+        logits.append(loop.reference(tokens))
+    assert relative_error(logits[1], logits[0]) < 1e-12
+
+
+@runs_on_ranks()
+def test_what_is_not_known_is_refused_by_name() -> None:
+    loop = start()
+    update(loop)
+    loop.model.zero_grad()
+    session, order_LE = loop.session, some_order(loop.session)
+    block, homes = loop.model.moe_blocks()[0], session.homes[0]
+    for order, message in ((order_LE[:, :-1], "it should have"), (order_LE * 0, "in another order")):
+        with pytest.raises(InputError, match=message):
+            session.renumber(order)
+    declared, homes.by_expert = homes.by_expert, None
+    with pytest.raises(InputError, match="layer 0 can't be renumbered: nothing says what its router"):
+        session.renumber(order_LE)
+    homes.by_expert = [torch.zeros(3)]
+    with pytest.raises(InputError, match=r"by_expert has a tensor of shape \[3\]"):
+        session.renumber(order_LE)
+    homes.by_expert = declared
+    weight = block.router.weight
+    weight.grad = torch.full_like(weight, float(session.rank))
+    with pytest.raises((RuntimeError, RanksDisagreeError), match="gradients that wait"):
+        session.renumber(order_LE)
+    weight.grad = None
+    other = torch.optim.Adafactor([weight], lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    other.step()
+    weight.grad = None
+    with pytest.raises(InputError, match="Adafactor keeps 'col_var' of a router's tensor"):
+        session.renumber(order_LE)
+    other.state.clear()
+    with pytest.raises(InputError, match="different numbers"):
+        session.renumber(order_LE, decoder_layers=[3, 3, *range(len(order_LE) - 2)])
+    with pytest.raises(RanksDisagreeError):
+        session.renumber(some_order(session, seed=session.rank))
+    session.renumber(order_LE)
+
+
+@runs_on_ranks()
+def test_ids_without_a_numbering_are_refused_after_a_renumbering() -> None:
+    loop = start()
+    session, mine = loop.session, loop.trace.select(loop.schedule.sequences_of(loop.data_rank))
+    with pytest.raises(InputError, match=r"set session\.numbering"):
+        session.plan(
+            replace(mine, numbering=Numbering({0: tuple(np.roll(range(session.num_experts), 1))})), loop.schedule
+        )
+    layers = np.arange(len(session.layers)) + 3
+    session.renumber(some_order(session), decoder_layers=layers)
+    for plan in (
+        lambda: session.plan(mine, loop.schedule),
+        lambda: session.plan_sequences(mine, token_budget=64),
+        lambda: session.plan_micro_steps([mine.expert_ids.astype(np.int64)]),
+    ):
+        with pytest.raises(InputError, match="does not say which ids recorded it"):
+            plan()
+    tagged = replace(mine, numbering=session.numbering)
+    with pytest.raises(InputError, match="the session was renumbered with"):
+        session.plan(tagged, loop.schedule)
+    with pytest.raises(InputError, match="when the session renumbered before"):
+        session.renumber(some_order(session))
+    session.plan(replace(tagged, layer_indices=layers.astype(np.int32)), loop.schedule)
+    # The order of the start is first ids again.
+    session.renumber(np.argsort(some_order(session), axis=1), decoder_layers=layers)
+    assert session.numbering == Numbering()
+
+
+@runs_on_ranks()
+def test_renumbering_ends_the_plan() -> None:
+    loop = start()
+    loop.session.renumber(some_order(loop.session))
+    with pytest.raises(RuntimeError, match="plan"), loop.session.micro_step(0):
+        pass
+    dist.barrier()
