@@ -17,6 +17,7 @@ from helpers.rank_tests import runs_on_ranks
 from trimtab import InputError
 from trimtab.array_type import Array
 from trimtab.errors import RanksDisagreeError
+from trimtab.runtime import Session, gated_experts
 from trimtab.trace.numbering import Numbering, random_orders
 
 
@@ -122,3 +123,25 @@ def test_renumbering_ends_the_plan() -> None:
     with pytest.raises(RuntimeError, match="plan"), loop.session.micro_step(0):
         pass
     dist.barrier()
+
+
+@runs_on_ranks()
+def test_the_planner_chooses_an_order_that_evens_out_its_step() -> None:
+    torch.manual_seed(0)
+    session = Session(num_experts=8, slots_per_rank=0)
+    router = torch.nn.Linear(64, 8, bias=False)
+    stacks = [torch.nn.Parameter(torch.randn(4, *shape)) for shape in ((512, 64), (64, 256))]
+    session.add_layer(stacks, gated_experts(), by_expert=[router.weight])
+    with pytest.raises(RuntimeError, match="needs a step that this session has planned"):
+        session.renumber()
+    # Of two ranks, the first has all hot experts.
+    ids = np.random.default_rng(session.rank).choice(8, (4000, 1, 1), p=[0.22] * 4 + [0.03] * 4)
+    before = session.plan_micro_steps([ids])
+    with pytest.raises(InputError, match="needs the optimizers"):
+        session.renumber()
+    session.register_optimizers(torch.optim.SGD(stacks, lr=0.1))
+    assert session.renumber()
+    again = session.plan_micro_steps([ids], numbering=Numbering(), may_move=False)
+    assert before.max_vio_before > 0.5
+    assert again.max_vio_before < 0.1
+    assert not session.renumber()

@@ -139,8 +139,8 @@ class Session(SessionSteps, SessionState, SessionGradients):
         """
         self._on_renumber.append(callback)
 
-    def renumber(self, order_LE: npt.ArrayLike, *, decoder_layers: npt.ArrayLike | None = None) -> None:
-        """Give the experts of each layer other ids, between optimizer step and next plan, by `order_experts` say.
+    def renumber(self, order_LE: npt.ArrayLike | None = None, *, decoder_layers: npt.ArrayLike | None = None) -> bool:
+        """Give the experts of each layer other ids, between optimizer step and next plan.
 
         Weights, state of optimizers, and what `by_expert` of `add_layer` declared are exchanged and permuted in place.
         The model computes the same function, and is a plain one with contiguous homes under its names. Traces then
@@ -148,16 +148,24 @@ class Session(SessionSteps, SessionState, SessionGradients):
         time; they are mapped.
 
         Args:
-            order_LE: `[L, E]`, of each new id the id now; the same on all ranks.
+            order_LE: `[L, E]`, of each new id the id now, as of `order_experts`; the same on all ranks. By default the
+                homes that the planner chooses for the present step, if moving there pays in the steps that homes last.
             decoder_layers: `[L]`, of traces; 0 to L - 1 by default.
+
+        Returns:
+            Whether any expert has another id.
 
         Raises:
             InputError: if it is no order, nothing was declared for a layer, an optimizer has state that is not by
                 expert, or FSDP or a framework has the experts or the router: then renumber the checkpoint; or as
                 `move`.
-            RuntimeError: if gradients are not zero.
+            RuntimeError: if gradients are not zero, or there is neither an order nor a step that the session planned.
         """
         self._calls.require_between_micro_steps("renumber")
+        if order_LE is None:
+            order_LE = self._chosen_order()
+            if (np.diff(order_LE) == 1).all():
+                return False
         layers = np.arange(len(self.homes)) if decoder_layers is None else np.asarray(decoder_layers)
         order, problem = attempt(self._checked_order, order_LE, layers)
         same: dict[str, object] = {}
@@ -178,6 +186,32 @@ class Session(SessionSteps, SessionState, SessionGradients):
         for layer, order_E in enumerate(order):
             for callback in self._on_renumber:
                 callback(layer, order_E)
+        return bool((np.diff(order) != 1).any())
+
+    def _chosen_order(self) -> Array:
+        """The order with which contiguous homes are those that the planner chooses for the present step."""
+        step, problem = self._step, attempt(self._check_choice)[1]
+        # Groups measure their own moves.
+        move_ps = round(1e12 * (self._experts.move_s_per_expert or 0.0))
+        values_RV = self._lockstep.agree(
+            RENUMBER, must_match=self._shared, problem=problem, values=[move_ps], all_data_ranks=True
+        )
+        assert step is not None
+        assert step.schedule is not None
+        trace = step.completed_trace
+        planned, _ = self._planner(trace, values_RV[:, 0].max() * 1e-12 or None).for_schedule(
+            trace, step.schedule, self._experts.placement, may_move=True, sliced=False
+        )
+        return np.argsort(planned.placement.home, axis=1, kind="stable")
+
+    def _check_choice(self) -> None:
+        self._require_plans()
+        if self._step is None or self._step.schedule is None:
+            raise RuntimeError("renumber() without an order needs a step that this session has planned")
+        if not self._experts.state.may_move:
+            raise InputError("renumber() needs the optimizers of the experts: register_optimizers()")
+        if any(layer.expert_groups[0] > 1 for layer in self.homes):
+            raise InputError("the planner's homes split groups of experts; give renumber() an order that keeps them")
 
     def _checked_order(self, order_LE: npt.ArrayLike, layers: Array) -> Array:
         order = np.asarray(order_LE)
