@@ -279,5 +279,7 @@ def test_even_routing_and_an_existing_folder_are_refused(tmp_path: Path, model: 
     assert "below 1%, not written" in error_of(*command, "-o", tmp_path / "new")
     assert not (tmp_path / "new").exists()
     write_trace(skewed(2), tmp_path / "even.parquet")
-    assert "exists" in error_of(*command, "-o", model)
+    for folder in (model, model / "new"):
+        assert "exists, or is in" in error_of(*command, "-o", folder)
+    assert "expected the folder of a checkpoint" in error_of("renumber", tmp_path, *command[2:], "-o", tmp_path / "new")
     assert "--undo" in error_of("renumber", model, "-o", tmp_path / "new")

@@ -117,7 +117,7 @@ def renumber_checkpoint(
         InputError: as `simulate`; if the gain is below 1%; or as `write_renumbered`.
     """
     check_run(locals())
-    folder, output = Path(model), _new_folder(output)
+    folder, output = _folders(model, output)
     spec = load_model(folder)
     files = CheckpointFiles(folder, spec.zero_experts, pattern)
     now = Numbering.of_checkpoint(folder)
@@ -180,7 +180,7 @@ def undo_renumbering(
     Raises:
         InputError: if it is not renumbered, or as `write_renumbered`.
     """
-    folder = Path(model)
+    folder, output = _folders(model, output)
     spec = load_model(folder)
     now = Numbering.of_checkpoint(folder)
     if not now.first:
@@ -188,14 +188,17 @@ def undo_renumbering(
     layers = sorted(now.first)
     order_LE = Numbering().order_from(now, np.array(layers), spec.num_experts)
     files = CheckpointFiles(folder, spec.zero_experts, pattern)
-    write_renumbered(files, _new_folder(output), dict(zip(layers, order_LE, strict=True)), Numbering())
+    write_renumbered(files, output, dict(zip(layers, order_LE, strict=True)), Numbering())
 
 
-def _new_folder(path: str | os.PathLike[str]) -> Path:
-    folder = Path(path)
-    if folder.exists():
-        raise InputError(f"{folder}: exists; name a new folder")
-    return folder
+def _folders(model: str | os.PathLike[str], output: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """The checkpoint's folder, and one that can be written."""
+    folder, new = Path(model), Path(output)
+    if not (folder.is_dir() and (folder / "config.json").is_file()):
+        raise InputError(f"{folder}: expected the folder of a checkpoint, with config.json and safetensors files")
+    if new.exists() or folder.resolve() in new.resolve().parents:
+        raise InputError(f"{new}: exists, or is in {folder}; name a new folder")
+    return folder, new
 
 
 def _in_steps(trace: RoutingTrace) -> RoutingTrace:

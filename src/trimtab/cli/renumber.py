@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
         ],
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder with config.json and safetensors files")
-    add_options(parser, "--output", dest="folder", type=Path, required=True, help="folder to write")
+    add_options(parser, "--output", dest="folder", type=Path, required=True, metavar="FOLDER", help="folder to write")
     option = partial(add_options, parser, of=renumber_checkpoint)
     source = parser.add_mutually_exclusive_group(required=True)
     add_options(

@@ -117,7 +117,8 @@ def _changes_of_layer(
     changes: dict[str, Change] = {}
     # Numbers of experts, by the names of their tensors without the number.
     seen: dict[str, set[int]] = defaultdict(set)
-    stems, parts_of_layer, others = set(), set(), []
+    # Of the model, as in `model.language_model.`, with the layer's part, as in `mlp`.
+    parts, others = set(), []
     has_router = has_experts = False
     for tensor, stem, rest in block:
         if _OTHERS.search(rest):
@@ -143,10 +144,10 @@ def _changes_of_layer(
             has_experts |= len(tensor.shape) > 2
             has_router |= len(tensor.shape) == 2 and "experts" not in rest
         else:
-            others.append((tensor, rest))
+            others.append((tensor, stem, rest))
             continue
-        stems.add(stem)
-        parts_of_layer.add(rest.partition(".")[0])
+        parts.add((stem, rest.partition(".")[0]))
+    stems = {stem for stem, _ in parts}
     if len(stems) > 1:
         raise InputError(f"layer {layer}: experts under several names, {', '.join(map(repr, sorted(stems)))}")
     for name, numbers in seen.items():
@@ -155,7 +156,7 @@ def _changes_of_layer(
     if not (has_router and has_experts):
         what = "tensors of experts" if has_router else "router's weight"
         raise InputError(f"layer {layer}: found no {what}; see --pattern")
-    for tensor, rest in others:
-        if tensor.shape[:1] == (experts,) and rest.partition(".")[0] in parts_of_layer:
+    for tensor, stem, rest in others:
+        if tensor.shape[:1] == (experts,) and (stem, rest.partition(".")[0]) in parts:
             raise InputError(f"{tensor.name}: has a row for each expert, and its name is not known; see --pattern")
     return changes
