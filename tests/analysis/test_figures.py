@@ -292,7 +292,7 @@ def test_permuted_ids_are_means_over_permutations() -> None:
     lost = []
     for seed in range(PERMUTATIONS):
         loads = (
-            permute_experts(counts, random_orders(*counts.shape[1:], seed))
+            permute_experts(counts, random_orders(counts.shape[1], 16, seed))
             .reshape(*counts.shape[:2], 4, 4)
             .sum(axis=-1)
         )

@@ -201,7 +201,7 @@ def test_permuted_experts_change_static_and_not_the_ideal() -> None:
     case = some_case(some_trace(longer=300), token_budget=400)
     permuted = case.with_permuted_experts(3)
     for mine, other in zip((case.sequences, *case.earlier), (permuted.sequences, *permuted.earlier), strict=True):
-        order_LE = random_orders(*mine.counts_SLE.shape[1:], 3)
+        order_LE = random_orders(mine.num_layers, mine.num_experts, 3)
         assert np.array_equal(other.counts_SLE, permute_experts(mine.counts_SLE, order_LE))
         assert np.array_equal(mine.lengths, other.lengths)
     found = permuted_steps(case, ("static", "balanced"), 3)
