@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -247,6 +249,22 @@ def test_what_is_unclear_is_refused_and_nothing_written(
     spoil(model, what)
     command = ("renumber", model, "--trace", tmp_path / "trace.parquet", *COMMAND, "-o", tmp_path / "new")
     assert message in error_of(*command)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "trace.parquet"]
+
+
+def test_a_write_that_fails_leaves_nothing(
+    tmp_path: Path, model: Path, error_of: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_trace(skewed(2), tmp_path / "trace.parquet")
+    # A note says that it is left out.
+    (model / "original").rmdir()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    command = ("renumber", model, "--trace", tmp_path / "trace.parquet", *COMMAND, "-o", tmp_path / "new")
+    assert "No space left" in error_of(*command)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "trace.parquet"]
 
 

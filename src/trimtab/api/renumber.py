@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.api.advise import MOST_LAYERS, MOST_STEPS
 from trimtab.api.arguments import check_run, layout_of, model_of, nodes_of, ranks_of, recomputed
 from trimtab.api.steps import read_steps, spread_layers
 from trimtab.array_type import Array
@@ -22,11 +23,11 @@ from trimtab.simulator.comparison import with_checkpointing
 from trimtab.simulator.step import StepSettings
 from trimtab.simulator.strategies import NOTHING, REPLICAS
 from trimtab.trace import RoutingTrace
-from trimtab.trace.numbering import Numbering
+from trimtab.trace.numbering import FILE, Numbering
 from trimtab.trace.store import Source, open_trace
 
-# Part of a step's seconds; and layers and steps that are simulated.
-LEAST_GAIN, MOST_LAYERS, MOST_STEPS = 0.01, 8, 2
+# Part of a step's seconds.
+LEAST_GAIN = 0.01
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def undo_renumbering(
     spec = load_model(folder)
     now = Numbering.of_checkpoint(folder)
     if not now.first:
-        raise InputError(f"{folder}: has no expert_numbering.json, so its experts have their first ids")
+        raise InputError(f"{folder}: has no {FILE}, so its experts have their first ids")
     layers = sorted(now.first)
     order_LE = Numbering().order_from(now, np.array(layers), spec.num_experts)
     files = CheckpointFiles(folder, spec.zero_experts, pattern)

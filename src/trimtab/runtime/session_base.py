@@ -44,8 +44,8 @@ class SessionBase:
         topology: process groups, and this rank's numbers in them.
         layers: the layers that a model of torch modules calls, in the order of `add_layer`.
         counters: counts what `Session.take_metrics` reports.
-        numbering: ids of the model's experts; None if nothing says that it was renumbered. Assign that of a renumbered
-            checkpoint, `Numbering.of_checkpoint(folder)`.
+        numbering: of the model's experts; None if it was never renumbered. Assign that of a renumbered checkpoint,
+            `Numbering.of_checkpoint(folder)`.
         rollout_placement: counts the routing of every plan, for `Session.sync_placement`; None by default.
         auxiliary_loss: returns the model options that make a loss or a bias depend on the routes of all tokens; empty
             if there are none. Set by integrations, which know the model.

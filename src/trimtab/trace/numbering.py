@@ -1,7 +1,7 @@
 """Experts in another order: random ones, to see how much imbalance comes from ids, and those of a renumbered model.
 
 Contiguous homes put neighbouring ids on one rank. If hot experts have neighbouring ids, a rank is busier than in a
-model whose hot experts lie anywhere. An order `[L, E]` says of each new id which old id it was.
+model whose hot experts have ids anywhere. An order `[L, E]` holds the old id of the expert with each new id.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class RoutingTrace:
         num_experts: E.
         model: the model's name or type, for people.
         sampled: the part of each step's sequences that was recorded, above 0 to 1.
-        numbering: of the model that recorded the ids; None if nothing says that it was renumbered.
+        numbering: of the model that recorded the ids; None if unknown.
 
     Raises:
         InputError: if shapes or dtypes don't fit together. `check` checks the ids.
