@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-recipes test-install lock test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-exporters test-sglang test-afd-plugin test-te test-ray test-backward-thread mutants reliability lint docs bench clean
+.PHONY: help demo test test-fast test-long nightly test-recipes test-install lock test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-sglang test-afd-plugin test-te test-ray test-backward-thread mutants reliability lint docs bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -85,12 +85,6 @@ test-ms-swift: .venv/.ready  ## run the functions of ms-swift's release with the
 	$(BIN)/python -m zipfile -e out/wheels/ms_swift-4.6.0-py3-none-any.whl out/wheels/ms_swift
 	MS_SWIFT=out/wheels/ms_swift $(BIN)/python -m pytest tests/integrations/test_ms_swift.py tests/integrations/test_framework_names.py
 
-# out/sources may also have slime, miles, roll and nemo_rl, of git archive at the commits that tests/helpers/megatron_exporters.py names.
-test-exporters: .venv/.ready  ## export from a balanced Megatron model by frameworks' own source (about a minute)
-	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels megatron-bridge==0.3.1 mcore-bridge==1.6.5 verl==0.9.1
-	for wheel in megatron_bridge-0.3.1 mcore_bridge-1.6.5 verl-0.9.1; do $(BIN)/python -m zipfile -e out/wheels/$$wheel-py3-none-any.whl out/sources || exit 1; done
-	SOURCES=out/sources $(BIN)/python -m pytest tests/integrations/test_megatron_exporters.py
-
 test-sglang: .venv/.ready  ## read a placement with the loader of SGLang's release (about a minute)
 	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels sglang==0.5.23
 	$(BIN)/python -m zipfile -e out/wheels/sglang-0.5.23-*.whl out/wheels/sglang
@@ -110,7 +104,7 @@ test-te: .venv/.ready  ## run grouped experts with the Python of Transformer Eng
 	TRANSFORMER_ENGINE=out/wheels/transformer_engine $(BIN)/python -m pytest tests/integrations/test_megatron_fakes.py -k "grouped or gradients"
 
 # Ways are those of tests/helpers/accelerator.py.
-LATE := tests/integrations/test_megatron_equality.py tests/integrations/test_megatron_moves.py tests/integrations/test_trl.py
+LATE := tests/integrations/test_megatron_equality.py tests/integrations/test_megatron_renumber.py tests/integrations/test_trl.py
 test-backward-thread: .venv/.ready  ## run tests of ranks, Megatron, TRL and live mode with backward on a thread of its own, and on a simulated device that is late (hours)
 	AS_ON_GPUS=thread $(PYTEST) -m 'not long' tests/runtime tests/integrations/test_megatron_equality.py tests/integrations/test_trl.py
 	for ways in "thread late" "thread serial" "thread early" "thread lazy peers queues"; do \
@@ -144,7 +138,6 @@ bench: .venv/.ready  ## reproduce the figures that README and docs quote (about 
 	$(BIN)/python -m benchmarks.bind --json out/bench-bind.json
 	$(BIN)/python -m benchmarks.host --json out/bench-host.json
 	$(BIN)/python -m benchmarks.megatron --json out/bench-megatron.json
-	$(BIN)/python -m benchmarks.megatron --rehome --pairs 16 --json out/bench-megatron-rehome.json
 	$(BIN)/python -m benchmarks.planner --json out/bench-planner.json --frontier out/frontier.svg
 	$(BIN)/python -m benchmarks.papers --json out/bench-step-time.json
 	$(BIN)/python -m benchmarks.step --json out/bench-step.json

@@ -3,8 +3,6 @@
 Time Megatron's forward-backward function (all micro-batches, complete gradients in `main_grad`) of a small GPTModel on
 2 CPU ranks: plain and planned in turns, each on even and on skewed routing. Planning, refreshing of weights and
 transfers are part of the step; the optimizer is not. Plain Megatron replays the same routing by its RouterReplay.
-
-With `--rehome` it runs `megatron_rehome` instead.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from rich.console import Console
 
 from benchmarks.harness import Figures, main, settings_of, show
 from benchmarks.megatron_model import MegatronBenchmark, MegatronModel
-from benchmarks.megatron_rehome import run_rehome_benchmark
 from benchmarks.pairs import summarise_pairs
 from benchmarks.replayed_megatron import Routing, replayed, start_megatron
 from benchmarks.tables import Columns, figure_table, interval, named_rows, quantity
@@ -64,16 +61,12 @@ def add_to(parser: Parser) -> None:
     """Add the options."""
     add_options(parser, "--pairs", type=positive, default=40, help="timed rounds of all four variants")
     add_options(parser, "--seeds", type=positive, default=8, help="skewed routings: those of seeds 0 to N - 1")
-    add_options(
-        parser, "--rehome", action="store_true",
-        help="instead, train on drifting routing: plain, EPLB's homes, mode rehome, and mode plan",
-    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the benchmark with the options."""
     settings = MegatronBenchmark(**given(options, MegatronBenchmark))
-    launch(run_rehome_benchmark if settings.rehome else run_benchmark, (settings,), ranks=2)
+    launch(run_benchmark, (settings,), ranks=2)
 
 
 def run_benchmark(settings: MegatronBenchmark) -> None:

@@ -39,7 +39,6 @@ class MegatronBenchmark:
         slots: slots per rank.
         zipf: exponent of the skewed routing. The load of two ranks differs less than that of many: an exponent of 2
             gives max/mean of 1.1 to 1.5 here, where 1.2 gives 1.7 to 2.1 with 128 experts, top-8, on 8 ranks.
-        rehome: compare ways of moving experts over steps of drifting routing; see `benchmarks.megatron_rehome`.
     """
 
     pairs: int = 40
@@ -55,33 +54,11 @@ class MegatronBenchmark:
     width: int = 512
     slots: int = 2
     zipf: float = 2.0
-    rehome: bool = False
 
     def routings(self, ranks: int, rank: int) -> list[Routing]:
         """Routing of a rank: exactly even routing, then every skewed one."""
         skewed = [self._draw(ranks, rank, self.zipf, seed) for seed in range(min(self.seeds, self.pairs))]
         return [self._draw(ranks, rank, 0.0, 0), *skewed]
-
-    def drifting(self, ranks: int, step: int) -> list[Routing]:
-        """Routing of every rank in a step: skewed, and from each step to the next two experts of each layer exchange
-        their popularity."""
-        drift = np.random.default_rng(0)
-        popular_LE = np.stack([drift.permutation(self.experts) for _ in range(self.layers)])
-        for _ in range(step):
-            for popular_E in popular_LE:
-                first, second = drift.choice(self.experts, 2, replace=False)
-                popular_E[[first, second]] = popular_E[[second, first]]
-        # The trace's own order of popularity, as `synthesize` draws it.
-        drawn = np.random.default_rng(step)
-        place_LE = np.stack([np.argsort(drawn.permutation(self.experts)) for _ in range(self.layers)])
-        layers = np.arange(self.layers)[:, None]
-        return [
-            [
-                popular_LE[layers, place_LE[layers, ids]].astype(ids.dtype)
-                for ids in self._draw(ranks, rank, self.zipf, step)
-            ]
-            for rank in range(ranks)
-        ]
 
     def _draw(self, ranks: int, rank: int, zipf: float, seed: int) -> Routing:
         mine = self.micro_batches * self.sequences

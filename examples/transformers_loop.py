@@ -49,7 +49,7 @@ def train(rl_steps: int = 2) -> None:
     torch.manual_seed(1 + dist.get_rank())
     for step in range(rl_steps):
         # Rollout with the current weights: sequences, and the experts of every fed token.
-        rollout_model.load_state_dict(session.logical_state_dict(model))
+        rollout_model.load_state_dict(session.whole_state_dict(model))
         prompts = torch.randint(1, 64, (MICRO_STEPS, PROMPT)).repeat_interleave(SAMPLES, dim=0)
         with record_routing(rollout_model) as record:
             tokens = rollout_model.generate(

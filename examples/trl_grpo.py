@@ -86,10 +86,10 @@ def main() -> None:
             np.median([log[name] for log in steps])
             for name in ("trimtab/max_vio_before", "trimtab/max_vio_after", "trimtab/planning_s", "step_time")
         )
-        replicas, moves = (sum(log[f"trimtab/{name}"] for log in steps) for name in ("replicas", "homes_moved"))
+        replicas = sum(log["trimtab/replicas"] for log in steps)
         print(
             f"The busiest rank had {before:.0%} more rows than the mean before planning, {after:.0%} after it. "
-            f"{replicas:.0f} replicas and {moves:.0f} moves of experts in {len(steps)} steps; a plan took "
+            f"{replicas:.0f} replicas in {len(steps)} steps; a plan took "
             f"{planning * 1e3:.0f} ms, a step with its rollout {step:.2f} s."
         )
 

@@ -41,7 +41,6 @@ PARTS: dict[str, dict[str, tuple[str, str, Callable[[Figures], Figures]]]] = {
     "results.md": {
         "runtime": ("benchmarks.runtime", "runtime-cpu", _as_stored),
         "megatron": ("benchmarks.megatron", "megatron-cpu", _as_stored),
-        "rehome": ("benchmarks.megatron_rehome", "megatron-rehome-cpu", _as_stored),
         "host": ("benchmarks.host", "host-cpu", _as_stored),
         "planning": ("benchmarks.planning", "planning-cpu", _as_stored),
         "live": ("benchmarks.live", "live-cpu", _largest),

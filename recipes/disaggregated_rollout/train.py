@@ -70,7 +70,7 @@ class DisaggregatedTrainer(Trainer):
 
     def sync_rollout(self) -> None:
         """Copy the trained weights to the ranks of the rollout. Collective."""
-        self.remote.load(self.session.logical_state_dict(self.model))
+        self.remote.load(self.session.whole_state_dict(self.model))
 
     def count_correct(self, problems: Sequence[Problem]) -> int:
         """Number of this rank's problems that the model solves by greedy decoding; 0 on expert ranks. Collective."""

@@ -22,16 +22,13 @@ class Checkpoint:
         folder: of the checkpoint; vanilla transformers loads it.
         step: RL steps done.
         held_out_accuracy: measured so far, by the time of measurement.
-        homes: `[L][E]` home rank of every expert. A run with the same number of ranks needs them to continue bit for
-            bit.
-        optimizer: state by parameter name, with experts in logical order.
+        optimizer: state by parameter name, with the experts of all ranks.
         algorithm: state of the value model and of open responses.
     """
 
     folder: Path
     step: int
     held_out_accuracy: dict[str, float]
-    homes: list[list[int]]
     optimizer: dict[str, Any]
     algorithm: dict[str, Any]
 
@@ -57,6 +54,8 @@ def last_checkpoint(out: Path) -> Checkpoint | None:
         return None
     try:
         state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+        # Experts of earlier versions had homes; their state was in the same order.
+        state.pop("homes", None)
         return Checkpoint(folder, step_of(folder), **state)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"{folder}: no checkpoint of this version ({str(error).splitlines()[0]})") from None
@@ -67,13 +66,13 @@ def write_checkpoint(checkpoint: Checkpoint, config: Any, tokenizer: Any, weight
 
     Args:
         config, tokenizer: of the model.
-        weights: in logical expert order.
+        weights: of the whole model.
     """
     folder = checkpoint.folder
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    state = {name: getattr(checkpoint, name) for name in ("held_out_accuracy", "homes", "optimizer", "algorithm")}
+    state = {name: getattr(checkpoint, name) for name in ("held_out_accuracy", "optimizer", "algorithm")}
     save_model(config, weights, tokenizer, partial)
     torch.save(state, partial / "trainer.pt")
     shutil.rmtree(folder, ignore_errors=True)

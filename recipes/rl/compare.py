@@ -45,13 +45,13 @@ PART_OF = {
 }  # fmt: skip
 ABOUT = {
     "static": "uses no routing; no replicas",
-    "trimtab": "schedule, homes, replicas and split, planned from the recorded routing",
+    "trimtab": "schedule, replicas and split, planned from the recorded routing",
 }
 NOTES = (
     "Measured, not simulated. Two trainers start with the same weights and train the same responses, step after step. "
     "They take turns in being first.",
     "Step time is net: from the arrival of a step's responses until its optimizer steps are done and the rollout model "
-    "has the new weights. It includes planning, the exchange of responses and moves of experts, but not the rollout.",
+    "has the new weights. It includes planning, and the exchange of responses, but not the rollout.",
     "Bars, loads and timelines are of one more step, the parts scaled to the median step time. Attention and other is "
     "everything that no other part names, such as the loss, optimizers, weight synchronisation and a value model.",
     "A rank that reaches a dispatch or combine before the others waits for them; the time after the last rank has "
@@ -67,7 +67,7 @@ class MeasuredPolicy:
 
     Attributes:
         step_s: seconds of each step from the arrival of its responses until the rollout model has the new weights:
-            planning, exchange of responses, moves, recompute, update and weight synchronisation.
+            planning, exchange of responses, recompute, update and weight synchronisation.
         metrics: of each step, as in `metrics.jsonl`.
         loads_MLR: tokens `[M, L, R]` int64 that each rank computes in the recorded step.
         recorded: metrics of one more step, which was recorded.
@@ -90,8 +90,8 @@ class MeasuredPolicy:
             "median_s": statistics.median(self.step_s),
             "step_s": self.step_s,
             "max_vio": self.median("moe/max_vio_after"),
-            **{name: int(sum(m[f"moe/{name}"] for m in self.metrics)) for name in ("replicas", "homes_moved")},
-            **{time: self.median(time) for time in ("planning_s", "waited_s", "moving_s")},
+            "replicas": int(sum(metrics["moe/replicas"] for metrics in self.metrics)),
+            **{time: self.median(time) for time in ("planning_s", "waited_s")},
         }
 
 
@@ -180,7 +180,7 @@ def sentences(figures: Mapping[str, Any]) -> tuple[str, str, str]:
     result = "Trimtab is slower here" if high < 1 else "no sure gain is measured here"
     claim = f"Trimtab makes a training step {measured}" if low > 1 else f"{result}: a training step is {measured}"
     return (
-        f"With planning and moves in the clock, {claim}. The busiest rank has {figures['trimtab']['max_vio']:.1%} more "
+        f"With planning in the clock, {claim}. The busiest rank has {figures['trimtab']['max_vio']:.1%} more "
         f"than the mean instead of {figures['static']['max_vio']:.1%}.",
         f"Experts of the busiest rank are {figures['busiest_part']:.0%} of a static step: with even loads, and nothing "
         f"else changed, it would be {figures['possible_speedup']:.2f} times as fast.",
@@ -200,12 +200,12 @@ def show_results(screen: Console, trainer: Trainer, policies: Policies | None) -
     if policies is not None:
         summary["comparison"] = figures = comparison_figures(policies)
         report = report_of(trainer, policies, figures)
-        headers = ("step time", "max_vio", "replicas", "moved", "planning", "waiting")
+        headers = ("step time", "max_vio", "replicas", "planning", "waiting")
         columns = [Column(name, justify="right") for name in headers]
         table = Table("policy", *columns, title=report.table_title, title_justify="left")
         for name in policies:
             row = figures[name]
-            counts = f"{row['max_vio']:.3f}", f"{row['replicas']:,}", f"{row['homes_moved']:,}"
+            counts = f"{row['max_vio']:.3f}", f"{row['replicas']:,}"
             times = seconds(row["planning_s"]), seconds(row["waited_s"])
             table.add_row(name, f"{row['median_s']:.3f} s", *counts, *times)
         screen.print(table, *sentences(figures), sep="\n")
@@ -230,11 +230,11 @@ def report_of(trainer: Trainer, policies: Policies, figures: Mapping[str, Any]) 
         "micro-steps": f"{len(static.loads_MLR)} (static), {M} (trimtab) of {config.token_budget:,} tokens a rank",
         "mode": f"{config.mode}, {config.slots} slots per rank",
         "95% interval of the ratio": f"{low:.2f} to {high:.2f}, of {len(static.step_s)} pairs",
-        "all steps": f"{figures['trimtab']['replicas']:,} replicas, {figures['trimtab']['homes_moved']:,} homes moved",
+        "all steps": f"{figures['trimtab']['replicas']:,} replicas",
     }
     times = {
         "planning, training waited": "waited_s", "planning during the rollout": "ahead_s",
-        "planning during the step": "plan/background_s", "moves": "moving_s",
+        "planning during the step": "plan/background_s",
     }  # fmt: skip
     facts |= {name: f"{seconds(balanced.median(metric))} a step" for name, metric in times.items()}
     lane = LANES.index("network" if topology.ranks_per_node < R else "node link")
@@ -247,7 +247,7 @@ def report_of(trainer: Trainer, policies: Policies, figures: Mapping[str, Any]) 
     for name, policy in policies.items():
         median_s, is_static = figures[name]["median_s"], policy is static
         speedup, of_rank = (1.0, memory) if is_static else (figures["speedup"], memory | pool)
-        parts_s = parts_of(split[name], median_s, policy.recorded["waited_s"], policy.recorded["moving_s"])
+        parts_s = parts_of(split[name], median_s, policy.recorded["waited_s"])
         replicas = policy.median("moe/replicas") / policy.loads_MLR[..., 0].size
         ratio = 1 + figures[name]["max_vio"]
         results.append(PolicyResult(name, ABOUT[name], median_s, speedup, None, ratio, parts_s, of_rank, replicas))
@@ -293,16 +293,14 @@ def with_waiting(recordings: Sequence[Recording]) -> Sequence[Recording]:
     return split
 
 
-def parts_of(
-    recordings: Sequence[Recording], step_time_s: float, planning_s: float, migration_s: float
-) -> dict[str, float]:
+def parts_of(recordings: Sequence[Recording], step_time_s: float, planning_s: float) -> dict[str, float]:
     """Seconds by part, mean over ranks, scaled so that their sum is the step time.
 
-    Planning and migration happen outside of micro-steps, which recordings count as attention and other.
+    Planning happens outside of micro-steps, which recordings count as attention and other.
     """
     seconds_RK = [np.bincount(r.kind_N, r.end_N - r.start_N, minlength=len(NAMES)) for r in recordings]
-    parts_s = dict.fromkeys(PARTS, 0.0) | {"planning": planning_s, "migration": migration_s}
-    parts_s["attention"] -= planning_s + migration_s
+    parts_s = dict.fromkeys(PARTS, 0.0) | {"planning": planning_s}
+    parts_s["attention"] -= planning_s
     for kind, kind_s in enumerate(np.mean(seconds_RK, axis=0).tolist()):
         parts_s[PART_OF.get(kind, "attention")] += kind_s
     total = sum(parts_s.values())

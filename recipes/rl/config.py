@@ -12,7 +12,7 @@ from trimtab.cli.options import SHARED, add_options, positive, whole
 from trimtab.cli.parser import Parser
 from trimtab.errors import InputError
 
-MODES = ("plan", "rehome", "live", "static", "shadow", "off")
+MODES = ("plan", "live", "static", "shadow", "off")
 VALUE_MODELS = ("head", "trunk")
 LIVE_POLICIES = ("quota", "feplb", "off")
 # Settings that a resumed run may change: its length and how its work is distributed. Others would change its results.

@@ -150,14 +150,14 @@ class ValueHead:
 
     def state(self) -> dict[str, Any]:
         """For checkpoints, with experts in logical order; on ranks other than 0 it is empty. Collective."""
-        logical = self.session.logical
+        logical = self.session.whole
         optimizer = dict(logical.optimizer_state(self.network, self.optimizer))
         return {"weights": dict(logical.weights(self.network)), "optimizer": optimizer}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` returned, of a run with any number of ranks."""
-        self.session.logical.load_weights(self.network, state["weights"])
-        self.session.logical.load_optimizer_state(self.network, self.optimizer, state["optimizer"])
+        self.session.whole.load_weights(self.network, state["weights"])
+        self.session.whole.load_optimizer_state(self.network, self.optimizer, state["optimizer"])
 
     def close(self) -> None:
         """Nothing to release."""
@@ -182,7 +182,7 @@ class ValueTrunk(ValueHead):
         prefix = f"{self.network['trunk'].base_model_prefix}."
         trunk = {f"trunk.{name.removeprefix(prefix)}": policy[name] for name in policy if name.startswith(prefix)}
         head = {f"head.{name}": value for name, value in self.network["head"].state_dict().items()}
-        self.session.logical.load_weights(self.network, trunk | head)
+        self.session.whole.load_weights(self.network, trunk | head)
 
     def values(self, batch: MicroBatch, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Value `[B, T]` of the state after each fed token, from the tokens alone.

@@ -186,13 +186,10 @@ class Trainer:
         return PPO(value_model, Windows(places, operation=self.operation, **sizes))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        """Continue with optimizer, algorithm and homes of a checkpoint."""
-        self.session.logical.load_optimizer_state(self.model, self.optimizer, checkpoint.optimizer)
+        """Continue with optimizer and algorithm of a checkpoint."""
+        self.session.whole.load_optimizer_state(self.model, self.optimizer, checkpoint.optimizer)
         for name, part in self._stateful.items():
             part.load_state(checkpoint.algorithm[name])
-        home = np.array(checkpoint.homes, np.int16)
-        if home.max() + 1 == self.num_ranks:
-            self.session.move(Placement(home))
         self.sync_rollout()
 
     @property
@@ -237,7 +234,7 @@ class Trainer:
             hook.remove()
         self.sync_rollout()
         if self.algorithm.value_model is not None:
-            self.algorithm.value_model.start_from(self.session.logical_state_dict(self.model))
+            self.algorithm.value_model.start_from(self.session.whole_state_dict(self.model))
 
     def _demonstrations(self, shown: Sequence[tuple[task.Problem, str]]) -> MicroBatch:
         """Problems with responses that nobody sampled, so that they have neither routing nor log-probabilities."""
@@ -514,13 +511,12 @@ class Trainer:
     def save(self, step: int) -> None:
         """Write a checkpoint after `step` RL steps. Collective."""
         # Gathering is collective; only rank 0 receives tensors.
-        weights = dict(self.session.logical.weights(self.model))
-        optimizer = dict(self.session.logical.optimizer_state(self.model, self.optimizer))
+        weights = dict(self.session.whole.weights(self.model))
+        optimizer = dict(self.session.whole.optimizer_state(self.model, self.optimizer))
         algorithm = {name: part.state() for name, part in self._stateful.items()}
         if self.rank == 0:
             folder = self.config.out / "checkpoints" / f"step-{step:05d}"
-            homes = self.session.placement.home.tolist()
-            checkpoint = Checkpoint(folder, step, self.held_out_accuracy, homes, optimizer, algorithm)
+            checkpoint = Checkpoint(folder, step, self.held_out_accuracy, optimizer, algorithm)
             write_checkpoint(checkpoint, self.model_config, self.tokenizer, weights)
 
     def close(self) -> None:
@@ -584,7 +580,7 @@ def run_training(trainer_type: type[Trainer], config: TrainConfig) -> None:
         if is_last or (step + 1) % config.save_every == 0:
             trainer.save(step + 1)
     comparison = None
-    if config.compare_pairs and config.mode in ("plan", "rehome"):
+    if config.compare_pairs and config.mode == "plan":
         # Rank 0 has written it.
         dist.barrier()
         static = trainer_type(replace(config, mode="static"), last_checkpoint(out))

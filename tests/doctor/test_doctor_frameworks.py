@@ -62,8 +62,8 @@ def test_arguments_with_the_flag_have_no_problem(package: str, tmp_path: Path) -
     found = {finding.name: finding.text for finding in FILE_CHECKS[package](path)}
     assert found[f"{package} options"] == "mode=plan slots_per_rank=2"
     assert "EP 8" in found["megatron layout"]
-    # Experts don't move there.
-    assert "megatron moves" not in found
+    # Checkpoints alone are renumbered there.
+    assert "megatron renumbering" not in found
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,6 @@ def test_arguments_with_the_flag_have_no_problem(package: str, tmp_path: Path) -
     [
         ("slime", {"more": "--enable-mtp-training"}, "enable_mtp_training=True"),
         ("slime", {"more": "--megatron-deepgemm-forward-layers 1 2"}, "megatron_deepgemm_forward_layers"),
-        ("slime", {"balance": "mode=rehome"}, "mode=rehome moves experts, and slime copies"),
         ("slime", {"balance": "mode=plan slots=2"}, "no option 'slots'"),
         ("miles", {"more": "--lora-rank 16"}, "lora_rank=16"),
         ("miles", {"more": "--indep-dp"}, "indep_dp=True"),
@@ -122,14 +121,7 @@ def written(kind: str, settings: dict[str, Any]) -> str:
         ({f"{ENGINE}.use_megatron_fsdp": True}, "use_megatron_fsdp=True"),
         ({f"{ENGINE}.qat.enable": True}, "qat.enable=True"),
         ({f"{ENGINE}.override_transformer_config.moe_router_fusion": True}, "moe_router_fusion"),
-        (
-            {f"{ENGINE}.override_mcore_model_config.trimtab.moves": True, "checkpoint_engine.backend": "delta_sharded"},
-            "delta_sharded",
-        ),
-        (
-            {f"{ENGINE}.override_mcore_model_config.trimtab": {"mode": "shadow", "moves": True}},
-            "experts move in modes plan and rehome",
-        ),
+        ({f"{ENGINE}.override_mcore_model_config.trimtab.moves": True}, "no option 'moves'"),
         ({"actor_rollout_ref.actor.strategy": "fsdp"}, "no expert parallelism"),
     ],
 )

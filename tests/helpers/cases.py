@@ -21,7 +21,7 @@ Values = dict[str, dict[str, Any]]
 
 # The first value of each is the usual one, and not named in a case's line.
 DIMENSIONS: dict[str, Values] = {
-    "mode": {"plan": {}} | {mode: {"mode": mode} for mode in ("rehome", "static", "shadow", "off")}
+    "mode": {"plan": {}} | {mode: {"mode": mode} for mode in ("static", "shadow", "off")}
     | {policy: {"mode": "live", "policy": policy} for policy in ("quota", "feplb")},
     "planner": {name: {"planner": name} for name in ("random", "own", "sequences", "micro-steps", "in time", "late")},
     "ranks": {
@@ -57,7 +57,7 @@ DIMENSIONS: dict[str, Values] = {
         name: {"event": name} for name in ("live", "one rank", "zero", "forward fails", "backward fails")
     },
     "between": {"nothing": {}} | {name: {"between": name} for name in (
-        "move", "suspend", "reload", "other ranks", "distributed checkpoint", "other session", "other optimizer",
+        "suspend", "reload", "other ranks", "distributed checkpoint", "other session", "other optimizer",
         "other memory", "write", "other weights", "renumber",
     )},
     "optimizer": {"AdamW": {}, "SGD": {"sgd": True}},
@@ -98,7 +98,7 @@ EXCLUDED: list[tuple[str, set[str], str, set[str]]] = [
     ("device", DEVICES, "order", {"any"}),
     ("device", LATE, "between", {"distributed checkpoint", "other ranks"}),
     # DTensors have shards, which other actions do not know.
-    ("dense", {"FSDP2"}, "between", OTHERS["between"] - {"move", "suspend", "other session", "renumber"}),
+    ("dense", {"FSDP2"}, "between", OTHERS["between"] - {"suspend", "other session", "renumber"}),
     ("dense", {"FSDP2"}, "order", {"any"}),
     ("dense", {"FSDP2"}, "optimizer", {"SGD"}),
     ("dense", {"FSDP2"}, "device", DEVICES),

@@ -201,7 +201,7 @@ class Loop:
     @property
     def is_carried_out(self) -> bool:
         """Whether plans are executed."""
-        return self.session.mode in ("plan", "rehome", "static")
+        return self.session.mode in ("plan", "static")
 
     @property
     def is_planned(self) -> bool:
@@ -323,7 +323,7 @@ class Loop:
                 own = own.clone()
                 dist.all_reduce(own)
             assert self.error_of(own, wanted) < most, (name, "gradient")
-        weights = session.logical_state_dict(self.model)
+        weights = session.whole_state_dict(self.model)
         for name, expected in self.reference.state_dict().items():
             assert self.error_of(weights[name], expected) < most, (name, "weights")
         names = {id(parameter): name for name, parameter in self.reference.named_parameters()}
@@ -333,7 +333,7 @@ class Loop:
                 assert self.error_of(self.averages[0][name], whole[mine]) < most, (name, "average")
         if self.options.sharded or most < 100:
             return
-        states = dict(session.logical.optimizer_state(self.model, self.optimizers[1]))
+        states = dict(session.whole.optimizer_state(self.model, self.optimizers[1]))
         for name, expected in self.reference.named_parameters() if dist.get_rank() == 0 and states else ():
             for key, value in self.optimizers[0].state.get(expected, {}).items():
                 if isinstance(value, torch.Tensor):
@@ -434,17 +434,13 @@ def make_loop(options: Options, seed: int) -> Loop:
 
 
 def register_averages(loop: Loop) -> None:
-    """Averages of the weights, which move with the experts: a module, or tensors by name."""
+    """Averages of the weights, of a module or by name."""
     mine, whole = (
         {n: p.detach().clone() for n, p in each.named_parameters() if not hasattr(p, "full_tensor")}
         for each in (loop.model, loop.reference)
     )
     if loop.seed % 2 and not loop.options.sharded:
-        module = AveragedModel(loop.model).module
-        mine = dict(module.named_parameters())
-        loop.session.register_state(loop.model, module)
-    else:
-        loop.session.register_state(loop.model, mine)
+        mine = dict(AveragedModel(loop.model).module.named_parameters())
     loop.averages = (mine, whole)
 
 

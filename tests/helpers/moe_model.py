@@ -73,7 +73,7 @@ class MoEBlock(nn.Module):
             partial(self._count_and_run, gated_experts()),
             compute_dtype=self.compute_dtype,
             dispatcher=dispatcher,
-            by_expert=[self.router.weight],
+            by_expert=lambda: [self.router.weight],
         )
 
     def _count_and_run(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from helpers.moe_model import Shape, TinyMoE
-from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
+from helpers.random_plans import random_plan, random_schedule, random_trace
 from trimtab.array_type import Array
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.runtime import PlanReport, Session
@@ -34,7 +34,7 @@ def rows_in(trace: RoutingTrace, schedule: Schedule, micro_step: int, rank: int 
 class Step:
     """One random step of a tiny model: sequences, schedule, plan, and the batch that goes with them."""
 
-    def __init__(self, seed: int, *, shape: Shape = SHAPE, slots: int = 2, moves: bool = True, long: int = 12) -> None:
+    def __init__(self, seed: int, *, shape: Shape = SHAPE, slots: int = 2, long: int = 12) -> None:
         self.rng = np.random.default_rng(seed)
         num_ranks = dist.get_world_size()
         self.trace: RoutingTrace = random_trace(
@@ -42,9 +42,7 @@ class Step:
         )
         self.schedule: Schedule = random_schedule(self.rng, 8, num_ranks=num_ranks, num_micro_steps=2)
         self.workload = Workload.from_trace(self.trace, self.schedule)
-        placement = random_placement(self.rng, shape.layers, shape.experts, num_ranks)
-        if not moves:
-            placement = Placement.contiguous(shape.layers, shape.experts, num_ranks)
+        placement = Placement.contiguous(shape.layers, shape.experts, num_ranks)
         self.plan: StepPlan = random_plan(self.rng, self.workload, self.schedule, slots=slots, placement=placement)
         self.tokens = torch.from_numpy(self.rng.integers(0, shape.vocab, self.trace.num_tokens))
         self.labels = torch.from_numpy(self.rng.integers(0, shape.vocab, self.trace.num_tokens))

@@ -1,4 +1,4 @@
-"""Plans of a training loop: random ones or the session's own; moves and suspension between steps."""
+"""Plans of a training loop: random ones or the session's own; other ids and suspension between steps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
+import torch.distributed as dist
 
 from helpers.loop import (
     SEQUENCES,
@@ -22,12 +22,12 @@ from helpers.loop import (
     zero_gradients,
 )
 from helpers.planned_steps import rows_in
-from helpers.random_plans import random_group_plans, random_placement, random_plan, random_schedule, random_trace
+from helpers.random_plans import random_group_plans, random_plan, random_schedule, random_trace
 from helpers.random_slices import as_header, random_slices
 from trimtab.array_type import Array
 from trimtab.planner import Placement, PlannedStep, Schedule, Workload
 from trimtab.planner.plan.step_loads import StepLoads
-from trimtab.runtime import step_planner
+from trimtab.runtime import Session, step_planner
 from trimtab.trace import RoutingTrace
 from trimtab.trace.numbering import Numbering, random_orders
 
@@ -39,11 +39,10 @@ def start(seed: int = 3, **options: Any) -> Loop:
     return loop
 
 
-def plan(loop: Loop, seed: int, moves: bool = True, mode: str | None = None, rows: str | None = None) -> None:
+def plan(loop: Loop, seed: int, mode: str | None = None, rows: str | None = None) -> None:
     """Another trace, and a plan for it.
 
     Args:
-        moves: experts may move.
         mode, rows: instead of the loop's.
     """
     session, options, rng = loop.session, loop.options, np.random.default_rng(seed)
@@ -74,34 +73,17 @@ def plan(loop: Loop, seed: int, moves: bool = True, mode: str | None = None, row
         own = np.flatnonzero(np.arange(SEQUENCES) * ranks // SEQUENCES == loop.data_rank)
         planned = session.plan_sequences(recorded(loop, trace.select(own), seed), token_budget=16)
         schedule = planned.schedule
-    placement = random_placement(rng, layers, experts, session.num_ranks) if moves else session.placement
-    if session.mode == "static":
-        # Others move experts.
-        placement = session.placement
-    if session.mode == "static" and planner != "random":
-        # Its plans have the first homes.
-        zero_gradients(loop)
     mine = recorded(loop, trace.select(schedule.sequences_of(loop.data_rank)), seed)
     if loop.is_live:
         pass
-    elif loop.is_carried_out and planner == "random" and _would_move_gradients(loop, placement):
-        before, plans = session.placement.home, _random_plans(loop, trace, schedule, placement, rng)
-        with pytest.raises(RuntimeError, match="gradients that wait for an optimizer step"):
-            session.apply_step_plan(plans, mine)
-        assert np.array_equal(session.placement.home, before)
-        # The running plan is one of this mode.
-        session.mode = mode_before
-        return
     elif planner == "random":
-        if loop.is_carried_out and not np.array_equal(placement.home, session.placement.home):
-            zero_gradients(loop)  # Gradients of experts that move are dropped, if they are zeros.
-        session.apply_step_plan(_random_plans(loop, trace, schedule, placement, rng), mine)
+        session.apply_step_plan(_random_plans(loop, trace, schedule, rng), mine)
     elif planner == "sequences":
         session.apply_plan(planned, mine)
     elif planner == "own" and rows != "unread":
         session.plan(mine, schedule)
     else:
-        _plan_micro_steps(loop, trace, schedule, unread_T, seed, planner, moves)
+        _plan_micro_steps(loop, trace, schedule, unread_T, seed, planner)
     # Nothing reads them any more.
     mine.expert_ids[:] = 0
     loop.trace, loop.schedule, loop.unread_T, loop.kind = trace, schedule, unread_T, rows
@@ -111,9 +93,7 @@ def plan(loop: Loop, seed: int, moves: bool = True, mode: str | None = None, row
         loop.compare()
 
 
-def _random_plans(
-    loop: Loop, trace: RoutingTrace, schedule: Schedule, placement: Placement, rng: np.random.Generator
-) -> Any:
+def _random_plans(loop: Loop, trace: RoutingTrace, schedule: Schedule, rng: np.random.Generator) -> Any:
     """The plan of this rank's group."""
     session, plans = loop.session, []
     for group in range(session.topology.groups):
@@ -121,7 +101,7 @@ def _random_plans(
         workload = Workload.from_trace(trace.select(of_group).with_repeats_unknown()[0], group_schedule)
         plans.append(
             random_plan(
-                rng, workload, group_schedule, slots=session.slots_per_rank, placement=placement,
+                rng, workload, group_schedule, slots=session.slots_per_rank, placement=session.placement,
                 ranks_per_node=session.topology.ranks_per_node,
             )
         )  # fmt: skip
@@ -129,16 +109,15 @@ def _random_plans(
 
 
 def _plan_micro_steps(
-    loop: Loop, trace: RoutingTrace, schedule: Schedule, unread_T: Array, seed: int, planner: str, moves: bool
+    loop: Loop, trace: RoutingTrace, schedule: Schedule, unread_T: Array, seed: int, planner: str
 ) -> None:
-    """Plan this rank's rows of each micro-step, at random homes if gradients allow it."""
-    session, home_rng, plan_rng = loop.session, np.random.default_rng(seed), np.random.default_rng((seed, 1))
+    """Plan this rank's rows of each micro-step."""
+    session, plan_rng = loop.session, np.random.default_rng((seed, 1))
 
     def random_planned(
         loads: StepLoads, schedule: Schedule, placement: Placement, *_: Any, **chosen: Any
     ) -> PlannedStep:
-        if chosen["may_move"]:
-            placement = random_placement(home_rng, len(session.layers), session.num_experts, session.num_ranks)
+        assert not chosen["may_move"]
         per_node, slots = session.topology.ranks_per_node, session.slots_per_rank
         planned = random_group_plans(plan_rng, loads, schedule, placement, per_node, slots)
         if planner == "micro-steps" or not chosen["sliced"]:
@@ -154,7 +133,7 @@ def _plan_micro_steps(
             stack.enter_context(mock.patch.object(step_planner, "plan_schedule", random_planned))
             stack.enter_context(random_slices(loop.delay))
         report = session.plan_micro_steps(
-            [tagged.expert_ids[rows].astype(np.int64) for rows in rows_M], unread=unread, may_move=moves,
+            [tagged.expert_ids[rows].astype(np.int64) for rows in rows_M], unread=unread,
             numbering=tagged.numbering,
         )  # fmt: skip
     is_unknown_TL = (trace.with_repeats_unknown()[0].expert_ids == trace.no_route).any(axis=2) & ~unread_T[:, None]
@@ -177,28 +156,7 @@ def recorded(loop: Loop, trace: RoutingTrace, seed: int) -> RoutingTrace:
 def suspend(loop: Loop, seed: int) -> None:
     """The session gives everything back, and is used again."""
     loop.session.suspend()
-    plan(loop, seed, moves=False)
-
-
-@action
-def move(loop: Loop, seed: int) -> None:
-    """Experts move to random homes, between steps."""
-    session = loop.session
-    placement = random_placement(
-        np.random.default_rng(seed), len(session.layers), session.num_experts, session.num_ranks
-    )
-    if _would_move_gradients(loop, placement):
-        with pytest.raises(RuntimeError, match="gradients that wait for an optimizer step"):
-            session.move(placement)
-        return
-    same = np.array_equal(placement.home, session.placement.home)
-    if not same:
-        zero_gradients(loop)
-    session.move(placement)
-    if not same and loop.is_carried_out:
-        with pytest.raises(RuntimeError, match="experts have moved"), session.micro_step(0):
-            pass
-    plan(loop, seed, moves=False)
+    plan(loop, seed)
 
 
 @action
@@ -208,7 +166,7 @@ def renumber(loop: Loop, seed: int) -> None:
     order_LE = random_orders(len(session.layers), session.num_experts, seed)
     order_LE[: seed % 2] = np.arange(session.num_experts)
     if loop.told is not session:
-        session.on_renumber(partial(_permute_averages, loop.averages[0]))
+        session.on_renumber(partial(_permute_own_averages, loop, session))
         loop.told = session
     zero_gradients(loop)
     session.renumber(order_LE)
@@ -221,9 +179,10 @@ def renumber(loop: Loop, seed: int) -> None:
             rows = [parts, *([of[key] for of in kept] for key in (kept[0] if kept else ()))]
             for each in rows:
                 _permute_rows(each, order_E)
-    # By other ids.
+    # By other ids. A checkpoint would compute its block again by these, so that its backward is right.
     loop.saved = None
-    plan(loop, seed, moves=False)
+    loop.pending.clear()
+    plan(loop, seed)
 
 
 def _permute_rows(parts: Sequence[Any], order_E: Array) -> None:
@@ -234,22 +193,25 @@ def _permute_rows(parts: Sequence[Any], order_E: Array) -> None:
             value.copy_(now)
 
 
+def _averages(averages: dict[str, torch.Tensor], layer: int, name: str) -> list[torch.Tensor]:
+    return [tensor for key, tensor in averages.items() if f"{key}.".startswith(f"blocks.{layer}.{name}.")]
+
+
 def _permute_averages(averages: dict[str, torch.Tensor], layer: int, order_E: Array) -> None:
-    """Permute the averages of a layer's router, and of all its experts if these are there."""
     for name in ("router.weight", "gate_up", "down"):
-        own = [tensor for key, tensor in averages.items() if f"{key}.".startswith(f"blocks.{layer}.{name}.")]
-        if (len(own) == 1 and len(own[0]) == len(order_E)) or len(own) == len(order_E):
-            _permute_rows(own, order_E)
+        _permute_rows(_averages(averages, layer, name), order_E)
 
 
-def _would_move_gradients(loop: Loop, placement: Placement) -> bool:
-    """Whether experts with gradients have another home under a placement."""
-    if loop.options.groups > 1:
-        # A group knows its own gradients alone.
-        zero_gradients(loop)
-    moved_L = (placement.home != loop.session.placement.home).any(axis=1)
-    return any(
-        moved and parameter.grad is not None and bool(parameter.grad.any())
-        for block, moved in zip(loop.reference.moe_blocks(), moved_L, strict=True)
-        for parameter in block.expert_parameters()
-    )
+def _permute_own_averages(loop: Loop, session: Session, layer: int, order_E: Array) -> None:
+    """Permute the averages of a layer's router, and those of its experts over all ranks."""
+    averages = loop.averages[0]
+    _permute_rows(_averages(averages, layer, "router.weight"), order_E)
+    homes = session.homes[layer]
+    for name in ("gate_up", "down"):
+        of_rows = _averages(averages, layer, name)
+        own = of_rows[0] if len(of_rows) == 1 and of_rows[0].ndim > 2 else torch.stack(of_rows)
+        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(session.num_ranks)]
+        dist.all_gather(parts, own.detach().contiguous(), group=session.topology.experts)
+        whole = torch.cat(parts)[np.argsort(homes.places.experts_RH.reshape(-1))][order_E[homes.home_experts]]
+        for row, value in zip(of_rows[0].detach() if own is of_rows[0] else of_rows, whole, strict=True):
+            row.detach().copy_(value)

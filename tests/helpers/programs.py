@@ -202,8 +202,6 @@ class Program:
         """Something between two steps, before another plan."""
         seed = self.seed()
         match self.options.between:
-            case "move":
-                self.do(plans.move, seed)
             case "suspend":
                 self.do(plans.suspend, seed)
             case "renumber":
@@ -263,7 +261,7 @@ class Program:
         """In another mode, too, unless micro-steps are live."""
         modes = [self.options.mode, *([] if self.loop.is_live else ["plan", "plan", "static", "shadow", "off"])]
         rows = self.draw(self.options.rows, *([] if self.loop.is_live else ["known", "unknown", "twice", "unread"]))
-        self.do(plan, self.seed(), self.draw(False, True), self.draw(*modes), rows)
+        self.do(plan, self.seed(), self.draw(*modes), rows)
 
     def any_live(self) -> None:
         """Outside micro-steps."""
@@ -289,9 +287,9 @@ class Program:
         else:
             self.do(actions.zero, self.draw(False, True))
 
-    def any_move(self) -> None:
-        """Of experts, of the session's memory, or of ids."""
-        self.do(self.draw(plans.move, plans.suspend, plans.renumber), self.seed())
+    def any_order(self) -> None:
+        """Other ids, or the session's memory is given back."""
+        self.do(self.draw(plans.suspend, plans.renumber), self.seed())
 
     def any_state(self) -> None:
         """What users keep, change and load."""
@@ -313,7 +311,7 @@ class Program:
 
     def store(self) -> None:
         """Weights and optimizer state in order of experts, for other ranks."""
-        loop, logical = self.loop, self.loop.session.logical
+        loop, logical = self.loop, self.loop.session.whole
         if loop.seed % 2:
             save_checkpoint(loop.session.dcp_state_dict(loop.model), checkpoint_id=self.folder / "weights")
         state = dict(logical.weights(loop.model)), dict(logical.optimizer_state(loop.model, loop.optimizers[1]))
@@ -323,7 +321,7 @@ class Program:
 
     def load(self) -> None:
         """Go on with what other ranks have stored."""
-        loop, logical = self.loop, self.loop.session.logical
+        loop, logical = self.loop, self.loop.session.whole
         weights, state, whole, whole_state = torch.load(self.folder / "state.pt")
         with torch.no_grad():
             for parameter in loop.model.parameters():

@@ -46,8 +46,6 @@ def settings(steps: int) -> list[str]:
 # Of runs in which other things can go wrong, in `TrainConfig`.
 MODES: dict[str, dict[str, Any]] = {
     "plan": {},
-    # With a seed whose steps have differing rewards, so that there is something to move experts for.
-    "rehome": {"mode": "rehome", "seed": 3},
     # Other policies depend on measured times, or on loads before the run was stopped.
     "live": {"mode": "live", "policy": "quota"},
     # Windows of responses that stay open from step to step, and a value model with experts.

@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from helpers.equality import relative_error
 from helpers.moe_families import MOE_LAYERS, NUM_EXPERTS, TOP_K, random_model, small_config
-from helpers.random_plans import random_group_plans, random_placement
+from helpers.random_plans import random_group_plans
 from recipes.rl.task import build_tokenizer
 from trimtab import RoutingTrace
 from trimtab.integrations.transformers import replay_routing
@@ -65,7 +65,6 @@ class Result:
     norms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     replicas: int = 0
-    moved: int = 0
 
 
 class Watch(TrainerCallback):
@@ -147,19 +146,15 @@ def accelerate_ranks() -> Iterator[None]:
 
 
 class RandomPlans:
-    """Replaces the planner: random replicas, and random homes where experts may move."""
+    """Replaces the planner: random replicas."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
-        # Drawn alike by all groups.
-        self._home_rng = np.random.default_rng(seed + 1)
 
     def __call__(
         self, loads: StepLoads, schedule: Schedule, placement: Placement, cluster: Any, **chosen: Any
     ) -> PlannedStep:
-        if chosen["may_move"]:
-            layers, experts = placement.home.shape
-            placement = random_placement(self._home_rng, layers, experts, cluster.ranks)
+        assert not chosen["may_move"]
         return random_group_plans(self._rng, loads, schedule, placement, cluster.ranks_per_node)
 
 
@@ -217,7 +212,6 @@ def _count(trainer: Any, result: Result) -> None:
     def counted(*args: Any, **named: Any) -> Any:
         report = plan(*args, **named)
         result.replicas += report.replicas
-        result.moved += report.homes_moved
         return report
 
     trainer.session.plan_micro_steps = counted

@@ -24,8 +24,8 @@ from helpers.loop import (
 )
 from helpers.moe_model import TinyMoE
 from helpers.plans import plan
-from helpers.random_plans import random_placement
 from trimtab.errors import InputError
+from trimtab.trace.numbering import random_orders
 
 
 @action
@@ -33,40 +33,28 @@ def save(loop: Loop) -> None:
     """Store state dicts, and the model's weights in order of experts."""
     parts = (loop.model, loop.optimizers[1], loop.reference, loop.optimizers[0])
     states = [part.state_dict() for part in parts]
-    loop.saved = tuple(copy.deepcopy([*states, loop.session.logical_state_dict(loop.model)]))
+    loop.saved = tuple(copy.deepcopy([*states, loop.session.whole_state_dict(loop.model)]))
 
 
 @action
 def reload(loop: Loop, seed: int) -> None:
-    """Load what was stored, after experts have returned to the places that they had. Before that it is refused, or
-    modules put rows in order."""
+    """Load what was stored."""
     if loop.saved is None:
         return
     model, session = loop.model, loop.session
     zero_gradients(loop)
     mine, state, whole, whole_state, saved = (copy.deepcopy(part) for part in loop.saved)
-    before = [layer.places for layer in session.homes]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    try:
-        model.load_state_dict(mine)
-        is_loaded = True
-    except RuntimeError as error:
-        assert "move_to_saved" in str(error)
-        is_loaded = False
-    loop.reference.load_state_dict(whole)
-    if is_loaded:
-        weights = session.logical_state_dict(model)
-        assert all(torch.equal(weights[name], value) for name, value in saved.items())
-    session.move_to_saved(model, mine)
     model.load_state_dict(mine)
+    loop.reference.load_state_dict(whole)
+    weights = session.whole_state_dict(model)
+    assert all(torch.equal(weights[name], value) for name, value in saved.items())
     loop.optimizers[1].load_state_dict(state)
     loop.optimizers[0].load_state_dict(whole_state)
     loop.changes = loop.changes._replace(weights=loop.changes.weights + 1)
     loop.pending.clear()
-    if any(layer.places is not places for layer, places in zip(session.homes, before, strict=True)):
-        plan(loop, seed, False)
 
 
 @action
@@ -86,18 +74,18 @@ def save_distributed(loop: Loop) -> None:
 
 @action
 def change_session(loop: Loop, seed: int) -> None:
-    """Another session gets the model's experts, where they are."""
+    """Another session gets the model's experts, with their ids."""
     before = loop.session
     loop.pending.clear()
     loop.session = make_session(loop.options, loop.seed, before.num_experts)
     loop.session.mode = before.mode
     for block in loop.model.moe_blocks():
         block.run_in(loop.session)
-    assert np.array_equal(loop.session.placement.home, before.placement.home)
+    assert loop.session.numbering == before.numbering
     loop.session.register_optimizers(loop.optimizers[1])
     zero_gradients(loop)
     before.close()
-    plan(loop, seed, False)
+    plan(loop, seed)
 
 
 @action
@@ -121,13 +109,11 @@ def change_optimizer(loop: Loop, seed: int, replaces: bool = False) -> None:
     new = make_optimizer(loop.options, loop.model)
     new.load_state_dict(copy.deepcopy(old.state_dict()))
     loop.session.register_optimizers(new)
-    placement = random_placement(
-        np.random.default_rng(seed), len(loop.session.layers), loop.session.num_experts, loop.session.num_ranks
-    )
+    order_LE = random_orders(len(loop.session.layers), loop.session.num_experts, seed)
     has_state = any(p in old.state for layer in loop.session.layers for p in layer.parameters)
-    if loop.has_stepped and has_state and not np.array_equal(placement.home, loop.session.placement.home):
-        with pytest.raises(InputError, match=f"experts can't move: {type(old).__name__} has state"):
-            loop.session.move(placement)
+    if loop.has_stepped and has_state and (np.diff(order_LE) != 1).any():
+        with pytest.raises(InputError, match=f"experts can't be renumbered: {type(old).__name__} has state"):
+            loop.session.renumber(order_LE)
     # Nobody uses it any more.
     old.param_groups.clear()
     old.state.clear()
@@ -186,14 +172,12 @@ def write(loop: Loop, way: str) -> None:
                 parameter.mul_(factor)
     if way == "data":
         loop.pending.clear()
-    # Where experts are away from their first homes, they could be the weights of another model.
-    if way == "data" or any(not layer.known.are_first for layer in loop.session.homes):
         loop.session.weights_changed()
     loop.changes = loop.changes._replace(weights=loop.changes.weights + 1)
 
 
 def load_by_position(model: TinyMoE, whole: TinyMoE, home: list[int]) -> None:
-    """As frameworks load a reference model: rows are those of the experts that the rank held at first."""
+    """As frameworks load a reference model."""
     experts = re.compile(r"(blocks\.\d+\.(?:gate_up|down))(?:\.(\d+))?$")
     weights = dict(whole.named_parameters())
     with torch.no_grad():
@@ -210,7 +194,7 @@ def load_by_position(model: TinyMoE, whole: TinyMoE, home: list[int]) -> None:
 
 @action
 def run_other_weights(loop: Loop, seed: int) -> None:
-    """The weights of another model, loaded by position, run at the first homes."""
+    """The weights of another model, loaded by position, route by themselves."""
     other = copy.deepcopy(loop.reference)
     generator = torch.Generator().manual_seed(seed)
     for parameter in other.parameters():
@@ -223,7 +207,9 @@ def run_other_weights(loop: Loop, seed: int) -> None:
     loop.pending.clear()
     load_by_position(loop.model, other, loop.session.home_experts.tolist())
     tokens = loop.tokens[loop.rows(0, loop.data_rank)] if len(loop.tokens) else loop.tokens
-    with loop.session.first_homes(), torch.no_grad():
+    loop.session.weights_changed()
+    with torch.no_grad():
         assert loop.error_of(loop.model(tokens), other(tokens)) < 1
     for parameter, value in zip(loop.model.parameters(), mine, strict=True):
         parameter.data.copy_(value)
+    loop.session.weights_changed()

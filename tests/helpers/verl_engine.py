@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from helpers.equality import relative_error
-from helpers.megatron_moves import other_homes
 from helpers.random_choices import quotas_of_few
 from helpers.random_plans import random_group_plans
 from helpers.verl_fakes import EXPERTS, LAYERS, TOP_K, VOCABULARY, CheckpointManager, model_config, prepare
@@ -85,8 +84,7 @@ class Comparison:
         errors: the largest relative difference by kind: `log_probs`, `loss`, `grad`, `norm`, `weight`.
         compared: number of tensors by kind.
         planned: passes with a plan, and passes without.
-        replicas, moved, mixed, unplanned: replicas, moves, mixed instances and unplanned micro-steps of all plans.
-        moved_in_training: moves of plans of training passes.
+        replicas, mixed, unplanned: replicas, mixed instances and unplanned micro-steps of all plans.
         metrics: of the last training step; empty but on the last pipeline stage.
     """
 
@@ -94,10 +92,8 @@ class Comparison:
     compared: dict[str, int]
     planned: tuple[int, int]
     replicas: int
-    moved: int
     mixed: int
     unplanned: int
-    moved_in_training: int
     metrics: dict[str, Any]
 
 
@@ -115,10 +111,9 @@ def compare(case: VerlCase) -> Comparison:
     reports = [report for report in balanced.reports if report is not None]
     return Comparison(
         errors, compared, (len(reports), len(balanced.reports) - len(reports)),
-        replicas=sum(report.replicas for report in reports), moved=sum(report.homes_moved for report in reports),
+        replicas=sum(report.replicas for report in reports),
         mixed=sum(report.mixed_instances for report in reports),
         unplanned=sum(report.unplanned_micro_steps for report in reports),
-        moved_in_training=sum(report.homes_moved for report in balanced.training if report is not None),
         metrics=balanced.metrics[-1] if balanced.metrics else {},
     )  # fmt: skip
 
@@ -165,14 +160,9 @@ def engine_pass(engine: Any, data: Any, result: Run, *, forward_only: bool) -> A
 
 
 def _step(engine: Any, result: Run, step: int) -> Any:
-    """The optimizer's step, after a copy of all gradients. Those of experts that have moved are not where they were."""
-    session = getattr(engine, "session", None)
-    have_moved = session is not None and session.have_moved
-    with nullcontext() if session is None else session.weight_sync():
-        named = [pair for chunk in engine.module for pair in chunk.named_parameters()]
-    for name, parameter in named:
-        if not (have_moved and ".experts." in name):
-            result.tensors[f"{step} grad {name}"] = parameter.main_grad.clone()
+    """The optimizer's step, after a copy of all gradients."""
+    for name, parameter in [pair for chunk in engine.module for pair in chunk.named_parameters()]:
+        result.tensors[f"{step} grad {name}"] = parameter.main_grad.clone()
     norm = type(engine).optimizer_step(engine)
     result.tensors[f"{step} norm"] = torch.tensor(float(norm))
     return norm
@@ -182,19 +172,15 @@ def _step(engine: Any, result: Run, step: int) -> Any:
 def plans_of(case: VerlCase, engine: Any) -> Iterator[None]:
     """Plans of an engine's passes: random ones, unless they are exact."""
     session = getattr(engine, "session", None)
-    if session is None or case.exact or session.session.mode not in ("plan", "rehome"):
+    if session is None or case.exact or session.session.mode != "plan":
         yield
         return
-    plans, homes = np.random.default_rng(3), np.random.default_rng(4)
+    plans = np.random.default_rng(3)
 
     def random_plans(
-        loads: StepLoads, schedule: Schedule, placement: Placement, _cluster: Any, *, may_move: bool,
-        **_chosen: Any,
-    ) -> PlannedStep:  # fmt: skip
-        topology = session.session.topology
-        if may_move:
-            placement = other_homes(homes, placement, topology.num_ranks, everywhere=True)
-        return random_group_plans(plans, loads, schedule, placement, topology.ranks_per_node)
+        loads: StepLoads, schedule: Schedule, placement: Placement, *_: Any, **_chosen: Any
+    ) -> PlannedStep:
+        return random_group_plans(plans, loads, schedule, placement, session.session.topology.ranks_per_node)
 
     with mock.patch.object(step_planner, "plan_schedule", random_plans):
         yield

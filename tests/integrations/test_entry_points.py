@@ -158,7 +158,7 @@ def test_refused_policies_end_the_run_with_one_line(tmp_path: Path) -> None:
         (["-m", "no.such"], {}, "there is no module no.such; usage: "),
         (["--config", "x.yaml"], {}, "--config is not an option; usage: "),
         (["examples/run_grpo.py"], {"TRIMTAB_BALANCE": "slots=1"}, "TRIMTAB_BALANCE has no option 'slots'"),
-        (["examples/run_grpo.py"], {"TRIMTAB_BALANCE": "mode=rehome"}, "TRIMTAB_BALANCE has mode=rehome; it should be"),
+        (["examples/run_grpo.py"], {"TRIMTAB_BALANCE": "mode=static"}, "TRIMTAB_BALANCE has mode=static; it should be"),
         (["examples/run_grpo.py"], {}, "nemo_rl.models.policy.lm_policy can't be imported: "),
     ],
 )

@@ -29,7 +29,6 @@ from recipes.rl.responses import Response
 from trimtab import InputError, Workload
 from trimtab.integrations.expert_parallel import register, use_session
 from trimtab.integrations.transformers import moe_blocks
-from trimtab.planner import Placement
 from trimtab.runtime import Session
 from trimtab.runtime.live import balancer
 from trimtab.runtime.live.balancer import LivePolicy
@@ -330,10 +329,10 @@ def test_unsupported_configurations_are_refused(saved: Path) -> None:
     refused("has 2 layers and 0 optimizers already; .* new session")
     refused("in another session already", session=Session(num_experts=NUM_EXPERTS))
     calls: dict[str, Callable[[], Any]] = {
-        "can't move experts with their optimizer state": lambda: session.register_optimizers(optimizer_of(model)),
-        "can't move experts: ": lambda: session.move(Placement(session.placement.home[:, ::-1].copy())),
+        "can't be registered with optimizers": lambda: session.register_optimizers(optimizer_of(model)),
+        "can't renumber them: ": lambda: session.renumber(np.tile(np.arange(NUM_EXPERTS)[::-1], (2, 1))),
         "can't clip their gradients": lambda: session.clip_gradients([], 1.0),
-        "can't collect or load them": lambda: session.logical_state_dict(model),
+        "can't collect or load them": lambda: session.whole_state_dict(model),
     }
     for message, call in calls.items():
         with pytest.raises(InputError, match=message):

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 from helpers.examples import nightly_except
-from helpers.megatron_moves import Pair, compare_checkpoints, save_checkpoints
 from helpers.megatron_recipes import RECIPES
+from helpers.megatron_renumbering import Pair, compare_checkpoints, save_checkpoints
 from helpers.megatron_runs import Layout, MegatronCase, Model, compare_runs, use_layout
 from helpers.rank_pool import on_ranks
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.runtime.state.expert_places import ExpertPlaces
 
 PIPELINE = Layout(4, 2, pipeline=2)
 LAYOUTS = {"EP 2": Layout(2, 2), "PP 2 x EP 2": PIPELINE}
@@ -66,21 +65,21 @@ def whole_model(record: Any) -> Any:
 
 
 @pytest.mark.nightly
-def test_experts_of_mtp_layers_stay_at_home_when_others_move(tmp_path: Path) -> None:
-    """Optimizer state moves, and checkpoints have logical order, with layers that are not planned among the others."""
+def test_experts_of_mtp_layers_keep_their_ids_when_others_are_renumbered(tmp_path: Path) -> None:
+    """With layers that are not planned among the others."""
     for recipe in ("DeepSeek-V3", "hybrid"):
         case = MegatronCase(distributed_optimizer=True, recipe=recipe)
-        on_ranks(train_with_moves, (case,), ranks=4, patched="megatron")
+        on_ranks(train_renumbered, (case,), ranks=4, patched="megatron")
         folder = str(tmp_path / recipe)
         on_ranks(save_checkpoints, (PIPELINE, case, folder, 2), ranks=4, patched="megatron")
         on_ranks(compare_checkpoints, (Layout(4, 4), case, folder), ranks=4, patched="megatron")
 
 
-def train_with_moves(case: MegatronCase) -> None:
+def train_renumbered(case: MegatronCase) -> None:
     use_layout(PIPELINE)
     pair = Pair(PIPELINE, case)
     pair.train(3)
-    assert pair.moved > 0 < pair.replicas
+    assert pair.renumbered > 0 < pair.replicas
     assert pair.difference() < 1e-5
     pair.session.remove()
 
@@ -121,26 +120,3 @@ def refuse_on_stages() -> None:
         with pytest.raises(InputError, match="it should have the 2 MoE layers of the model or the 2 of this rank"):
             session.plan([routing[0][:, :3]] * 4, 4)
         session.remove()
-
-
-def test_exported_names_are_those_of_layers_with_experts() -> None:
-    """An exporter of a hybrid model may number its layers as another model's."""
-    pytest.importorskip("megatron.core")
-    from trimtab.integrations.megatron.logical_order import rename_experts
-
-    moved = ExpertPlaces(np.array([1, 0], np.int16), np.zeros(2, np.int64))
-    places = {1: moved, 3: ExpertPlaces(np.array([0, 1], np.int16), np.zeros(2, np.int64))}
-
-    def renamed(name: str) -> str:
-        return next(rename_experts([(name, torch.ones(2))], places))[0]
-
-    assert renamed("model.layers.1.mlp.experts.0.up_proj.weight") == "model.layers.1.mlp.experts.1.up_proj.weight"
-    # Of MTP layers, by their own number and by that behind the last layer.
-    for name in (
-        "mtp.layers.1.transformer_layer.mlp.experts.linear_fc1.weight0",
-        "mtp.layers.0.mtp_model_layer.layers.1.mlp.experts.linear_fc1.weight0",
-        "model.layers.4.mlp.experts.0.up_proj.weight",
-    ):
-        assert renamed(name) == name
-    with pytest.raises(InputError, match=r"layers\.2\..* has experts, and layer 2 of the Megatron model has none"):
-        renamed("model.layers.2.mlp.experts.0.up_proj.weight")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trimtab.errors import InputError
-from trimtab.integrations.options import MODES, PluginOptions
+from trimtab.integrations.options import PluginOptions
 
 SOURCE = "TRIMTAB_BALANCE"
 
@@ -25,12 +25,6 @@ def test_text_and_mapping_say_the_same(text: str, options: PluginOptions) -> Non
     assert PluginOptions.from_text(text, source=SOURCE) == options
     values: dict[str, Any] = {"mode": options.mode, "slots_per_rank": options.slots_per_rank}
     assert PluginOptions.from_mapping(values, source=SOURCE) == options
-
-
-def test_rehome_is_for_plugins_that_allow_it() -> None:
-    assert PluginOptions.from_text("mode=rehome", source=SOURCE, modes=(*MODES, "rehome")).mode == "rehome"
-    with pytest.raises(InputError, match=r"TRIMTAB_BALANCE has mode=rehome; .* plan, shadow, live, off$"):
-        PluginOptions.from_text("mode=rehome", source=SOURCE)
 
 
 @pytest.mark.parametrize(

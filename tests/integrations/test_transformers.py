@@ -262,7 +262,7 @@ def test_vanilla_transformers_loads_a_checkpoint(model_type: str, tmp_path: Path
                     session.renumber(np.roll(random_orders(len(session.layers), NUM_EXPERTS, 1, groups), 1, axis=1))
             session.register_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
             session.renumber(random_orders(len(session.layers), NUM_EXPERTS, 1, groups))
-        state = session.logical_state_dict(model)
+        state = session.whole_state_dict(model)
         if session.rank == 0:
             save_model(config, state, tokenizer, tmp_path / folder)
         torch.distributed.barrier()

@@ -33,7 +33,6 @@ if find_spec("verl") is not None:
         engine_pass,
         loss,
         make_engine,
-        plans_of,
     )
     from helpers.verl_fakes import prepare
 
@@ -78,25 +77,14 @@ def test_random_replicas_where_all_rows_are_read() -> None:
         assert found.unplanned == 0
 
 
-def test_moves_with_full_recompute() -> None:
-    for found in compared(trimtab={"moves": True}, recompute=True):
+def test_full_recompute() -> None:
+    for found in compared(recompute=True):
         assert found.replicas > 20
-        assert found.moved > 0
-        assert found.compared["grad"] < 68
 
 
-def test_rehome() -> None:
-    for found in compared(trimtab={"mode": "rehome"}, recompute=True):
-        assert found.moved > 0
-
-
-@pytest.mark.parametrize("moves", [False, True])
-def test_offload(moves: bool) -> None:
-    """The optimizer's state, which moves with experts, is loaded in training passes only."""
-    for found in compared(trimtab={"moves": moves}, offload=True):
+def test_offload() -> None:
+    for found in compared(offload=True):
         assert found.replicas > 20
-        assert (found.moved > 0) is moves
-        assert found.moved == found.moved_in_training
 
 
 def test_tensor_parallelism() -> None:
@@ -108,11 +96,10 @@ def test_tensor_parallelism() -> None:
 
 def test_pipeline_parallelism() -> None:
     """Two stages of two ranks. The figures are those of the layers of the last stage."""
-    comparisons = compared(ranks=4, pipeline=2, trimtab={"moves": True}, recompute=True)
+    comparisons = compared(ranks=4, pipeline=2, recompute=True)
     assert [bool(found.metrics) for found in comparisons] == [False, False, True, True]
     for found in comparisons:
         assert found.replicas > 20
-        assert found.moved > 0
 
 
 def test_bfloat16() -> None:
@@ -195,43 +182,6 @@ def test_figures_are_among_what_verl_s_trainer_logs() -> None:
     assert logged["actor/moe/pool_bytes"] == report.memory.pool_bytes > 0
     lines = [line for line in engine.printed if line.startswith("Trimtab ") and f" in verl {version('verl')}, " in line]
     assert [len(each) for each in of_all_ranks(lines)] == [1, 0]
-
-
-@pytest.mark.parametrize("offload", [False, True])
-@on_verl_ranks()
-def test_checkpoints_have_experts_by_their_first_position(offload: bool) -> None:
-    prepare()
-    case = VerlCase({"moves": True}, offload=offload)
-    states = []
-    for is_balanced in (False, True):
-        with engine_of(case, is_balanced=is_balanced) as engine, plans_of(case, engine):
-            engine_pass(engine, batch(case, 0), Run(), forward_only=False)
-            assert not is_balanced or engine.session.have_moved
-            engine.save_checkpoint("folder")
-            states += engine.checkpoint_mananager.states
-            engine_pass(engine, batch(case, 1), Run(), forward_only=False)
-            assert not is_balanced or engine.session.have_moved
-            engine.load_checkpoint("folder")
-            with engine.eval_mode():
-                found = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
-            states.append(found)
-    for plain, balanced in zip(states[:2], states[2:], strict=True):
-        assert plain.keys() == balanced.keys()
-        for name, value in plain.items():
-            assert torch.allclose(balanced[name], value, rtol=FLOAT32, atol=1e-6), name
-
-
-@on_verl_ranks()
-def test_weight_sync_by_position_is_refused_with_moves() -> None:
-    prepare()
-    for trimtab in ({"moves": True}, {"mode": "rehome"}):
-        with (
-            engine_of(VerlCase(trimtab)) as engine,
-            pytest.raises(InputError, match="delta_sharded, which compares them by position"),
-        ):
-            engine.prime_delta_snapshots()
-    with engine_of(VerlCase()) as engine, mock.patch.object(engine, "_mcore_export_index", return_value=[]):
-        engine.prime_delta_snapshots()
 
 
 @on_verl_ranks()

@@ -101,31 +101,27 @@ def configs(**changes: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("trimtab", "options", "moves"),
+    ("trimtab", "options"),
     [
-        (None, PluginOptions("plan", 2), False),
-        ({}, PluginOptions("plan", 2), False),
-        ({"mode": "shadow", "slots_per_rank": 3}, PluginOptions("shadow", 3), False),
-        ({"moves": True}, PluginOptions("plan", 2), True),
-        ({"mode": "rehome"}, PluginOptions("rehome", 2), True),
+        (None, PluginOptions("plan", 2)),
+        ({}, PluginOptions("plan", 2)),
+        ({"mode": "shadow", "slots_per_rank": 3}, PluginOptions("shadow", 3)),
     ],
 )
-def test_options_are_in_the_actor_s_config(trimtab: Any, options: PluginOptions, moves: bool) -> None:
+def test_options_are_in_the_actor_s_config(trimtab: Any, options: PluginOptions) -> None:
     config = {} if trimtab is None else {"trimtab": trimtab, "moe_config": {}}
     with imported() as plugin:
         _, engine = configs(override_mcore_model_config=config)
-        assert plugin.read_options(engine) == (options, moves)
+        assert plugin.read_options(engine) == options
         with mock.patch.dict(os.environ, {BALANCE: "mode=off"}):
-            assert plugin.read_options(engine) == (PluginOptions("off"), False)
+            assert plugin.read_options(engine) == PluginOptions("off")
 
 
 @pytest.mark.parametrize(
     ("trimtab", "message"),
     [
-        ({"moves": "yes"}, "has moves='yes'; it should be true or false"),
-        ({"moves": True, "mode": "live"}, "has moves=true with mode=live"),
-        ({"moves": True, "mode": "shadow"}, "has moves=true with mode=shadow"),
-        ({"mode": "static"}, "has mode=static; it should be one of plan, .*rehome"),
+        ({"moves": True}, "has no option 'moves'"),
+        ({"mode": "static"}, "has mode=static; it should be one of plan, "),
         ({"mode": False}, "has mode=False; "),
         ({"fill": True}, "has no option 'fill'"),
     ],

@@ -156,7 +156,7 @@ def kept_in(totals: list[Array], counts: Array) -> Array:
 @runs_on_ranks(2)
 def test_a_session_writes_the_map_of_all_ranks(tmp_path: Path) -> None:
     session, _, _ = make(slots_per_rank=2)
-    step = Step(0, moves=False)
+    step = Step(0)
     assert session.sync_placement(1) is None
     session.rollout_placement = RolloutPlacement(tmp_path / "map.json", ranks=2)
     # No plan yet.

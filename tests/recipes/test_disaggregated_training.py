@@ -42,7 +42,7 @@ def assert_equal_responses(found: list[Response], expected: list[Response]) -> N
 
 def assert_loaded(trainer: DisaggregatedTrainer) -> None:
     """The rollout holds the trained weights; an expert rank's slots those of their experts."""
-    remote, whole = trainer.remote, trainer.session.logical_state_dict(trainer.model)
+    remote, whole = trainer.remote, trainer.session.whole_state_dict(trainer.model)
     if remote.is_attention:
         own = {name: value for name, value in remote.model.state_dict().items() if not value.is_meta}
         assert {name for name in whole if ".experts." not in name} == own.keys()

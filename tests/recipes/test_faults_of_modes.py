@@ -26,7 +26,6 @@ from helpers.runs import MODES, assert_same_run, metrics_of, of_mode, open_respo
 from recipes.rl.checkpoint import last_checkpoint
 from recipes.rl.config import TrainConfig, resumed
 from recipes.rl.train import Trainer, run_training
-from trimtab.planner import Placement
 from trimtab.runtime import session_micro_steps
 from trimtab.runtime.planning_in_rollout import PlanningInRollout
 from trimtab.runtime.ranks import lockstep
@@ -68,13 +67,11 @@ Undisturbed = Callable[[str], tuple[Path, list[float]]]
 
 @pytest.mark.parametrize("mode", nightly_except(MODES, "live"))
 def test_runs_of_a_mode_do_what_others_do_not(mode: str, undisturbed: Undisturbed) -> None:
-    """So that faults meet moved experts, replicas of the router's choices, and responses that are open."""
+    """So that faults meet replicas of the router's choices, and responses that are open."""
     out, _ = undisturbed(mode)
     metrics, last = metrics_of(out), last_checkpoint(out)
     assert last is not None
     assert any(line["trained_sequences"] > 0 for line in metrics)
-    moved = last.homes != Placement.contiguous(2, 8, 2).home.tolist()
-    assert moved == (mode in ("plan", "rehome", "t-ppo"))
     assert (json.loads((out / "settings.json").read_text())["mode"] == "live") == (mode == "live")
     assert ("live/calls" in metrics[0]) == (mode == "live")
     assert (open_responses(last) > 0) == (mode == "t-ppo")

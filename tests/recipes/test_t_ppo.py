@@ -271,7 +271,7 @@ def test_a_run_resumes_in_the_middle_of_responses_bit_for_bit(folder: Path, valu
         assert value_model == "head" or straight["value/replicas"] > 0
     states = [{name: part.state() for name, part in each._stateful.items()} for each in (trainer, again)]
     assert_equal(states[0], states[1])
-    weights = [each.session.logical_state_dict(each.model) for each in (trainer, again)]
+    weights = [each.session.whole_state_dict(each.model) for each in (trainer, again)]
     assert_equal(weights[0], weights[1])
     for each in (trainer, again):
         each.close()

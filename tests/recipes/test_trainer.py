@@ -19,7 +19,6 @@ from recipes.rl import train
 from recipes.rl.responses import Response
 from recipes.rl.task import Problem
 from recipes.rl.train import Trainer
-from trimtab.planner import Placement
 from trimtab.runtime.live import balancer
 
 
@@ -167,7 +166,7 @@ def test_live_routing_with_replicas_trains_as_without(folder: Path) -> None:
 
 
 def assert_synced(trainer: Trainer) -> None:
-    trained = trainer.session.logical_state_dict(trainer.model)
+    trained = trainer.session.whole_state_dict(trainer.model)
     rounded = {name: value.to(torch.bfloat16) for name, value in trained.items()}
     assert_equal(rounded, trainer.rollout_model.state_dict())
 
@@ -204,9 +203,9 @@ def test_problems_are_divided_among_ranks(folder: Path) -> None:
 
 
 @runs_on_ranks()
-def test_weights_of_moved_experts_reach_the_rollout(folder: Path) -> None:
+def test_weights_of_renumbered_experts_reach_the_rollout(folder: Path) -> None:
     trainer = start(folder)
-    trainer.session.move(Placement(trainer.session.placement.home[:, ::-1].copy()))
+    trainer.session.renumber([np.arange(trainer.session.num_experts)[::-1]] * len(trainer.session.layers))
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.add_(torch.randn(parameter.shape) * (1 if parameter.ndim == 3 else 0))

@@ -46,7 +46,6 @@ def test_replay_is_exact_and_every_micro_step_is_planned(run: tuple[Path, str]) 
         # Of 16 problems with 16 samples each a whole number is solved.
         assert m["reward"] * 256 == pytest.approx(round(m["reward"] * 256), abs=1e-6)
         assert 0 < m["planning_s"] < m["prepare_s"]
-        assert m["moving_s"] < m["plan_s"]
         assert min(m["rollout_s"], m["recompute_s"], m["update_s"], m["sync_s"]) > 0.001
         # On two ranks. Experts have three matrices [2048, 128] in float32; slots for two replicas of each ring layer.
         assert m["transfer/exposed_s"] < 2 * (m["recompute_s"] + m["update_s"])
@@ -82,7 +81,7 @@ def test_the_summary_compares_policies_and_accuracies(run: tuple[Path, str]) -> 
     comparison = summary["comparison"]
     static, trimtab = comparison["static"], comparison["trimtab"]
     assert trimtab["max_vio"] < static["max_vio"]
-    assert (static["replicas"], static["homes_moved"]) == (0, 0)
+    assert static["replicas"] == 0
     assert trimtab["replicas"] > 0
     assert len(static["step_s"]) == len(trimtab["step_s"]) == 2
     for policy in (static, trimtab):

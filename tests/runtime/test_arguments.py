@@ -56,7 +56,7 @@ def test_invalid_tensors_of_layers_are_refused() -> None:
         ({"slots_per_rank": -1}, "slots_per_rank is -1; it should be a whole number of 0 or more"),
         ({"slots_per_rank": 1.5}, "slots_per_rank is 1.5"),
         ({"ring_layers": 1}, "ring_layers is 1; it should be a whole number of 2 or more"),
-        ({"mode": "plam"}, "mode is 'plam'; it should be one of plan, rehome, static, live, shadow, off"),
+        ({"mode": "plam"}, "mode is 'plam'; it should be one of plan, static, live, shadow, off"),
         ({"paths": "nvlink"}, "paths is 'nvlink'; it should be one of both, peer, host"),
         ({"ranks_per_node": 0}, "ranks_per_node is 0; it should be 1 or more"),
         ({"ranks_per_node": 3}, "3 ranks a node don't divide the 2 ranks"),

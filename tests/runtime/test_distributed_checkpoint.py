@@ -1,4 +1,4 @@
-"""Checkpoints by `torch.distributed.checkpoint` have all experts in logical order, or are refused."""
+"""Checkpoints by `torch.distributed.checkpoint` have the experts of all ranks, or are refused."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
 from helpers.moe_model import Shape
-from helpers.moved_experts import MIXED, SHAPES, adamw, change, error_of, move, train
 from helpers.planned_steps import make
 from helpers.rank_tests import runs_on_ranks
+from helpers.tiny_training import MIXED, SHAPES, adamw, change, error_of, train
 
 SAVES: tuple[Callable[..., Any], ...] = (save, async_save)
 
@@ -31,32 +31,18 @@ def folder_of_first(folder: Path) -> str:
 
 
 @runs_on_ranks()
-def test_stacks_are_dtensors_unless_experts_have_moved() -> None:
+def test_stacks_are_dtensors() -> None:
     session, model, reference = make(shape=MIXED)
     name = "blocks.0.gate_up"
     stack: Any = session.dcp_state_dict(model)[name]
     assert isinstance(stack, DTensor)
     assert torch.equal(stack.full_tensor(), reference.get_parameter(name))
-    move(session, 3)
-    moved = session.dcp_state_dict(model)[name]
-    assert "of [8, 16, 16]" in repr(moved)
-    for use in (
-        lambda: moved + 1,
-        moved.clone,
-        lambda: copy.deepcopy(moved),
-        lambda: torch.zeros(8, 16, 16).copy_(moved),
-    ):
-        with pytest.raises(RuntimeError, match="experts have moved"):
-            use()
 
 
-@pytest.mark.parametrize("moves", [False, True])
 @SHAPES
 @runs_on_ranks()
-def test_state_dicts_of_one_rank_are_refused(tmp_path: Path, shape: Shape, moves: bool) -> None:
+def test_state_dicts_of_one_rank_are_refused(tmp_path: Path, shape: Shape) -> None:
     session, model, reference = make(shape=shape)
-    if moves:
-        move(session, 3)
     folder = folder_of_first(tmp_path / "checkpoint")
     optimizer = adamw(model)
     session.register_optimizers(optimizer)
@@ -67,10 +53,9 @@ def test_state_dicts_of_one_rank_are_refused(tmp_path: Path, shape: Shape, moves
             with pytest.raises(CheckpointException, match=r"session\.dcp_state_dict\(model\)"):
                 call(each, checkpoint_id=folder).result()
     save(session.dcp_state_dict(model), checkpoint_id=folder)
-    if not moves:
-        # Of a stack, DCP compares the size first.
-        with pytest.raises(CheckpointException, match=r"session\.dcp_state_dict\(model\)|Size mismatch .* for blocks"):
-            load(state, checkpoint_id=folder)
+    # Of a stack, DCP compares the size first.
+    with pytest.raises(CheckpointException, match=r"session\.dcp_state_dict\(model\)|Size mismatch .* for blocks"):
+        load(state, checkpoint_id=folder)
     # Other uses of it are not affected.
     file = tmp_path / f"{session.rank}.pt"
     torch.save(state, file)

@@ -131,7 +131,7 @@ def test_positions_with_a_row_twice_are_refused_on_all_ranks() -> None:
 @runs_on_ranks()
 def test_a_long_wait_is_told_once_with_its_call_and_ranks() -> None:
     session, _, _ = make()
-    Step(1, moves=False).apply(session)
+    Step(1).apply(session)
     messages: list[str] = []
     store = dist.distributed_c10d._get_default_store()
 
@@ -162,7 +162,7 @@ def end_early(rank: int, port: int, results: Connection) -> None:
     store = TCPStore("127.0.0.1", port, 2, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     session, model, _ = make()
-    step = Step(1, moves=False)
+    step = Step(1)
     step.apply(session)
     if rank == 0:
         os._exit(0)

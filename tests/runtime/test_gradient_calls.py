@@ -206,7 +206,7 @@ CALLS: dict[str, Callable[[Loop], object]] = {
     "finish_gradients": lambda loop: loop.session.finish_gradients(loop.model.replicated()),
     "micro_step": lambda loop: loop.session.micro_step(0).__enter__(),
     "plan": lambda loop: plans.plan(loop, 5),
-    "move": lambda loop: plans.move(loop, 5),
+    "renumber": lambda loop: plans.renumber(loop, 5),
 }
 
 
@@ -221,7 +221,7 @@ def test_the_session_is_not_called_within_a_backward(what: str) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("what", ["micro_step", "plan", "move"])
+@pytest.mark.parametrize("what", ["micro_step", "plan", "renumber"])
 @runs_on_ranks()
 def test_plans_and_moves_within_a_micro_step_are_refused(what: str) -> None:
     loop = start()
@@ -254,7 +254,7 @@ def test_a_session_may_be_collected_in_the_middle_of_an_optimizer_step() -> None
         gc.collect()
         seen.append(f"with experts: {bool(holds_experts)}")
 
-    layer: Any = SimpleNamespace(parameters=[parameter], known=SimpleNamespace(returns_to=None, moved_at=0))
+    layer: Any = SimpleNamespace(parameters=[parameter], had=lambda _: False)
     watch = OptimizerWatch(lambda: [layer], collect, collect)
     for _ in range(3):
         other = OptimizerWatch(list, lambda _: None, lambda *_: None)

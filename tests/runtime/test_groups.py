@@ -122,7 +122,7 @@ def train_stage(state: State, stages: Ranks, chosen: int) -> list[float] | None:
         session.finish_gradients(model.replicated())
         optimizer.step()
         optimizer.zero_grad()
-        sums.append(float(sum(value.sum() for value in session.logical_state_dict(model).values())))
+        sums.append(float(sum(value.sum() for value in session.whole_state_dict(model).values())))
     return sums
 
 
@@ -145,7 +145,7 @@ def disagree(state: State) -> str:
         if dist.get_rank() == 3:
             session.finish_gradients()
         else:
-            session.logical_state_dict(torch.nn.Linear(1, 1))
+            session.whole_state_dict(torch.nn.Linear(1, 1))
     except RanksDisagreeError as error:
         return str(error)
     return ""
@@ -155,7 +155,7 @@ def test_errors_name_global_ranks(pool: RankPool) -> None:
     found = pool.call(disagree)
     assert found[0] == found[2] == ""
     assert found[1] == found[3]
-    assert "rank 3 called finish_gradients() where rank 1 called logical_state_dict()" in found[1]
+    assert "rank 3 called finish_gradients() where rank 1 called whole_state_dict()" in found[1]
 
 
 def refused(state: State, expert_ranks: Ranks, dp_ranks: Ranks | None, nodes: list[Any] | None) -> str:
@@ -267,7 +267,7 @@ def peak_of_planning(groups: int, counts_mb: int) -> tuple[float, float]:
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     tracemalloc.reset_peak()
-    _, load = planner.for_schedule(trace, schedule, placement, may_move=False, sliced=False)
+    _, load = planner.for_schedule(trace, schedule, placement)
     _, peak = tracemalloc.get_traced_memory()
     assert load.counts_MLE.sum() == shape[0] * shape[1]
     topology.drop_groups()

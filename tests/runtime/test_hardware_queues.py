@@ -49,7 +49,7 @@ def record(seeds: Sequence[int], peers: bool, mutant: str) -> list[Work]:
     model.before_block = own_collective
     with late_device.install("lazy", peers=peers) as device, recording(device) as log, mutated(mutant):
         for seed in seeds:
-            step = Step(seed, moves=False)
+            step = Step(seed)
             plan = random_plan(
                 step.rng, step.workload, step.schedule, slots=2, placement=step.plan.placement,
                 ranks_per_node=session.topology.ranks_per_node,

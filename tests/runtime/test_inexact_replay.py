@@ -215,7 +215,7 @@ def test_agreement_of_the_router_with_the_record(mode: Any) -> None:
 @runs_on_ranks()
 def test_recomputed_layers_are_not_compared_again() -> None:
     session, model, _ = make()
-    step = Step(1, moves=False)
+    step = Step(1)
     step.apply(session)
     found = []
     for run in ("plain", "checkpoint"):

@@ -111,4 +111,4 @@ def test_loops_in_which_other_ranks_read_the_parameters(seed: int) -> None:
 def test_copies_that_run_as_soon_as_they_may_change_nothing() -> None:
     """They may not run before compute has written what they read."""
     for seed in (2, 3):
-        on_ranks(run_on_rank, (f"{seed}, between: move, recompute: first",), ranks=2, ways="thread early")
+        on_ranks(run_on_rank, (f"{seed}, between: renumber, recompute: first",), ranks=2, ways="thread early")

@@ -32,7 +32,7 @@ def test_rows_keep_their_planned_copy_unless_their_expert_is_another() -> None:
         schedule = random_schedule(rng, 6, num_ranks=num_ranks, num_micro_steps=1)
         workload, placement = Workload.from_trace(trace, schedule), random_placement(rng, 1, num_experts, num_ranks)
         replicas = InstanceReplicas.of(random_plan(rng, workload, schedule, slots=2, placement=placement), 0, 0)
-        places = ExpertPlaces.first(placement.home[0])
+        places = ExpertPlaces.at(placement.home[0])
         homes: Any = SimpleNamespace(home_E=places.home_E, rows_E=places.rows_E)
         parts, physical = [], []
         for rank in range(num_ranks):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers.moe_model import ALL_LISTS, Shape
 from helpers.planned_steps import Step, make
 from helpers.rank_tests import runs_on_ranks
+from helpers.tiny_training import renumber
 from trimtab.errors import InputError, RanksDisagreeError
-from trimtab.planner import Placement
 from trimtab.runtime import RowGroups, Session, gated_experts
 from trimtab.runtime.rows import grouped_products
-from trimtab.runtime.state.logical_state import find_number
+from trimtab.runtime.state.whole_state import find_number
 
 SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=16, width=8, lists=ALL_LISTS)
 HOME = SHAPE.experts // 2
@@ -43,7 +42,7 @@ class Allocations(TorchDispatchMode):
 def test_lists_are_never_stacked() -> None:
     for lists in (ALL_LISTS, ()):
         session, model, _ = make(shape=replace(SHAPE, lists=lists))
-        step = Step(3, shape=SHAPE, moves=False)
+        step = Step(3, shape=SHAPE)
         assert step.plan.num_replicas > 0
         step.apply(session)
         with Allocations() as allocations:
@@ -120,12 +119,6 @@ def test_undetected_write_is_reported_with_the_expert() -> None:
         session.live_micro_step(positions=torch.arange(3)).__enter__()
 
 
-def moved(session: Session) -> Placement:
-    home = session.placement.home.copy()
-    home[:, [0, -1]] = home[:, [-1, 0]]
-    return Placement(home)
-
-
 @pytest.mark.parametrize(
     ("where", "error", "message"),
     [
@@ -139,11 +132,11 @@ def moved(session: Session) -> Placement:
     ],
 )  # fmt: skip
 @runs_on_ranks()
-def test_experts_do_not_move_between_states_that_differ(where: str, error: type[Exception], message: str) -> None:
+def test_experts_with_states_that_differ_are_not_renumbered(where: str, error: type[Exception], message: str) -> None:
     session, model, _ = make(shape=SHAPE)
     optimizer = torch.optim.AdamW(model.parameters())
     session.register_optimizers(optimizer)
-    step = Step(3, shape=SHAPE, moves=False)
+    step = Step(3, shape=SHAPE)
     step.apply(session)
     step.run(session, model)
     optimizer.step()
@@ -156,19 +149,15 @@ def test_experts_do_not_move_between_states_that_differ(where: str, error: type[
     elif where == "all ranks":
         for parameter in parameters:
             optimizer.state[parameter]["step"] = torch.tensor(float(session.rank))
-    before = session.placement.home
     with pytest.raises(error, match=message):
-        session.move(moved(session))
-    with pytest.raises(error, match="MoE layer 1, expert tensor 1"):
-        Step(4, shape=SHAPE).apply(session)
-    assert np.array_equal(session.placement.home, before)
+        renumber(session, 1)
+    assert session.numbering is None
 
 
 @runs_on_ranks()
-def test_logical_state_of_lists_has_the_names_of_all_experts() -> None:
+def test_the_whole_state_of_lists_has_the_names_of_all_experts() -> None:
     session, model, reference = make(shape=SHAPE)
-    session.move(moved(session))
-    whole = session.logical_state_dict(model)
+    whole = session.whole_state_dict(model)
     assert whole.keys() == reference.state_dict().keys()
     for name, value in reference.state_dict().items():
         assert torch.equal(whole[name], value)
@@ -179,10 +168,10 @@ def test_logical_state_of_lists_has_the_names_of_all_experts() -> None:
         (whole | {f"blocks.1.down.{mine}": torch.zeros(2)}, rf"'blocks.1.down.{mine}' has shape \[2\]; .* \[16, 8\]"),
     ):
         with pytest.raises(InputError, match=message):
-            session.logical.load_weights(model, state)
+            session.whole.load_weights(model, state)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(InputError, match=r"optimizer state of 'blocks.1.down.8'; this model has no such"):
-        session.logical.load_optimizer_state(model, optimizer, {"blocks.1.down.8": {}})
+        session.whole.load_optimizer_state(model, optimizer, {"blocks.1.down.8": {}})
     # Other names, and only some of the experts.
     block = model.moe_blocks()[0]
     assert isinstance(block.down, torch.nn.ParameterList)
@@ -190,7 +179,7 @@ def test_logical_state_of_lists_has_the_names_of_all_experts() -> None:
     for order in ([1, 0, 2, 3], [0, 1, 2]):
         block.down = torch.nn.ParameterList(parameters[row] for row in order)
         with pytest.raises(InputError, match=r"blocks.0.down.1'.*"):
-            session.logical_state_dict(model)
+            session.whole_state_dict(model)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_layers_outside_micro_steps_are_counted() -> None:
 @runs_on_ranks()
 def test_other_ways_to_differentiate() -> None:
     """Replica gradients are added to `.grad`; a backward without accumulation into it is refused."""
-    loop = start()
+    loop = start(4)
     layer = max(loop.session.layers, key=lambda layer: len(loop.session.step_plan.replicas_of(0, layer.index)))
     expert, experts = layer.parameters[0], [p for each in loop.session.layers for p in each.parameters]
 

@@ -19,10 +19,11 @@ from helpers.planned_steps import make
 from helpers.planner_steps import free_replicas, skewed_trace
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
-from trimtab.planner import Placement, SequenceCounts
+from trimtab.planner import SequenceCounts
 from trimtab.runtime import PlannedStep, Session
 from trimtab.runtime.step_planner import SessionPlanner
 from trimtab.trace import RoutingTrace
+from trimtab.trace.numbering import Numbering
 
 LAYERS, EXPERTS, TOP_K, BUDGET = 2, 8, 2, 300
 MAKE = SessionPlanner.of
@@ -193,23 +194,24 @@ def test_a_rank_without_hashes_counts_nothing_ahead() -> None:
     assert counted == ([0, 21] if second else [21, 0])
 
 
-@pytest.mark.parametrize(("count", "moves"), [(10, False), (14, False), (14, True)])
+@pytest.mark.parametrize(("count", "renumbers"), [(10, False), (14, False), (14, True)])
 @runs_on_ranks()
 @replicas_cost_nothing
-def test_homes_are_chosen_again_if_less_than_half_was_known(count: int, moves: bool) -> None:
-    """Also if experts have moved since."""
+def test_a_strategy_is_chosen_again_if_less_than_half_was_known(count: int, renumbers: bool) -> None:
+    """Also if experts have other ids since."""
     traces, session = [rank_trace(rank=rank) for rank in range(2)], make_session()
     trace = traces[dist.get_rank()]
     session.plan_ahead(trace.select([*range(count)]), token_budget=BUDGET)
-    if moves:
-        session.move(Placement(session.placement.home[:, ::-1].copy()))
+    if renumbers:
+        session.renumber([np.arange(session.num_experts)[::-1]] * len(session.layers))
+        trace = replace(trace, numbering=Numbering())
     known = sum(
         each.sequence_lengths[np.isin(each.sequence_hashes, each.sequence_hashes[:count])].sum() for each in traces
     )
     share = known / sum(each.num_tokens for each in traces)
     assert 0.5 < share < 0.75 if count == 14 else 0.4 < share < 0.5
     known_ahead = plan(session, trace, []).known_ahead
-    assert known_ahead == (pytest.approx(share) if count == 14 and not moves else 0.0)
+    assert known_ahead == (pytest.approx(share) if count == 14 and not renumbers else 0.0)
 
 
 @runs_on_ranks()

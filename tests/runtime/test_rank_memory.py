@@ -68,7 +68,7 @@ def test_rounds_of_sleep_plan_and_training_keep_nothing(
     """The same step in every round, with replicas from neighbours' memory, the mirror and messages between nodes."""
     rounds: list[object] = []
     session, model, whole = make(compute_dtype=compute_dtype, ranks_per_node=2, peer_memory_bytes=most)
-    step = Step(1, moves=False)
+    step = Step(1)
     step.reference_loss(whole).backward()
     plan = random_plan(step.rng, step.workload, step.schedule, slots=2, placement=step.plan.placement, ranks_per_node=2)
     first: list[torch.Tensor] = []
@@ -108,7 +108,7 @@ def bytes_left(most: float) -> int:
 def test_no_step_leaves_memory_to_garbage_collection() -> None:
     """Which runs rarely: a large step has up to a gigabyte of tables of rows in host memory."""
     session, model, _ = make()
-    step, left = Step(2, moves=False), list[int]()
+    step, left = Step(2), list[int]()
     gc.collect()
     gc.disable()
     try:
@@ -127,7 +127,7 @@ def test_no_step_leaves_memory_to_garbage_collection() -> None:
 def test_suspension_ends_when_all_ranks_have_released_their_memory() -> None:
     """Memory that another rank has mapped is not free before."""
     session, _, _ = make()
-    Step(1, moves=False).apply(session)
+    Step(1).apply(session)
     close, closed_s = RankExperts.close, [0.0]
 
     def close_late(experts: RankExperts) -> None:
@@ -149,7 +149,7 @@ def test_tables_on_the_device_are_counted_until_their_backward_has_run() -> None
     session, model, _ = make()
     sizes: list[int] = []
     with late_device.install("late"):
-        step = Step(1, moves=False)
+        step = Step(1)
         step.apply(session)
         rows = rows_of(
             step.trace, np.flatnonzero((step.schedule.rank == session.rank) & (step.schedule.micro_step == 0))

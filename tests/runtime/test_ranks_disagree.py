@@ -151,7 +151,7 @@ def make_other_gradient_calls(what: str, loop: Loop, update: Callable[[int], Non
         elif first and what == "clip":
             session.clip_gradients(dense, 1.0)
         elif first:
-            session.logical_state_dict(loop.model)
+            session.whole_state_dict(loop.model)
         loop.optimizers[1].zero_grad()
         session.micro_step(1).__enter__()
 
@@ -176,7 +176,7 @@ CALLS = {
     "other backwards": r"backward \(of the forward at call \d+\) where rank 1 called",
     "a skipped step": r"rank 0 called optimizer.step\(\) where rank 1 called micro_step\(1\)",
     "clip": r"rank 0 called clip_gradients\(\) where rank 1 called micro_step\(1\)",
-    "weights of one rank": r"rank 0 called logical_state_dict\(\) where rank 1 called micro_step\(1\)",
+    "weights of one rank": r"rank 0 called whole_state_dict\(\) where rank 1 called micro_step\(1\)",
     "a missing rank": r"rank 0 has waited 2 s in finish_gradients\(\); rank 1 has published no log",
 }
 

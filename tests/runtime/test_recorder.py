@@ -40,7 +40,7 @@ def test_activity_continues_after_a_nested_one(monkeypatch: pytest.MonkeyPatch) 
 @runs_on_ranks()
 def test_layers_are_recorded_without_changing_results() -> None:
     session, model, _ = make()
-    step = Step(0, moves=False)
+    step = Step(0)
     assert step.plan.num_replicas
     step.apply(session)
     assert np.array_equal(session.rank_loads, step.plan.rank_loads(step.workload))

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.actions import update
+from helpers.actions import STALE, forward, live, update
 from helpers.equality import relative_error
 from helpers.plans import start
 from helpers.rank_tests import runs_on_ranks
+from helpers.tiny_training import saved
 from trimtab import InputError
 from trimtab.array_type import Array
 from trimtab.errors import RanksDisagreeError
@@ -31,14 +32,14 @@ def test_the_whole_model_is_that_of_other_ids() -> None:
     loop = start()
     update(loop)
     session, order_LE = loop.session, some_order(loop.session)
-    before = {name: value.clone() for name, value in session.logical_state_dict(loop.model).items()}
+    before = {name: value.clone() for name, value in session.whole_state_dict(loop.model).items()}
     told: list[tuple[int, list[int]]] = []
     session.on_renumber(lambda layer, order_E: told.append((layer, order_E.tolist())))
     loop.model.zero_grad()
     session.renumber(order_LE)
     assert told == [(layer, order_E.tolist()) for layer, order_E in enumerate(order_LE)]
     assert np.array_equal(session.home_experts, session.layers[0].home_experts)
-    after = session.logical_state_dict(loop.model)
+    after = session.whole_state_dict(loop.model)
     for layer, order_E in enumerate(order_LE):
         for name in ("router.weight", "gate_up", "down"):
             key = f"blocks.{layer}.{name}"
@@ -64,6 +65,9 @@ def test_what_is_not_known_is_refused_by_name() -> None:
             session.renumber(order)
     declared, homes.by_expert = homes.by_expert, None
     with pytest.raises(InputError, match="layer 0 can't be renumbered: nothing says what its router"):
+        session.renumber(order_LE)
+    homes.by_expert, block.router.weight = [block.router.weight], torch.nn.Parameter(block.router.weight.detach())
+    with pytest.raises(InputError, match="'weight' of Linear has been replaced in the model"):
         session.renumber(order_LE)
     homes.by_expert = [torch.zeros(3)]
     with pytest.raises(InputError, match=r"by_expert has a tensor of shape \[3\]"):
@@ -119,9 +123,14 @@ def test_ids_without_a_numbering_are_refused_after_a_renumbering() -> None:
 @runs_on_ranks()
 def test_renumbering_ends_the_plan() -> None:
     loop = start()
+    forward(loop, 0, number=1)
+    live(loop, 0, number=2)
     loop.session.renumber(some_order(loop.session))
     with pytest.raises(RuntimeError, match="plan"), loop.session.micro_step(0):
         pass
+    for pending in loop.pending.values():
+        with pytest.raises(RuntimeError, match=STALE):
+            pending.loss.backward()
     dist.barrier()
 
 
@@ -141,7 +150,42 @@ def test_the_planner_chooses_an_order_that_evens_out_its_step() -> None:
         session.renumber()
     session.register_optimizers(torch.optim.SGD(stacks, lr=0.1))
     assert session.renumber()
-    again = session.plan_micro_steps([ids], numbering=Numbering(), may_move=False)
+    again = session.plan_micro_steps([ids], numbering=Numbering())
     assert before.max_vio_before > 0.5
     assert again.max_vio_before < 0.1
     assert not session.renumber()
+
+
+@runs_on_ranks()
+def test_old_weights_replay_recorded_ids_in_their_own_numbering() -> None:
+    """As slime's `keep_old_actor`: the weights of a rollout stand in for those of now, and replay its ids."""
+    loop = start()
+    session, tokens = loop.session, loop.rows(0, loop.data_rank)
+    mine = replace(loop.trace.select(loop.schedule.sequences_of(loop.data_rank)), numbering=Numbering())
+
+    def log_probs() -> torch.Tensor:
+        session.plan(mine, loop.schedule)
+        with torch.no_grad(), session.micro_step(0):
+            found: torch.Tensor = loop.model(loop.tokens[tokens]).log_softmax(1)
+        return found
+
+    def load(state: dict[str, torch.Tensor], numbering: Numbering | None) -> None:
+        loop.model.load_state_dict(state)
+        session.numbering = numbering
+
+    old, first = saved(loop.model), Numbering()
+    expected = log_probs()
+    session.renumber(some_order(session))
+    assert relative_error(log_probs(), expected) < 1e-12
+    now, numbering = saved(loop.model), session.numbering
+    load(old, first)
+    with pytest.raises(RuntimeError, match="planned for weights of another numbering"), session.micro_step(0):
+        pass
+    assert relative_error(log_probs(), expected) < 1e-12
+    load(now, numbering)
+    assert relative_error(log_probs(), expected) < 1e-12
+    # Another session of these experts knows their ids, too.
+    other = Session(num_experts=session.num_experts)
+    for block in loop.model.moe_blocks():
+        block.run_in(other)
+    assert other.numbering == numbering

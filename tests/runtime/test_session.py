@@ -89,8 +89,8 @@ def test_errors_name_wrong_use() -> None:
     plan_own(session, trace, schedule)
     with session.micro_step(0), pytest.raises(RuntimeError, match="the micro-step was planned with"):
         session.layers[0].route(torch.zeros(1, 2, dtype=torch.int64))
-    with session.micro_step(0), pytest.raises(RuntimeError, match="move can't begin while micro-step 0"):
-        session.move(session.placement)
+    with session.micro_step(0), pytest.raises(RuntimeError, match="renumber can't begin while micro-step 0"):
+        session.renumber()
 
 
 @runs_on_ranks()
@@ -114,7 +114,7 @@ def test_the_planner_gets_load_lengths_and_costs_of_the_whole_step() -> None:
         assert lengths.tolist() == trace.sequence_lengths.tolist()
         assert np.array_equal(load.token_counts_MLRE, expected.token_counts_MLRE)
         assert np.array_equal(load.unknown_MLR, expected.unknown_MLR)
-        cluster = replace(LOCAL_CPU, ranks=2, ranks_per_node=2, slots_per_rank=session.settings.planned_slots)
+        cluster = replace(LOCAL_CPU, ranks=2, ranks_per_node=2, slots_per_rank=session.slots_per_rank)
         model = ModelSpec("", 8, 2, hidden_size=SHAPE.hidden, expert_width=SHAPE.width, weight_bytes=8)
         assert costs == StepCosts.of(cluster, model, moe_layers=SHAPE.layers, ring_layers=session.settings.ring_layers)
 

@@ -1,14 +1,10 @@
-"""Sessions that give their groups and memory back between steps, and passes with the weights of another model."""
+"""Sessions that give their groups and memory back between steps."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,12 +13,8 @@ from torch._C._distributed_c10d import PrefixStore
 from helpers import actions, plans
 from helpers.actions import update
 from helpers.examples import nightly_except
-from helpers.loop import Loop
-from helpers.moe_model import TinyMoE
 from helpers.plans import start
 from helpers.rank_tests import runs_on_ranks
-from helpers.user_actions import load_by_position
-from trimtab.planner import Placement
 from trimtab.runtime import Session, gated_experts
 
 
@@ -96,7 +88,7 @@ def test_planned_backwards_are_refused_when_the_session_goes_on(run: str, suspen
     actions.forward(loop, 0, run, 1)
     if suspends:
         loop.session.suspend()
-    plans.plan(loop, 1, moves=False)
+    plans.plan(loop, 1)
     with pytest.raises(RuntimeError, match=RUNS[run]):
         loop.pending.pop(1).loss.backward()
 
@@ -114,7 +106,7 @@ def test_a_session_goes_on_with_groups_that_replace_destroyed_ones() -> None:
         plans.plan(loop, seed)
         update(loop)
         actions.step(loop)
-    plans.move(loop, 3)
+    plans.renumber(loop, 3)
 
 
 @runs_on_ranks()
@@ -168,118 +160,3 @@ def test_groups_of_other_sessions_stay() -> None:
     for session in (pair, other):
         session.add_layer([torch.nn.Parameter(torch.ones(4, 2, 2))], lambda weights, rows, groups: rows)
         session.plan_micro_steps([torch.zeros(3, 1, 1, dtype=torch.int64)])
-
-
-def at_other_homes(seed: int) -> tuple[Loop, TinyMoE, list[torch.Tensor]]:
-    """A loop whose experts have moved, another whole model, and the loop's weights."""
-    loop = start(seed)
-    plans.move(loop, seed)
-    update_and_step(loop, seed)
-    assert any(not layer.known.are_first for layer in loop.session.homes)
-    other = copy.deepcopy(loop.reference)
-    for parameter in other.parameters():
-        torch.nn.init.normal_(parameter)
-    return loop, other, [p.detach().clone() for p in loop.model.parameters()]
-
-
-def update_and_step(loop: Loop, seed: int) -> None:
-    plans.plan(loop, seed, moves=False)
-    update(loop)
-    actions.step(loop)
-
-
-def restore(loop: Loop, weights: list[torch.Tensor]) -> None:
-    for parameter, value in zip(loop.model.parameters(), weights, strict=True):
-        parameter.data.copy_(value)
-
-
-def live_pass(loop: Loop, in_micro_step: bool) -> torch.Tensor:
-    with torch.no_grad(), loop.session.live_micro_step() if in_micro_step else nullcontext():
-        logits: torch.Tensor = loop.model(loop.tokens[loop.rows(0, loop.session.rank)])
-    return logits
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("in_micro_step", [True, False])
-@runs_on_ranks()
-def test_such_a_pass_at_other_homes_is_refused(seed: int, in_micro_step: bool) -> None:
-    loop, other, mine = at_other_homes(seed)
-    live_pass(loop, in_micro_step)
-    load_by_position(loop.model, other, loop.session.home_experts.tolist())
-    replaced = r"were replaced while .* enter session.first_homes\(\)"
-    with pytest.raises(RuntimeError, match=replaced):
-        live_pass(loop, in_micro_step)
-    for trains, micro_step in ((True, loop.session.live_micro_step()), (False, loop.session.micro_step(0))):
-        with pytest.raises(RuntimeError, match=replaced), torch.set_grad_enabled(trains), micro_step:
-            pass
-    restore(loop, mine)
-    live_pass(loop, in_micro_step)
-    update_and_step(loop, seed + 1)
-    # New weights of the same model, which optimizers don't know.
-    with torch.no_grad():
-        for parameter in (*loop.model.parameters(), *loop.reference.parameters()):
-            parameter.data.mul_(0.5)
-    loop.session.weights_changed()
-    actions.live(loop, seed, "plain", None)
-    # While some of them are offloaded.
-    for layer in loop.session.layers:
-        parameter, values = layer.parameters[0], layer.parameters[0].detach().clone()
-        parameter.data.untyped_storage().resize_(0)
-        loop.session.weights_changed()
-        parameter.data = values
-    actions.live(loop, seed, "plain", None)
-
-
-@runs_on_ranks()
-def test_trained_weights_are_loaded_within_first_homes_for_its_end() -> None:
-    """Also where a rank has its first experts in other rows."""
-    loop = start(0)
-    session = loop.session
-    before = session.placement.home.copy()
-    num_homes = session.num_experts // session.num_ranks
-    for seed in range(20):
-        plans.move(loop, seed)
-    session.move(Placement(before[:, np.r_[num_homes : session.num_experts, :num_homes]].copy()))
-    update_and_step(loop, 3)
-    mine = {name: value.clone() for name, value in loop.model.state_dict().items()}
-    with pytest.raises(OSError, match="no such weights"), session.first_homes():
-        raise OSError("no such weights")
-    with session.first_homes():
-        with torch.no_grad():
-            for parameter in loop.model.parameters():
-                parameter.data.zero_()
-        live_pass(loop, False)
-        loop.model.load_state_dict(mine)
-    loop.compare()
-    update_and_step(loop, 4)
-
-
-@runs_on_ranks()
-def test_steps_of_other_models_do_not_hide_weights_of_another_model() -> None:
-    loop, other, _ = at_other_homes(1)
-    critic = torch.nn.Parameter(torch.ones(3))
-    critic.grad = torch.ones(3)
-    torch.optim.SGD([critic], lr=0.1).step()
-    load_by_position(loop.model, other, loop.session.home_experts.tolist())
-    with pytest.raises(RuntimeError, match=r"enter session.first_homes\(\)"):
-        live_pass(loop, True)
-
-
-ACTIONS: dict[str, Callable[[Loop], object]] = {
-    "plan": lambda loop: plans.plan(loop, 7),
-    "move": lambda loop: plans.move(loop, 7),
-    "planned": lambda loop: actions.forward(loop, 0),
-    "gradients": lambda loop: actions.live(loop, 0, "plain", 3),
-    "finish": lambda loop: loop.session.finish_gradients(loop.model.replicated()),
-    "step": lambda loop: loop.optimizers[1].step(),
-    "suspend": lambda loop: loop.session.suspend(),
-}
-
-
-@pytest.mark.parametrize("action", ACTIONS)
-@runs_on_ranks()
-def test_what_needs_the_trained_model_is_refused_at_first_homes(action: str) -> None:
-    loop, _, _ = at_other_homes(1)
-    with loop.session.first_homes(), pytest.raises(RuntimeError, match="first_homes"):
-        ACTIONS[action](loop)
-    update_and_step(loop, 2)

@@ -1,186 +1,78 @@
-"""What trains experts that move: a second session, optimizers, Parameters that replace others.
+"""What trains experts: optimizers, and Parameters that replace others.
 
 Each test compares the model in the session with one whole model, or expects an error on all ranks.
 """
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.optim.swa_utils import AveragedModel
 
 from helpers.moe_model import Shape, TinyMoE
-from helpers.moved_experts import (
+from helpers.planned_steps import SHAPE, Step, make
+from helpers.rank_tests import runs_on_ranks
+from helpers.tiny_training import (
     LISTED,
     SHAPES,
     adamw,
     again,
     change,
     error_of,
-    homes,
     momentum_error,
-    move,
+    renumber,
     saved,
     train,
 )
-from helpers.planned_steps import SHAPE, Step, make
-from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError, RanksDisagreeError
-from trimtab.planner import Placement
 from trimtab.runtime import Session, gated_experts
+from trimtab.runtime.state.optimizer_rows import check_elementwise
 from trimtab.runtime.transfer.ring import ReplicaRing
-
-
-@runs_on_ranks()
-def test_a_second_session_with_other_ranks_is_refused_while_experts_are_away() -> None:
-    first, model, _ = make()
-    move(first, 11)
-    with pytest.raises(InputError, match="MoE layer 0 have moved in an earlier session"):
-        again(model, num_experts=4, groups=2)
-    first.move(homes(0, 1, 2, 3))
-    again(model, num_experts=4, groups=2)
-    with pytest.raises(RuntimeError, match="the experts of MoE layer 0 are in a later session with other ranks"):
-        move(first, 11)
-
-
-@runs_on_ranks()
-def test_an_average_can_not_be_in_a_session() -> None:
-    session, model, _ = make()
-    average = AveragedModel(model)
-    session.register_state(model, average.module)
-    with pytest.raises(InputError, match="register_state"):
-        again(average.module)  # type: ignore[arg-type]
 
 
 @SHAPES
 @runs_on_ranks()
-def test_experts_do_not_move_while_an_optimizer_with_state_is_not_registered(shape: Shape) -> None:
+def test_experts_are_not_renumbered_while_an_optimizer_with_state_is_not_registered(shape: Shape) -> None:
     session, model, reference = make(shape=shape)
     up = [p for name, p in model.named_parameters() if "gate_up" in name]
     others = [p for name, p in model.named_parameters() if "gate_up" not in name]
     one, two, expected = adamw(others), adamw(up), adamw(reference)
     session.register_optimizers(one)
     train(session, model, reference, 1, one, two, expected)
-    before = session.placement.home
-    with pytest.raises(InputError, match="experts can't move: AdamW has state"):
-        move(session, 12)
-    step = Step(2)
-    with pytest.raises(InputError, match="experts can't move: AdamW has state"):
-        step.apply(session)
-    assert np.array_equal(session.placement.home, before)
+    with pytest.raises(InputError, match="experts can't be renumbered: AdamW has state"):
+        renumber(session, 12)
+    assert session.numbering is None
     session.register_optimizers(one, two)
     for seed in range(3, 5):
-        train(session, model, reference, seed, one, two, expected, moves=True)
+        train(session, model, reference, seed, one, two, expected)
     assert momentum_error(model, [one, two], reference, expected) < 1e-5
     # Also in another session.
-    with pytest.raises(InputError, match="experts can't move: AdamW, AdamW have state"):
-        move(again(model), 12)
+    with pytest.raises(InputError, match="experts can't be renumbered: AdamW, AdamW have state"):
+        renumber(again(model), 12)
+    session.register_optimizers(two, one)
+    renumber(session, 12)
 
 
 @runs_on_ranks()
-def test_an_optimizer_with_copied_state_must_be_registered() -> None:
-    session, model, reference = make()
-    old, expected = adamw(model), adamw(reference)
-    session.register_optimizers(old)
-    train(session, model, reference, 1, old, expected)
-    new = adamw(model)
-    new.load_state_dict(copy.deepcopy(old.state_dict()))
-    move(session, 13)
-    step = Step(2, moves=False)
-    session.plan(step.trace.select(step.schedule.sequences_of(session.rank)), step.schedule)
-    step.run(session, model)
-    with pytest.raises(RuntimeError, match=r"AdamW has state of the experts .* session.register_optimizers\(\)"):
-        new.step()
-    old.step()
-
-
-@SHAPES
-@runs_on_ranks()
-def test_state_that_was_loaded_before_registration_has_the_present_rows(shape: Shape) -> None:
-    session, model, reference = make(shape=shape)
-    optimizer, expected = adamw(model), adamw(reference)
-    session.register_optimizers(optimizer)
-    train(session, model, reference, 1, optimizer, expected)
-    first = copy.deepcopy(optimizer.state_dict())
-    move(session, 7)
-    away = copy.deepcopy(optimizer.state_dict())
-    # With rows of now and of before.
-    good, bad = adamw(model), adamw(model)
-    good.load_state_dict(away)
-    bad.load_state_dict(first)
-    with pytest.raises(RuntimeError, match="from before they moved"):
-        session.register_optimizers(bad)
-    del bad
-    for optimizers in ([good], [], [optimizer, good]):
-        session.register_optimizers(*optimizers)
-    move(session, 8)
-    assert momentum_error(model, [optimizer, good], reference, expected) < 1e-5
-    other_session, other, _ = make(shape=shape)
-    late = adamw(other)
-    late.load_state_dict(away)
-    with pytest.raises(RuntimeError, match=r"state of AdamW .*session\.move_to_saved"):
-        other_session.register_optimizers(late)
-
-
-@runs_on_ranks()
-def test_experts_do_not_move_with_an_optimizer_of_copies() -> None:
+def test_experts_are_not_renumbered_with_an_optimizer_of_copies() -> None:
     session, model, _ = make()
     masters = [parameter.detach().clone().double() for parameter in model.parameters()]
     session.register_optimizers(torch.optim.SGD(masters, lr=0.1))
     with pytest.raises(InputError, match=r"no registered optimizer holds all trained expert tensors of MoE layer 0"):
-        move(session, 1)
+        renumber(session, 1)
     # Of one tensor alone, too, unless it is not trained.
     one = model.moe_blocks()[1].down
     session.register_optimizers(torch.optim.SGD([p for p in model.parameters() if p is not one], lr=0.1))
     with pytest.raises(InputError, match=r"no registered optimizer holds all trained expert tensors of MoE layer 1"):
-        move(session, 1)
+        renumber(session, 1)
     one.requires_grad_(False)
-    move(session, 1)
-
-
-@runs_on_ranks()
-def test_an_optimizer_without_state_need_not_be_registered() -> None:
-    session, model, reference = make()
-    for seed in range(2):
-        train(session, model, reference, seed, torch.optim.SGD(model.parameters(), lr=0.1),
-              torch.optim.SGD(reference.parameters(), lr=0.1))  # fmt: skip
-        move(session, seed)
-    assert error_of(model, reference) < 1e-5
-    # Its state is made after the moves.
-    late, expected = adamw(model), adamw(reference)
-    for seed in range(2):
-        train(session, model, reference, seed, late, expected)
-    assert momentum_error(model, [late], reference, expected) < 1e-5
-
-
-@runs_on_ranks()
-def test_state_of_unknown_rows_is_refused_after_a_move() -> None:
-    """It was saved by an optimizer that was not registered yet."""
-    session, model, reference = make()
-    optimizer, expected = adamw(model), adamw(reference)
-    train(session, model, reference, 1, optimizer, expected)
-    saved_state = copy.deepcopy(optimizer.state_dict())
-    session.register_optimizers(optimizer)
-    first = session.placement
-    move(session, 7)
-    others = adamw(model), adamw(model)
-    for other in others:
-        other.load_state_dict(saved_state)
-    with pytest.raises(RuntimeError, match="from before they moved"):
-        session.register_optimizers(optimizer, others[0])
-    # At their first places experts have the rows that it knows.
-    session.move(first)
-    session.register_optimizers(optimizer, others[1])
-    train(session, model, reference, 2, other, expected)
-    assert momentum_error(model, [other], reference, expected) < 1e-5
+    renumber(session, 1)
 
 
 def shared_with_functions() -> tuple[Session, TinyMoE, TinyMoE]:
@@ -197,19 +89,16 @@ def test_parameters_that_were_replaced_in_the_model_are_refused() -> None:
     session, model, reference = make()
     change(model)
     model.load_state_dict(saved(model), assign=True)
-    step = Step(3, moves=False)
+    step = Step(3)
     step.apply(session)
     with pytest.raises(InputError, match=r"MoE layer 0: 'gate_up' of MoEBlock has been replaced .*function"):
         session.micro_step(0).__enter__()
     # A function returns the new ones.
     session, model, reference = shared_with_functions()
-    move(session, 14)
     state = saved(model)
     change(model)
     model.load_state_dict(state, assign=True)
     assert error_of(model, reference) < 1e-6
-    # The new Parameters have the experts' places, too: at once, and if torch writes them past `setattr`, when they run.
-    assert any("experts_of_rows" in name for name in saved(model))
     for block in model.moe_blocks():
         block._parameters["gate_up"] = nn.Parameter(block.gate_up.detach().clone())  # type: ignore[operator]
     with session.live_micro_step():
@@ -229,7 +118,7 @@ def test_an_optimizer_of_parameters_that_were_replaced_is_reported(zeroes: str, 
         session.register_optimizers(optimizer)
     model.load_state_dict(saved(model), assign=True)
     for seed in range(2):
-        step = Step(seed, moves=False)
+        step = Step(seed)
         step.apply(session)
         step.run(session, model)
         critic.step()
@@ -261,7 +150,7 @@ def test_experts_that_no_optimizer_holds_are_reported_on_all_ranks() -> None:
         lambda: session.plan(step.trace.select(step.schedule.sequences_of(session.rank)), step.schedule),  # type: ignore[has-type]
     )
     for seed, call in enumerate(calls):
-        step = Step(seed, moves=False)
+        step = Step(seed)
         step.apply(session)
         step.run(session, model)
         optimizer.step()
@@ -286,7 +175,7 @@ def test_optimizers_may_step_in_turn_and_other_models_are_no_concern() -> None:
     other = nn.Linear(2, 2)
     critic = adamw(other)
     for seed in range(4):
-        step = Step(seed, moves=False)
+        step = Step(seed)
         step.apply(session)
         step.run(session, model)
         other(torch.ones(2)).sum().backward()
@@ -312,7 +201,7 @@ def test_optimizers_may_step_in_turn_and_other_models_are_no_concern() -> None:
 @runs_on_ranks()
 def test_lost_transfers_are_no_concern_of_other_models() -> None:
     session, model, _ = make()
-    step = Step(0, moves=False)
+    step = Step(0)
     step.apply(session)
     step.run(session, model)
     other = nn.Linear(2, 2)
@@ -365,21 +254,22 @@ def test_optimizers_that_mix_the_experts_of_a_stack_are_refused() -> None:
     session, model, _ = make()
     listed, listed_model, _ = make(shape=LISTED)
     state = torch.random.get_rng_state()
-    for kind in (torch.optim.Adafactor, Lamb):
+    # Also at the start of a warm-up.
+    for kind in (torch.optim.Adafactor, Lamb, partial(Lamb, lr=0.0)):
         optimizer = kind(model.parameters())
-        with pytest.raises(InputError, match=rf"MoE layer 0, expert tensor 0: {kind.__name__} updates an expert by"):
-            session.register_optimizers(optimizer)
+        session.register_optimizers(optimizer)
+        with pytest.raises(InputError, match=r"MoE layer 0, expert tensor 0: \w+ updates an expert by"):
+            renumber(session, 1)
         assert not optimizer.state
         listed.register_optimizers(kind(listed_model.parameters()))
-    # Also at the start of a warm-up.
-    with pytest.raises(InputError, match="Lamb updates an expert by"):
-        session.register_optimizers(Lamb(model.parameters(), lr=0.0))
+        renumber(listed, 1)
     before = saved(model)
     for make_optimizer in ELEMENTWISE:
         optimizer = make_optimizer(model.parameters())
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
         optimizer.register_step_post_hook(lambda *_: pytest.fail("a hook of the user was called"))
         session.register_optimizers(optimizer)
+        check_elementwise(optimizer, session.homes)
         assert not any(
             key != "sum" for values in optimizer.state.values() for key in values if key not in ("step", "sum")
         )
@@ -387,6 +277,7 @@ def test_optimizers_that_mix_the_experts_of_a_stack_are_refused() -> None:
     counting = Counting(model.parameters())
     with torch.inference_mode():
         session.register_optimizers(counting)
+        check_elementwise(counting, session.homes)
     counting.step()
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in saved(model).items())
@@ -403,26 +294,22 @@ class Switched(torch.optim.SGD):
                     parameter.data.sub_(parameter.grad / scale, alpha=group["lr"])
 
 
-def other_homes(session: Session) -> Placement:
-    return Placement(session.placement.home[:, ::-1].copy())
-
-
 @runs_on_ranks()
-def test_an_option_that_lets_an_optimizer_mix_experts_is_noticed_before_the_next_move() -> None:
+def test_an_option_that_lets_an_optimizer_mix_experts_is_noticed() -> None:
     session, model, _ = make()
     optimizer = Switched(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["by_norm"] = False
     session.register_optimizers(optimizer)
-    session.move(other_homes(session))
+    renumber(session, 3)
     optimizer.param_groups[0]["by_norm"] = True
     with pytest.raises(InputError, match="Switched updates an expert by the other experts of its stack"):
-        session.move(other_homes(session))
+        renumber(session, 3)
 
 
 @pytest.mark.parametrize("differs", ["lr of an expert", "lr of a rank's experts"])
 @runs_on_ranks()
-def test_experts_whose_optimizers_have_other_settings_do_not_move(differs: str) -> None:
-    """An expert that moves gets the settings of another one's group."""
+def test_experts_whose_optimizers_have_other_settings_are_not_renumbered(differs: str) -> None:
+    """An expert that gets another row gets the settings of another one's group."""
     session, model, _ = make(shape=LISTED)
     parameters = list(model.parameters())
     one = list(session.layers[0].parameters)[:1]
@@ -435,7 +322,7 @@ def test_experts_whose_optimizers_have_other_settings_do_not_move(differs: str) 
     session.register_optimizers(torch.optim.SGD(groups, lr=0.1))
     words = "the parameter group of MoE layer 0, expert tensor 0 is |optimizer state of MoE layer 0"
     with pytest.raises((InputError, RanksDisagreeError), match=words):
-        session.move(other_homes(session))
+        renumber(session, 3)
 
 
 class Doubled(nn.Module):

@@ -28,23 +28,22 @@ LISTED = replace(SHAPE, lists=ALL_LISTS)
 @runs_on_ranks()
 def test_memory_does_not_grow_with_depth() -> None:
     """The pool does not grow with depth, host memory is limited, and its file is unlinked."""
-    pools = []
     for layers in (4, 16):
         shape = replace(SHAPE, layers=layers)
         session, model, _ = make(shape=shape)
-        step = Step(0, shape=shape, moves=False)
+        step = Step(0, shape=shape)
         report = step.apply(session)
         step.run(session, model)
-        pools.append(report.memory.pool_bytes)
         expert_bytes = session.homes[0].expert_bytes
         ring, returns = session.transfers.ring, session.transfers.returns
         places = session.settings.ring_layers
         assert ring.nbytes == places * session.slots_per_rank * expert_bytes
         most = np.unique(step.plan.mirror_entries(0), axis=0)
         assert report.mirror_bytes == report.memory.mirror_bytes == len(most) * expert_bytes > 0
+        most_slots = places * session.slots_per_rank * (1 + session.num_ranks)
+        assert report.memory.pool_bytes <= most_slots * expert_bytes
         assert returns.nbytes <= places * session.num_ranks * session.slots_per_rank * expert_bytes
         session.close()
-    assert pools[0] == pools[1]
     dist.barrier()
     assert not list(SHARED_MEMORY.glob(f"trimtab-{os.getpid()}-*"))
 
@@ -81,7 +80,7 @@ def test_paths_can_be_chosen() -> None:
 def test_bytes_are_those_of_the_plan() -> None:
     """With a place for every layer each replica comes once and its gradient leaves once, on two nodes."""
     session, model, _ = make(ranks_per_node=1, ring_layers=SHAPE.layers)
-    step, rank, num_ranks = Step(4, moves=False), session.rank, session.num_ranks
+    step, rank, num_ranks = Step(4), session.rank, session.num_ranks
     plan = random_plan(step.rng, step.workload, step.schedule, slots=2, ranks_per_node=1)
     step.apply(session, plan)
     session.take_metrics()
@@ -141,15 +140,13 @@ def test_report_has_the_figures_of_the_plan() -> None:
     assert (report.peak_rows_before, report.peak_rows_after) == (before_MLR.max(), after_MLR.max())
     assert report.max_vio_before != pytest.approx(report.max_vio_after)
     assert np.array_equal(session.rank_loads, after_MLR)
-    contiguous = np.arange(SHAPE.experts) * session.num_ranks // SHAPE.experts
-    assert report.homes_moved == np.count_nonzero(plan.home != contiguous) > 0
     assert report.replicas == len(plan.replica_experts) > 0
     assert (report.micro_steps, report.unplanned_micro_steps) == (2, 0)
 
 
 @runs_on_ranks()
 def test_plan_that_saves_too_little_is_not_executed() -> None:
-    """A plan with a smaller saving than `least_gain` is not executed: no replicas and no moves."""
+    """A plan with a smaller saving than `least_gain` is not executed: no replicas."""
     trace, schedule = large_step()
     gain, executed = 0.0, []
     for factor in (0.0, 0.7, 1.3):
@@ -157,7 +154,7 @@ def test_plan_that_saves_too_little_is_not_executed() -> None:
         session.register_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
         report = session.plan(trace.select(schedule.sequences_of(session.rank)), schedule)
         gain = gain or report.predicted_gain
-        executed.append(report.replicas + report.homes_moved > 0)
+        executed.append(report.replicas > 0)
         assert (report.max_vio_after < report.max_vio_before) == executed[-1]
         assert (report.peak_rows_after < report.peak_rows_before) == executed[-1]
         assert report.unplanned_micro_steps == 0
@@ -168,17 +165,16 @@ def test_plan_that_saves_too_little_is_not_executed() -> None:
 def test_invalid_plans_are_refused_before_any_work() -> None:
     session, model, _ = make()
     step = Step(1)
-    with pytest.raises(InputError, match=r"the plan moves \d+ experts .* register_optimizers"):
-        step.apply(session)
-    session.register_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    home_LE = step.plan.home.copy()
+    home_LE[1, [0, -1]] = home_LE[1, [-1, 0]]
+    moving = random_plan(step.rng, step.workload, step.schedule, slots=2, placement=Placement(home_LE))
+    with pytest.raises(InputError, match=r"the plan has other homes for 2 experts .* only by renumber"):
+        step.apply(session, moving)
     other = replace(step.plan, settings=f"rank {session.rank}")
     with pytest.raises(RanksDisagreeError, match=r"apply_plan\(\): the plan is '\w+' on rank 0 and '\w+' on rank 1"):
         step.apply(session, other)
     assert np.array_equal(session.placement.home, Placement.contiguous(4, 8, 2).home)
     step.apply(session)
-    assert np.array_equal(session.placement.home, step.plan.home)
     step.run(session, model)
-    with pytest.raises(RuntimeError, match="gradients that wait for an optimizer step"):
-        Step(2).apply(session)
     with pytest.raises(InputError, match="slots a rank; this session has 2"):
         Step(1, slots=3).apply(session)

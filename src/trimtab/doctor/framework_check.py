@@ -13,7 +13,7 @@ from trimtab.errors import InputError
 from trimtab.files import read_small_text
 from trimtab.integrations.framework_options import MILES, MTP, SLIME, VERL, refused, wrong_mode
 from trimtab.integrations.megatron.option_tables import Option
-from trimtab.integrations.options import MODES, PluginOptions
+from trimtab.integrations.options import PluginOptions
 from trimtab.rank_variables import BALANCE
 
 # Of slime and miles, in JSON or set in the shell: {"TRIMTAB_BALANCE": "mode=plan"}, export TRIMTAB_BALANCE='mode=plan'.
@@ -58,16 +58,10 @@ def check_verl(path: Path) -> list[Finding]:
             for name, value in given.items()
             if name.startswith(f"{_ENGINE}.override_mcore_model_config.trimtab.")
         }
-        moves = values.pop("moves", False)
-        options = PluginOptions.from_mapping(values, source="trimtab's options", modes=(*MODES, "rehome"))
+        options = PluginOptions.from_mapping(values, source="trimtab's options")
         mode = options.mode
         findings.append(Finding("verl options", "ok", f"mode={options.mode} slots_per_rank={options.slots_per_rank}"))
         findings += _verl_replay(given, options.mode)
-        if moves and options.mode not in ("plan", "rehome"):
-            findings.append(Finding("verl moves", "problem", "experts move in modes plan and rehome; leave moves out"))
-        if (moves or options.mode == "rehome") and "delta_sharded" in given.values():
-            text = "delta_sharded compares experts by position, so they can't move; use another backend"
-            findings.append(Finding("verl weight sync", "problem", text))
     except InputError as error:
         findings.append(Finding("verl options", "problem", str(error)))
     of_plugin = {option.name: given.get(f"{_VERL_PLACES.get(option.name, _ENGINE)}.{option.name}") for option in VERL}
@@ -90,7 +84,7 @@ def _check_arguments(path: Path, package: str, options: tuple[Option, ...]) -> l
     words = " ".join(match[1].strip() for match in _BALANCE.finditer(read_small_text(path)))
     mode = "plan"
     try:
-        given = PluginOptions.from_text(words, source=BALANCE, modes=(*MODES, "rehome"))
+        given = PluginOptions.from_text(words, source=BALANCE)
         mode = given.mode
         wrong = wrong_mode(package, mode, any(values.get(name) for name in _REPLAYS))
         state = f"mode={mode} slots_per_rank={given.slots_per_rank}" + ("" if words else ", the default")
@@ -101,9 +95,9 @@ def _check_arguments(path: Path, package: str, options: tuple[Option, ...]) -> l
     if values.get("offload_train"):
         text = "it has never run with Trimtab: it needs a GPU and torch_memory_saver"
         findings.append(Finding(f"{package} offload_train", "warning", text))
-    # Experts don't move in these frameworks, and routing is replayed by the plugin.
+    # These frameworks renumber checkpoints alone, and routing is replayed by the plugin.
     of_megatron = check_options(values, unknown)
-    return findings + [each for each in of_megatron if each.name not in ("megatron moves", "megatron routing")]
+    return findings + [each for each in of_megatron if each.name not in ("megatron renumbering", "megatron routing")]
 
 
 def _hook(package: str, found: Any, expected: str) -> Finding:

@@ -187,7 +187,7 @@ def check_options(values: dict[str, Any], unknown: list[str]) -> list[Finding]:
     findings += _layout(values, unknown)
     if not refused.keys() & {"moe_token_dispatcher_type"}:
         findings.append(_dispatcher(values))
-    findings += [_gradients(values), _recompute(values), _routing(values), _moves(values)]
+    findings += [_gradients(values), _recompute(values), _routing(values), _renumbering(values)]
     findings += [Finding(f"megatron {name}", "warning", text) for name, text in never_run(values).items()]
     if unknown:
         text = f"{', '.join(unknown)} have values that are not in the file; write them there to check them"
@@ -255,18 +255,13 @@ def _recompute(values: Mapping[str, Any]) -> Finding:
     return Finding("megatron recompute", "ok", f"{text}; recomputed layers keep their plan")
 
 
-def _moves(values: Mapping[str, Any]) -> Finding:
-    name = "megatron moves"
+def _renumbering(values: Mapping[str, Any]) -> Finding:
+    name = "megatron renumbering"
     problems = immovable(values)
     if problems:
-        return Finding(name, "warning", f"register_optimizer refuses {'; '.join(problems.values())}")
-    text = "experts move with the state of their optimizer, once it is registered"
-    if values.get("ckpt_format") == "torch":
-        more = "ckpt_format=torch stores them by position; use torch_dist, or call return_home() before each save"
-        return Finding(name, "warning", f"{text}; {more}")
-    if values.get("use_distributed_optimizer") and not values.get(RESHARDABLE):
-        text += f"; checkpoints in dp_reshardable bring them home before each save, those of {RESHARDABLE} do not"
-    return Finding(name, "ok", text)
+        text = "; ".join(problems.values())
+        return Finding(name, "warning", f"in a run it is refused: {text}; checkpoints can be renumbered")
+    return Finding(name, "ok", "in a run after register_optimizer(), with the optimizer's state; or of a checkpoint")
 
 
 def _routing(values: Mapping[str, Any]) -> Finding:

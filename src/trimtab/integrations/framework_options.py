@@ -11,7 +11,7 @@ from typing import Any
 
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.option_tables import OFF, Option, names, refusals
-from trimtab.integrations.options import MODES, PluginMode, PluginOptions
+from trimtab.integrations.options import PluginOptions
 from trimtab.rank_variables import BALANCE
 
 _UNRECORDED = "routes of MTP layers are not recorded, and the framework's replay fails on them or mixes up layers"
@@ -109,9 +109,9 @@ SKYRL_REPLAY = (
 """Options of SkyRL that are refused with recorded routing."""
 
 
-def read_options(modes: Sequence[PluginMode] = MODES) -> PluginOptions:
-    """The options of `BALANCE`, with one of these modes. Raises InputError."""
-    return PluginOptions.from_text(os.environ.get(BALANCE, ""), source=BALANCE, modes=modes)
+def read_options() -> PluginOptions:
+    """The options of `BALANCE`. Raises InputError."""
+    return PluginOptions.from_text(os.environ.get(BALANCE, ""), source=BALANCE)
 
 
 def value_at(config: Any, path: str) -> Any:
@@ -146,12 +146,6 @@ def megatron_refusals(mode: str, *parts: Mapping[str, Any] | None) -> list[str]:
     return [*refused([MTP], given, mode), *refusals(given).values()]
 
 
-_COPIES = (
-    "copies weights of ref, teacher and old_actor into the same Parameters by position, so these models would compute "
-    "with other experts"
-)
-_BY_POSITION = dict.fromkeys(("roll", "ms_swift"), "exports and stores weights by position")
-"""Why experts can't move, by package; `_COPIES` in slime and miles."""
 _SWITCHES = {
     "roll": "set actor_train.router_replay.mode=R3",
     "nemo_rl": "set policy.router_replay.enabled=true",
@@ -164,8 +158,6 @@ _SWITCHES = {
 
 def wrong_mode(package: str, mode: str, replays: bool) -> str:
     """Why a mode can't be used with or without recorded routing; empty if it can."""
-    if mode == "rehome":
-        return f"mode=rehome moves experts, and {package} {_BY_POSITION.get(package, _COPIES)}; use mode=plan"
     if mode == "live" and replays:
         return "mode=live balances what routers choose; with recorded routing use mode=plan"
     if mode not in ("live", "off") and not replays:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
 from trimtab.errors import InputError
 
-PluginMode = Literal["plan", "shadow", "live", "off", "rehome"]
+PluginMode = Literal["plan", "shadow", "live", "off"]
 
 MODES: tuple[PluginMode, ...] = ("plan", "shadow", "live", "off")
-"""Modes of every plugin. `rehome` is allowed by those whose frameworks copy no weights by position."""
+"""Modes of every plugin."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class PluginOptions:
 
     Attributes:
         mode: `plan` balances by recorded routing, `live` without it; `shadow` plans, reports and changes nothing;
-            `off` does nothing; `rehome` only moves experts.
+            `off` does nothing.
         slots_per_rank: most replicas of one layer on a rank.
     """
 
@@ -28,12 +28,11 @@ class PluginOptions:
     slots_per_rank: int = 2
 
     @classmethod
-    def from_text(cls, text: str, *, source: str, modes: Sequence[PluginMode] = MODES) -> PluginOptions:
+    def from_text(cls, text: str, *, source: str) -> PluginOptions:
         """Options written as `mode=plan slots_per_rank=2`; empty for the defaults.
 
         Args:
             source: where the text is from, for messages.
-            modes: modes that the plugin allows.
 
         Raises:
             InputError: if a name or value is unknown, or a name is there twice.
@@ -46,12 +45,10 @@ class PluginOptions:
             if name in values:
                 raise InputError(f"{source} has {name} twice")
             values[name] = value
-        return cls.from_mapping(values, source=source, modes=modes)
+        return cls.from_mapping(values, source=source)
 
     @classmethod
-    def from_mapping(
-        cls, values: Mapping[str, Any], *, source: str, modes: Sequence[PluginMode] = MODES
-    ) -> PluginOptions:
+    def from_mapping(cls, values: Mapping[str, Any], *, source: str) -> PluginOptions:
         """Options of a mapping, such as a part of a config; names that are not there have their defaults.
 
         Raises:
@@ -62,8 +59,8 @@ class PluginOptions:
             if name not in known:
                 raise InputError(f"{source} has no option {name!r}; it has {', '.join(known)}")
         mode = values.get("mode", cls.mode)
-        if mode not in modes:
-            raise InputError(f"{source} has mode={mode}; it should be one of {', '.join(modes)}")
+        if mode not in MODES:
+            raise InputError(f"{source} has mode={mode}; it should be one of {', '.join(MODES)}")
         slots = values.get("slots_per_rank", cls.slots_per_rank)
         return cls(cast(PluginMode, mode), _count("slots_per_rank", slots, source))
 

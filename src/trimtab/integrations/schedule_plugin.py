@@ -11,7 +11,6 @@ from torch import nn
 from trimtab.integrations.framework_options import read_options
 from trimtab.integrations.megatron.layer_numbers import moe_layers
 from trimtab.integrations.megatron.option_tables import Option
-from trimtab.integrations.options import MODES
 from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
 from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
 
@@ -39,7 +38,7 @@ class SchedulePlugin(ABC):
     refused: ClassVar[tuple[Option, ...]] = ()
 
     def __init__(self) -> None:
-        self.options = read_options((*MODES, "rehome"))
+        self.options = read_options()
         self.adapter: ScheduleAdapter | None = None
 
     @abstractmethod

@@ -19,7 +19,7 @@ from trimtab.errors import InputError
 from trimtab.framework_names import check_names
 from trimtab.integrations.framework_options import VERL, refused
 from trimtab.integrations.megatron import MegatronSession
-from trimtab.integrations.options import MODES, PluginOptions
+from trimtab.integrations.options import PluginOptions
 from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
 from trimtab.integrations.schedule import MicroBatchRoutes, ScheduleAdapter
 from trimtab.launch.launcher import LAUNCH_ORDER
@@ -35,12 +35,6 @@ NAMES = (
     f"{_ENGINE}._build_optimizer()",
     f"{_ENGINE}.forward_backward_batch(data, loss_function, forward_only)",
     f"{_ENGINE}.is_mp_src_rank_with_outputs()",
-    f"{_ENGINE}.is_optimizer_offload_enabled",
-    f"{_ENGINE}.train_mode()",
-    f"{_ENGINE}.get_per_tensor_param()",
-    f"{_ENGINE}.get_per_tensor_param_shard()",
-    f"{_ENGINE}.save_checkpoint()",
-    f"{_ENGINE}.load_checkpoint()",
     f"{_REPLAY}:align_r3_router_replay_data(layers_topk_idx, input_ids)",
     f"{_REPLAY}:build_r3_replay_mask(input_ids, response_mask)",
     f"{_REPLAY}:iter_model_routers(model)",
@@ -69,18 +63,11 @@ def choose_engine() -> None:
         )
 
 
-def read_options(engine_config: Any) -> tuple[PluginOptions, bool]:
-    """The options of the actor's Megatron config, and whether experts may move. Raises InputError."""
+def read_options(engine_config: Any) -> PluginOptions:
+    """The options of the actor's Megatron config. Raises InputError."""
     values = dict(engine_config.override_mcore_model_config.get("trimtab", None) or {})
-    moves = values.pop("moves", False)
-    if not isinstance(moves, bool):
-        raise InputError(f"{OPTIONS} has moves={moves!r}; it should be true or false")
-    options = PluginOptions.from_mapping(values, source=OPTIONS, modes=(*MODES, "rehome"))
-    if moves and options.mode not in ("plan", "rehome"):
-        raise InputError(f"{OPTIONS} has moves=true with mode={options.mode}; experts move in modes plan and rehome")
-    if is_switched_off():
-        return PluginOptions(mode="off"), False
-    return options, moves or options.mode == "rehome"
+    options = PluginOptions.from_mapping(values, source=OPTIONS)
+    return PluginOptions(mode="off") if is_switched_off() else options
 
 
 def check_supported(model_config: Any, engine_config: Any, options: PluginOptions) -> None:
@@ -132,10 +119,10 @@ class TrimtabMegatronEngine(_VerlEngine):
     adapter: ScheduleAdapter | None = None
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
-        self._options, self._moves = PluginOptions(mode="off"), False
+        self._options = PluginOptions(mode="off")
         # An engine that only runs forwards is a reference model.
         if not engine_config.forward_only:
-            self._options, self._moves = read_options(engine_config)
+            self._options = read_options(engine_config)
             check_supported(model_config, engine_config, self._options)
         super().__init__(
             model_config=model_config, engine_config=engine_config, optimizer_config=optimizer_config,
@@ -150,20 +137,14 @@ class TrimtabMegatronEngine(_VerlEngine):
     def _build_optimizer(self) -> Any:
         """verl calls it when the model is loaded and on the device, and not in reference engines."""
         optimizer = super()._build_optimizer()
-        print_on_first_rank(first_line("verl", self._options, self.tf_config, [f"moves={self._moves}"]))
+        print_on_first_rank(first_line("verl", self._options, self.tf_config))
         if self._options.mode == "off":
             return optimizer
         if self.adapter is None:
             self.adapter = ScheduleAdapter(_impl, self._routes)
             self.adapter.install()
-        session = self.adapter.balance(self.module, self._options)
-        if self._moves:
-            session.register_optimizer(optimizer, is_loaded=self._has_optimizer_state)
+        self.adapter.balance(self.module, self._options)
         return optimizer
-
-    def _has_optimizer_state(self) -> bool:
-        """Whether the optimizer's state is on the device, where verl loads it for training passes only."""
-        return self.mode == "train" or not self.is_optimizer_offload_enabled
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         """As verl's. The metrics of a balanced pass have its figures, as `actor/moe/*`."""
@@ -227,35 +208,3 @@ class TrimtabMegatronEngine(_VerlEngine):
                 is_read_N = router.target_replay_mask
                 router.clear_indices()
         return torch.stack(layers, dim=1).cpu(), None if is_read_N is None else is_read_N.bool().view(-1).cpu()
-
-    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
-        """As verl's, with the logical numbers of experts that have moved."""
-        pairs, peft_config = super().get_per_tensor_param(*args, **kwargs)
-        session = self.session
-        return (pairs if session is None else session.logical_names(pairs)), peft_config
-
-    def get_per_tensor_param_shard(self, *args: Any, **kwargs: Any) -> Any:
-        """As verl's, which compares experts by position. Raises InputError if they may move."""
-        if self._moves:
-            raise InputError(
-                "experts can't move with checkpoint_engine.backend=delta_sharded, which compares them by position; "
-                f"leave out {OPTIONS}.moves and mode=rehome, or use another backend"
-            )
-        return super().get_per_tensor_param_shard(*args, **kwargs)
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """As verl's, which stores experts by position: they return to their first ranks before."""
-        self._return_home()
-        return super().save_checkpoint(*args, **kwargs)
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """As verl's, which loads experts by position: they return to their first ranks before."""
-        self._return_home()
-        return super().load_checkpoint(*args, **kwargs)
-
-    def _return_home(self) -> None:
-        session = self.session
-        if session is not None and session.have_moved:
-            # This loads parameters and the optimizer's state.
-            with self.train_mode():
-                session.return_home()

@@ -9,11 +9,9 @@ from trimtab.runtime.layer.micro_step import MicroStep
 from trimtab.runtime.plan_report import PlanReport, RankMemory
 from trimtab.runtime.rows.grouped_products import ExpertWeight, RowGroups, gated_experts, grouped_bias, grouped_linear
 from trimtab.runtime.session import Session
-from trimtab.runtime.state.expert_places import ExpertPlaces
 
 __all__ = [
     "ExpertLayer",
-    "ExpertPlaces",
     "ExpertWeight",
     "MicroStep",
     "PlanReport",

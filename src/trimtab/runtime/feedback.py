@@ -55,19 +55,13 @@ class Feedback:
     _gain: float = 0.0
     _adapts: bool = True
     _planned: PlannedStep | None = None
-    _others_s: float = 0.0
     _entered: set[int] = field(default_factory=set)
     _began_at: float = 0.0
     _ended_at: float = 0.0
 
-    def begin(self, planned: PlannedStep | None, others_s: float = 0.0) -> None:
-        """A plan is applied.
-
-        Args:
-            planned: the plan; None if the time of its step tells nothing.
-            others_s: seconds of moving experts before the step.
-        """
-        self._planned, self._others_s = planned, others_s
+    def begin(self, planned: PlannedStep | None) -> None:
+        """A plan is applied; None if the time of its step tells nothing."""
+        self._planned = planned
         self._entered.clear()
 
     def enter(self, micro_step: int) -> None:
@@ -80,26 +74,23 @@ class Feedback:
         """A micro-step or a backward has ended."""
         self._ended_at = time.perf_counter()
 
-    def take(self) -> tuple[int, int]:
-        """Microseconds of the last step's passes, and of what it had to wait for, on this rank.
-
-        0 if it did not run all micro-steps of its plan.
-        """
+    def take(self) -> int:
+        """Microseconds of the last step's passes on this rank; 0 if it did not run all micro-steps of its plan."""
         if self._planned is None or len(self._entered) < self._planned.plan.num_micro_steps:
-            return 0, 0
-        return max(1, round((self._ended_at - self._began_at) * 1e6)), round(self._others_s * 1e6)
+            return 0
+        return max(1, round((self._ended_at - self._began_at) * 1e6))
 
-    def learn(self, measured_R2: Array, *, adapts: bool = True) -> None:
+    def learn(self, measured_R: Array, *, adapts: bool = True) -> None:
         """Learn from a step. Call it with the same values on all ranks.
 
         Args:
-            measured_R2: `take` of every rank.
+            measured_R: `take` of every rank.
             adapts: whether later plans may depend on measured times.
         """
         planned, self._planned = self._planned, None
-        if planned is None or not measured_R2[:, 0].all() or not planned.parts_s:
+        if planned is None or not measured_R.all() or not planned.parts_s:
             return
-        passes_s, others_s = (measured_R2.max(axis=0) * 1e-6).tolist()
+        passes_s = float(measured_R.max()) * 1e-6
         outside_s = sum(planned.parts_s[part] for part in NOT_IN_PASSES)
         nothing_s = planned.nothing_s - planned.parts_s["optimizer"]
         self.predicted_s, self.measured_s = planned.predicted_s - outside_s, passes_s
@@ -110,7 +101,7 @@ class Feedback:
         if self._steps == 1 or not adapts:
             # The first step compiles and allocates.
             return
-        name, relative = planned.strategy, (passes_s + others_s) / nothing_s
+        name, relative = planned.strategy, passes_s / nothing_s
         before = self._measured.get(name)
         smooth = relative if before is None else math.sqrt(before.relative * relative)
         self._measured[name] = _Measured(smooth, self._steps, planned.chosen_strategy.complexity)

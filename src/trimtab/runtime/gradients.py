@@ -50,11 +50,6 @@ class SessionGradients(SessionBase):
         experts = [parameter for parameter in self._experts.parameters() if parameter.requires_grad]
         summed = [*dense, *(experts if topology.expert_dp_group is not None else ())]
         same: dict[str, object] = {"replicated parameters": (len(dense), shapes_of(dense))}
-        if topology.expert_dp_group is not None:
-            # Rows depend on all moves so far.
-            same["homes and rows of experts"] = digest(
-                *(array for layer in self._experts.layers for array in (layer.home_E, layer.rows_E))
-            )
         others = self._others(dense)
         equal = [*dense, *(parameter for parameter in others if self._equal.get(parameter))]
         elements = self._elements_to_compare(equal)

@@ -43,7 +43,6 @@ class PlanReport:
         "chosen from all, or doing nothing was; the schedule always is of all",
         key="known_ahead",
     )
-    moving_s: float = measured("of moving experts to new homes", "s", key="moving_s")
     strategy: str = measured("what the plan does, the strategy with the least predicted time")
     runner_up: str = measured('the second best strategy; "" if there is no other')
     predicted_s: float = measured("predicted time of the step", "s")
@@ -57,7 +56,6 @@ class PlanReport:
     )
     max_vio_after: float = measured("the same under the plan", key="moe/max_vio_after")
     replicas: int = measured("replicas in all instances; expected ones if `is_sliced`", key="moe/replicas")
-    homes_moved: int = measured("experts that change rank, over all layers", key="moe/homes_moved")
     micro_steps: int = measured("micro-steps of the step")
     unplanned_micro_steps: int = measured("micro-steps that run without a plan")
     mixed_instances: int = measured("instances with unknown routes, whose counts the ranks exchange")
@@ -74,15 +72,13 @@ class PlanReport:
         memory: RankMemory,
         *,
         is_executed: bool,
-        homes_moved: int,
-        moving_s: float,
         applying_s: float,
     ) -> PlanReport:
         """Figures of a plan that has just been applied.
 
         Args:
-            loads: rows `[M, L, R]` of each rank at the homes before, and under the plan without replicas that follow.
-            moving_s, applying_s: seconds of moving experts, and of the rest of applying the plan.
+            loads: rows `[M, L, R]` of each rank without the plan, and under it without replicas that follow.
+            applying_s: seconds of applying the plan.
         """
         before, after = loads
         plan, slices = planned.plan, planned.slices if is_executed else None
@@ -97,7 +93,6 @@ class PlanReport:
             waited_s=planned.planning_s + applying_s,
             ahead_s=planned.ahead_s,
             known_ahead=planned.known_ahead,
-            moving_s=moving_s,
             strategy=planned.strategy,
             runner_up=planned.runner_up,
             predicted_s=planned.predicted_s,
@@ -105,7 +100,6 @@ class PlanReport:
             max_vio_before=planned.max_vio_before,
             max_vio_after=max_vio,
             replicas=replicas,
-            homes_moved=homes_moved,
             micro_steps=plan.num_micro_steps,
             unplanned_micro_steps=0 if is_executed else plan.num_micro_steps,
             mixed_instances=int(np.count_nonzero(plan.mixed_ML)),

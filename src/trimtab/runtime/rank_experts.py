@@ -1,12 +1,11 @@
 """`RankExperts`: the home experts of all layers on this rank, their optimizers, their copies,
-and `MovePrice`: what moving them costs on this machine, as measured in past moves."""
+and `MovePrice`: what an expert costs that changes its rank, as measured in past renumberings."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -25,13 +24,12 @@ from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.session_settings import SessionSettings
 from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.home_experts import HomeExperts, ReadParameters, read_tensors
-from trimtab.runtime.state.known_places import know
 from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
-from trimtab.runtime.state.named_rows import follow_owners, note_owners
 from trimtab.runtime.state.optimizer_rows import ExpertState
+from trimtab.runtime.state.owners import follow_owners
 from trimtab.runtime.state.parameter_checks import check_compute_dtype, check_new_parameters
 from trimtab.runtime.state.renumbering import permute
-from trimtab.runtime.state.weight_watch import OptimizerWatch, note_weights
+from trimtab.runtime.state.weight_watch import OptimizerWatch
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
 
@@ -50,11 +48,9 @@ class RankExperts:
     """
 
     def __init__(self, settings: SessionSettings, topology: Topology, lockstep: Lockstep, counters: Counters) -> None:
-        note_owners()
         self._settings, self._topology = settings, topology
         self._lockstep, self._counters = lockstep, counters
         self._transfers: Transfers | None = None
-        self._ranks = tuple(dist.get_process_group_ranks(topology.experts))
         self._move_price = MovePrice(topology)
         self._framework_state: ExpertState | None = None
         self.layers: list[HomeExperts] = []
@@ -67,7 +63,7 @@ class RankExperts:
 
     @property
     def placement(self) -> Placement:
-        """The homes of all experts now."""
+        """The homes of all experts."""
         return Placement(np.stack([layer.home_E for layer in self.layers]))
 
     @property
@@ -114,9 +110,8 @@ class RankExperts:
         check_new_parameters(index, tensors, self.layers, np.flatnonzero(home_E == rank))
         check_compute_dtype(index, tensors, compute_dtype)
         homes = HomeExperts(
-            index, read, rank=rank, home_E=home_E, ranks=self._ranks, compute_dtype=compute_dtype,
-            joins_in_backward=joins_in_backward,
-        )  # fmt: skip
+            index, read, rank=rank, home_E=home_E, compute_dtype=compute_dtype, joins_in_backward=joins_in_backward
+        )
         if self.layers and homes.expert_like != self.layers[0].expert_like:
             raise InputError(
                 f"MoE layer {index} has experts of {homes.expert_like}, layer 0 {self.layers[0].expert_like}. "
@@ -150,33 +145,12 @@ class RankExperts:
 
     @property
     def state(self) -> ExpertState:
-        """What moves with the experts."""
+        """What is renumbered with the experts."""
         return self._framework_state or ExpertState(self.optimizers.registered)
 
     @state.setter
     def state(self, state: ExpertState) -> None:
         self._framework_state = state
-
-    @property
-    def has_state(self) -> bool:
-        """Whether the optimizers are known with whose state experts move."""
-        return self._framework_state is not None or bool(self.optimizers.registered)
-
-    @property
-    def gradients_wait(self) -> bool:
-        """Whether experts of this rank could move, but for gradients that no optimizer has used."""
-        state = self.state
-        return state.may_move and any(state.gradients_wait(layer) for layer in self.layers)
-
-    @property
-    def places(self) -> list[ExpertPlaces]:
-        """The places of each layer's experts now."""
-        return [layer.places for layer in self.layers]
-
-    def places_after(self, placement: Placement) -> list[ExpertPlaces]:
-        """The places of each layer's experts after a move to these homes. Raises InputError if there are no such."""
-        placement.check(*self.shape, self._topology.num_ranks)
-        return [layer.places_after(placement.home[layer.index]) for layer in self.layers]
 
     def num_moved(self, placement: Placement) -> int:
         """Number of experts whose home differs; 0 if the placement has another shape."""
@@ -184,79 +158,56 @@ class RankExperts:
         return int(np.count_nonzero(placement.home != self.placement.home)) if fits else 0
 
     def check_move(self, places_L: Sequence[ExpertPlaces]) -> None:
-        """Check a move to these places. Raises InputError, or RuntimeError if gradients would be lost."""
+        """Check that rows can go to these places. Raises InputError, or RuntimeError if gradients would be lost."""
         moved = [layer for layer in self.layers if layer.places.moved(places_L[layer.index]).size]
         if moved and self._framework_state is None:
-            self.need_own("move experts")
+            self.need_own("renumber them")
             self.optimizers.check_registered(moved)
         check_movable(self.layers, places_L, self.state)
 
     @property
     def move_s_per_expert(self) -> float | None:
-        """Seconds to move one expert with its present optimizer state, as measured in past moves; None if unknown."""
+        """Seconds to bring one expert to another rank with its present optimizer state, as measured when the session
+        renumbered before; None if it has not."""
         s_per_byte = self._move_price.s_per_byte
         if s_per_byte is None:
             return None
         try:
             return s_per_byte * expert_state_bytes(self.layers[0], self.state)
-        except InputError:  # State that can't move is reported when a plan moves it.
+        except InputError:  # State that can't be exchanged is reported by the renumbering.
             return None
 
     def state_to_move(self, places_L: Sequence[ExpertPlaces]) -> dict[str, object]:
-        """State that must be equal on all ranks before experts move. Call it after `check_move`."""
+        """State that must be equal on all ranks before a renumbering. Call it after `check_move`."""
         return state_to_move(self.layers, places_L, self.state)
 
     def renumber(
         self, places_L: Sequence[ExpertPlaces], order_LE: Array, others_L: Sequence[list[torch.Tensor]]
     ) -> None:
-        """Move experts to these places, where they get the numbers of those that were there first. Collective.
+        """Exchange the rows of experts so that each is where its new id is. Collective, after `check_move` on all
+        ranks.
 
         Args:
+            places_L: where rows go, see `places_after`.
             others_L: for each layer, what is indexed by expert beside them.
         """
-        self.move(places_L, is_told=False)
-        for layer, order_E, others in zip(self.layers, order_LE, others_L, strict=True):
-            layer.known.set(layer.known.first)
-            permute(others, order_E)
-
-    def move(self, places_L: Sequence[ExpertPlaces], *, is_told: bool = True) -> None:
-        """Move experts to these places, with their state. Collective, after `check_move` on all ranks."""
         self.drain()
-        before_L = self.places
-        if any(before.moved(after).size for before, after in zip(before_L, places_L, strict=True)):
+        if any(layer.places.moved(after).size for layer, after in zip(self.layers, places_L, strict=True)):
             sent_R = self._move_price.measure(
                 lambda: move_experts(self.layers, places_L, self.state, self._topology),
                 self.device,
             )
             self._counters.moved_bytes += int(sent_R[self._topology.rank])
-            self.changed = True
-            self.optimizers.moved()
-            note_weights(self.layers)
-            for layer, before in zip(self.layers, before_L, strict=True):
-                if is_told and layer.places is not before:
-                    for call in layer.known.on_move:
-                        call(layer.index, before, layer.places)
-
-    @contextmanager
-    def at_first_homes(self) -> Iterator[None]:
-        """A context in which the rows of parameters are those of the first homes."""
+        for order_E, others in zip(order_LE, others_L, strict=True):
+            permute(others, order_E)
+        self.state.permute_others(self.layers, order_LE)
         self.changed = True
-        try:
-            with ExitStack() as stack:
-                for layer in self.layers:
-                    stack.enter_context(layer.known.at_first())
-                yield
-        finally:
-            self.changed = True
 
     def refresh(self) -> None:
         """Copy the present weights to staging memory, mirrors and symmetric memory. Collective."""
         start = time.perf_counter()
         with self._counters.recorded(REFRESHING), torch.inference_mode(False):
             self.transfers.refresh()
-        for layer in self.layers:
-            if not layer.known.are_first:  # The parameters may be others than before.
-                know(layer.known, layer.tensors)
         self._counters.refresh_s += time.perf_counter() - start
         self.changed = False
 
@@ -323,12 +274,6 @@ class RankExperts:
 
     def _after_step(self, held: Sequence[HomeExperts], is_registered: bool) -> None:
         self.changed = True
-        if self._framework_state is not None or (is_registered and not held):
-            # New weights are copied to the parameters after the step.
-            for layer in self.layers:
-                layer.known.noted = None
-        else:
-            note_weights(held)
         if self._transfers is not None:
             self._transfers.watch.steps += bool(held) or is_registered
 
@@ -351,7 +296,7 @@ class RankExperts:
         self._with_transfers(lambda transfers: transfers.returns.abandon())
 
 
-# Past moves that the price is taken from.
+# Past exchanges that the price is taken from.
 KEPT_MOVES = 16
 
 

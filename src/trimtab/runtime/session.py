@@ -1,4 +1,4 @@
-"""`Session`: the public class of the runtime: plans of steps, micro-steps, gradients, weights in logical order."""
+"""`Session`: the public class of the runtime: plans of steps, micro-steps, gradients, renumbering, whole weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,16 +16,18 @@ import torch.distributed as dist
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.gradients import SessionGradients
-from trimtab.runtime.ranks.lockstep import FIRST_HOMES, LOGICAL, RENUMBER, SUSPEND, SYNC_PLACEMENT, digest
+from trimtab.runtime.ranks.lockstep import RENUMBER, SUSPEND, SYNC_PLACEMENT, WHOLE, digest
+from trimtab.runtime.ranks.process_groups import inner_group
 from trimtab.runtime.ranks.rank_calls import attempt
 from trimtab.runtime.ranks.recorder import Recorder
 from trimtab.runtime.session_settings import SessionSettings, takes_arguments_of
-from trimtab.runtime.session_state import SessionState
 from trimtab.runtime.session_steps import SessionSteps
 from trimtab.runtime.state.expert_places import ExpertPlaces
-from trimtab.runtime.state.logical_state import LogicalState
-from trimtab.runtime.state.renumbering import OnRenumber, check_order, places_before, tensors_by_expert
-from trimtab.runtime.state.weight_watch import WRITTEN, note_weights
+from trimtab.runtime.state.old_state import state_in_order
+from trimtab.runtime.state.optimizer_rows import ExpertState
+from trimtab.runtime.state.renumbering import OnRenumber, check_order, numberings, places_after, tensors_by_expert
+from trimtab.runtime.state.weight_watch import WRITTEN
+from trimtab.runtime.state.whole_state import WholeState
 from trimtab.runtime.transfer import streams
 from trimtab.trace.numbering import Numbering
 
@@ -32,7 +35,7 @@ from trimtab.trace.numbering import Numbering
 LEAST_AGREEMENT = 0.5
 
 
-class Session(SessionSteps, SessionState, SessionGradients):
+class Session(SessionSteps, SessionGradients):
     """Balanced expert parallelism over the ranks of a process group.
 
     Add every MoE layer once, and register the optimizers that train the experts. In every step, call `plan`, enter
@@ -73,37 +76,6 @@ class Session(SessionSteps, SessionState, SessionGradients):
         if self._experts.may_be_read:
             raise RuntimeError(WRITTEN)
         self._experts.changed = True
-        note_weights(self.homes)
-
-    @contextmanager
-    def first_homes(self) -> Iterator[None]:
-        """A context for passes with the weights of another model, such as a reference or a teacher, that were copied
-        into the same Parameters by position. Every expert is then where it was at the start. Load these weights
-        before or in it, and bring back the others after it, before the next call of a layer. Collective. If other ranks
-        read the parameters (`peer_memory_bytes`), load them in it, before its first live micro-step.
-
-        Only live micro-steps and calls outside of micro-steps may run in it, without gradients.
-        """
-        self._calls.require_between_micro_steps("first_homes")
-        self._lockstep.agree(FIRST_HOMES, problem=self._experts.written())
-        self._experts.drain()
-        self._calls.is_at_first_homes = True
-        try:
-            with self._experts.at_first_homes():
-                yield
-        except Exception as error:
-            self._leave_first_homes(error)
-            raise
-        else:
-            self._leave_first_homes(None)
-        finally:
-            self._calls.is_at_first_homes = False
-
-    def _leave_first_homes(self, problem: Exception | None) -> None:
-        """Wait until no rank reads parameters. Collective if other ranks read them; raises on all ranks then."""
-        if self.settings.peer_memory_bytes == "parameters":
-            self._lockstep.agree(FIRST_HOMES, problem=problem or self._experts.written())
-            self._experts.drain()
 
     def suspend(self) -> None:
         """Give back everything that the session can create again: process groups, threads, slots of replicas, mirrors,
@@ -112,8 +84,8 @@ class Session(SessionSteps, SessionState, SessionGradients):
 
         Call it before a framework hands the device to the rollout, or destroys its process groups. The plan ends with
         it. The next collective call of the session creates the groups again, on all data ranks, and the next plan the
-        memory. If a framework's groups are other objects then, first assign `settings` with these. Homes, optimizers
-        and everything that was learnt stay.
+        memory. If a framework's groups are other objects then, first assign `settings` with these. Numbering,
+        optimizers and everything that was learnt stay.
         """
         if not self.topology.has_groups:
             return
@@ -130,12 +102,34 @@ class Session(SessionSteps, SessionState, SessionGradients):
         self._lockstep.suspend()
         self.topology.drop_groups()
 
-    def on_renumber(self, callback: OnRenumber) -> None:
-        """Call a function after every `renumber`, for what is kept of the model by name: averages of router rows, the
-        weights of the last sync. Averages of experts move by `register_state`. Not a collective.
+    def register_optimizers(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Register the optimizers that train the experts. Not a collective.
+
+        `renumber` needs them. Register all that train experts, and again if you replace one.
+
+        Raises:
+            InputError: if a layer was added with `weights`.
+            RuntimeError: if an optimizer has loaded state from before experts were always in order; see
+                `state_in_order`.
+        """
+        self._experts.need_own("be registered with optimizers")
+        self._experts.optimizers.register(optimizers)
+
+    def set_framework_state(self, state: ExpertState) -> None:
+        """Let `renumber` exchange the experts of framework layers. Not a collective.
 
         Args:
-            callback: called on all ranks with the number of each layer and its order `[E]`, old ids by new ones.
+            state: what a framework's optimizers keep of the experts.
+        """
+        self._experts.state = state
+
+    def on_renumber(self, callback: OnRenumber) -> None:
+        """Call a function after every `renumber`, for what is kept of the model and combined with it by name: averages
+        of weights, the weights of the last sync. Not a collective.
+
+        Args:
+            callback: called on all ranks with the number of each layer and its order `[E]`, old ids by new ones. It may
+                be a collective.
         """
         self._on_renumber.append(callback)
 
@@ -157,8 +151,8 @@ class Session(SessionSteps, SessionState, SessionGradients):
 
         Raises:
             InputError: if it is no order, nothing was declared for a layer, an optimizer has state that is not by
-                expert, or FSDP or a framework has the experts or the router: then renumber the checkpoint; or as
-                `move`.
+                expert or is not registered, or FSDP or a framework has the experts or the router: then renumber the
+                checkpoint.
             RuntimeError: if gradients are not zero, or there is neither an order nor a step that the session planned.
         """
         self._calls.require_between_micro_steps("renumber")
@@ -170,7 +164,7 @@ class Session(SessionSteps, SessionState, SessionGradients):
         order, problem = attempt(self._checked_order, order_LE, layers)
         same: dict[str, object] = {}
         if order is not None:
-            places_L = [places_before(layer.known.first, order[layer.index]) for layer in self.homes]
+            places_L = [places_after(layer.places, order[layer.index]) for layer in self.homes]
             others_L, problem = attempt(self._to_permute, order, places_L)
             same = {"order_LE": digest(order), "decoder_layers": layers.tolist()}
             if others_L is not None:
@@ -183,6 +177,7 @@ class Session(SessionSteps, SessionState, SessionGradients):
         self._experts.renumber(places_L, order, others_L)
         self._decoder_layers = layers
         self.numbering = (self.numbering or Numbering()).then(order, layers)
+        numberings.update(dict.fromkeys(self.homes[0].parameters, (self.numbering, layers)))
         for layer, order_E in enumerate(order):
             for callback in self._on_renumber:
                 callback(layer, order_E)
@@ -200,9 +195,10 @@ class Session(SessionSteps, SessionState, SessionGradients):
         assert step.schedule is not None
         trace = step.completed_trace
         planned, _ = self._planner(trace, values_RV[:, 0].max() * 1e-12 or None).for_schedule(
-            trace, step.schedule, self._experts.placement, may_move=True, sliced=False
+            trace, step.schedule, self._experts.placement, may_move=True
         )
-        return np.argsort(planned.placement.home, axis=1, kind="stable")
+        # Ids are contiguous in the order of the framework's group.
+        return np.argsort(np.array(self.topology.positions)[planned.placement.home], axis=1, kind="stable")
 
     def _check_choice(self) -> None:
         self._require_plans()
@@ -220,10 +216,6 @@ class Session(SessionSteps, SessionState, SessionGradients):
             raise InputError(f"decoder_layers should be {len(order)} different numbers")
         if self._decoder_layers is not None and not np.array_equal(layers, self._decoder_layers):
             raise InputError(f"decoder_layers were {self._decoder_layers.tolist()} when the session renumbered before")
-        if self._experts.has_framework:
-            raise InputError(
-                "renumber() is for experts of torch's optimizers; renumber the checkpoint instead (trimtab renumber)"
-            )
         if self.rollout_placement is not None:
             raise InputError("renumber() can't follow counts of experts by id; take away session.rollout_placement")
         return order.astype(np.int64)
@@ -231,7 +223,7 @@ class Session(SessionSteps, SessionState, SessionGradients):
     def _to_permute(self, order_LE: Array, places_L: Sequence[ExpertPlaces]) -> list[list[torch.Tensor]]:
         self._experts.check_move(places_L)
         return [
-            tensors_by_expert(layer.index, layer.by_expert, len(order_E)) if (np.diff(order_E) != 1).any() else []
+            tensors_by_expert(layer) if (np.diff(order_E) != 1).any() else []
             for layer, order_E in zip(self.homes, order_LE, strict=True)
         ]
 
@@ -269,20 +261,20 @@ class Session(SessionSteps, SessionState, SessionGradients):
         self.counters.clear()
         return metrics
 
-    def logical_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The model's state with the experts of all ranks in logical order, on every rank: for checkpoints, and for the
-        weights of a rollout engine.
+    def whole_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The model's state with the experts of all ranks, on every rank: for checkpoints, and for the weights of a
+        rollout engine.
 
         Raises:
             InputError: if a layer was added with `weights`.
         """
-        self._lockstep.agree(LOGICAL)
-        return dict(self.logical.weights(model, everywhere=True))
+        self._lockstep.agree(WHOLE)
+        return dict(self.whole.weights(model, everywhere=True))
 
     def dcp_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The model's state for `torch.distributed.checkpoint`, on all ranks. Stacks of experts are whole tensors
-        `[E, ...]` in logical order, lists have the logical id in place of the row in their names; all share the memory
-        of the parameters.
+        `[E, ...]`, lists have the expert's id in place of the row in their names; all share the memory of the
+        parameters.
 
         `save` it, or `load` it, which writes the parameters, on any number of ranks; then call `weights_changed`. A
         process without a session loads it as that of the whole model. Stacks are DTensors, `Shard(0)` over the
@@ -291,7 +283,7 @@ class Session(SessionSteps, SessionState, SessionGradients):
         Raises:
             InputError: if a layer was added with `weights`, or the names of a list have no expert number.
         """
-        return self.logical.checkpoint(model)
+        return self.whole.checkpoint(model)
 
     def sync_placement(self, step: int) -> Path | None:
         """Write the rollout engine's map of experts from the routing of all plans since the last call. Collective over
@@ -321,16 +313,30 @@ class Session(SessionSteps, SessionState, SessionGradients):
         self._lockstep.agree(SYNC_PLACEMENT, problem=problem, all_data_ranks=True)
         return file
 
+    def state_in_order(self, holder: torch.nn.Module | torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict of this rank that was saved, by an earlier version, while experts were on other ranks: with the
+        rows that it should have, to be loaded. Others come back as they are.
+
+        Args:
+            holder: what it was saved of, with the session's experts.
+
+        Raises:
+            InputError: if it was saved on another number of ranks.
+        """
+        return state_in_order(holder, state, self.homes, self.topology)
+
     @property
-    def logical(self) -> LogicalState:
-        """Weights and optimizer state in logical expert order, tensor by tensor, and loading of them.
+    def whole(self) -> WholeState:
+        """Weights and optimizer state of all ranks' experts, tensor by tensor, and loading of them.
 
         Raises:
             InputError: if a layer was added with `weights`.
         """
         self._experts.need_own("collect or load them")
         self._lockstep.need_groups()
-        return LogicalState(self.homes, self.topology, self.weights_changed)
+        given = self.settings.expert_group
+        in_order = self.topology.experts if given is None else inner_group(given)
+        return WholeState(self.homes, self.topology, in_order, self.weights_changed)
 
     def close(self) -> None:
         """Release threads and shared memory. Not needed before a process ends. Not a collective: other ranks may still

@@ -27,7 +27,8 @@ from trimtab.runtime.rows.background_slices import COMPARED
 from trimtab.runtime.rows.grouped_products import ApplyExperts
 from trimtab.runtime.session_settings import Mode, Paths, SessionSettings
 from trimtab.runtime.state.home_experts import ByExpert, ExpertTensor, HomeExperts, ReadParameters, read_tensors
-from trimtab.runtime.state.renumbering import OnRenumber
+from trimtab.runtime.state.owners import find_owners
+from trimtab.runtime.state.renumbering import OnRenumber, numberings
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
 from trimtab.trace.numbering import Numbering
@@ -44,8 +45,9 @@ class SessionBase:
         topology: process groups, and this rank's numbers in them.
         layers: the layers that a model of torch modules calls, in the order of `add_layer`.
         counters: counts what `Session.take_metrics` reports.
-        numbering: of the model's experts; None if it was never renumbered. Assign that of a renumbered checkpoint,
-            `Numbering.of_checkpoint(folder)`.
+        numbering: of the weights that the model has now; None if it was never renumbered. Assign that of a renumbered
+            checkpoint, `Numbering.of_checkpoint(folder)`, and, while older weights stand in for the model's to replay
+            recorded ids, the numbering of these.
         rollout_placement: counts the routing of every plan, for `Session.sync_placement`; None by default.
         auxiliary_loss: returns the model options that make a loss or a bias depend on the routes of all tokens; empty
             if there are none. Set by integrations, which know the model.
@@ -134,12 +136,12 @@ class SessionBase:
 
     @property
     def placement(self) -> Placement:
-        """The present homes of all experts."""
+        """The homes of all experts."""
         return self._experts.placement
 
     @property
     def home_experts(self) -> Array:
-        """Logical ids `[E / R]` of this rank's home experts when a layer is added, ascending."""
+        """Ids `[E / R]` of this rank's home experts, ascending."""
         return np.flatnonzero(self._initial_E == self.rank)
 
     def add_layer(
@@ -163,7 +165,7 @@ class SessionBase:
             compute_dtype: compute dtype; that of the parameters by default (float32 masters, bfloat16 compute).
             weights: returns the same experts `[E / R, ...]`, in the graph, each time that the layer runs, for experts
                 that a framework trains, such as FSDP. Their gradients, including those of replicas, are complete when
-                the layer's backward ends. `parameters` are then only read, and experts do not move.
+                the layer's backward ends. `parameters` are then only read, and experts are not renumbered.
             dispatcher: sends rows to physical experts and back; `RowDispatcher` by default.
             by_expert: tensors `[E, ...]` of the layer that every rank holds, such as the router's weight and biases, or
                 a function that returns them; `renumber` needs them.
@@ -181,6 +183,8 @@ class SessionBase:
             read, self._initial_E, compute_dtype=compute_dtype, joins_in_backward=weights is not None
         )
         homes.by_expert = by_expert
+        find_owners([tensor for tensor in homes.declared if isinstance(tensor, torch.nn.Parameter)])
+        self._take_numbering(homes)
         layer = ExpertLayer(self._calls, homes, apply, weights, dispatcher or RowDispatcher())
         self.layers.append(layer)
         return layer
@@ -196,8 +200,8 @@ class SessionBase:
         """Add the next MoE layer, which a framework's own dispatcher and matrix products run. Not a collective.
 
         Live micro-steps balance it with any policy but `feplb`, whose second dispatch a framework does not have.
-        Experts move only after `set_framework_state`. Gradients of replicas are joined to those of `parameters` in
-        backward; the framework sums and clips them.
+        They are renumbered only after `set_framework_state`. Gradients of replicas are joined to those of `parameters`
+        in backward; the framework sums and clips them.
 
         Args:
             parameters: returns the tensors of this rank's `home_experts`, each a sequence of E / R Parameters `[...]`;
@@ -219,7 +223,13 @@ class SessionBase:
         homes = self._experts.add_layer(parameters, self._initial_E, joins_in_backward=True)
         homes.sends_rows, homes.dispatch_forwards, homes.expert_groups = False, dispatch_forwards, expert_groups
         homes.equal_tokens = equal_tokens
+        self._take_numbering(homes)
         return FrameworkLayer(self._calls, homes)
+
+    def _take_numbering(self, homes: HomeExperts) -> None:
+        """Take over the numbering of experts that an earlier session has renumbered."""
+        if homes.parameters[0] in numberings:
+            self.numbering, self._decoder_layers = numberings[homes.parameters[0]]
 
     def replicated_parameters(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
         """The model's parameters that every rank holds: all but the experts, and DTensors of FSDP. Not a collective.

@@ -21,7 +21,6 @@ from trimtab.runtime.ranks.lockstep import LIVE_MICRO_STEP, MICRO_STEP
 from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.session_base import SessionBase
 from trimtab.runtime.session_settings import SessionSettings
-from trimtab.runtime.state.weight_watch import foreign_weights
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.streams import BackgroundCopies
 
@@ -219,8 +218,8 @@ class SessionMicroSteps(SessionBase):
         index, recorder = micro_step.index, self.counters.recorder
         if step is not None and (missing := step.problem(index)) is not None:
             problem, index = missing, -1
-        if step is not None and self._calls.is_at_first_homes:
-            problem = RuntimeError(f"micro-step {index} is planned; enter it after first_homes()")
+        if step is not None and step.numbering != self.numbering:
+            problem = RuntimeError(f"micro-step {index} is planned for weights of another numbering; plan it again")
         if step is not None and step is not self._step:
             problem = RuntimeError(f"micro-step {index} is of an earlier plan; call micro_step() again")
         all_match, may_deviate = self._agree_on_micro_step(
@@ -262,8 +261,6 @@ class SessionMicroSteps(SessionBase):
         written = self._experts.written()
         changed, trained, broken = self._experts.transfers.watch.compare(self._experts.changed)
         slices = None if step is None or problem is not None else step.slices
-        # Passes for which a framework may have loaded the weights of another model.
-        has_plan = step is not None and torch.is_grad_enabled()
         if slices is not None and not slices.is_agreed(index):
             self.counters.planning_waited_s += slices.wait(index, self._patience_s)
         values_RV = self._lockstep.agree(
@@ -273,10 +270,8 @@ class SessionMicroSteps(SessionBase):
                 "gradients enabled": torch.is_grad_enabled(), "trained expert tensors": trained,
                 # Choices in live micro-steps depend on them. Those of a plan were compared with it.
                 **(self.settings.shared if step is None else step.tokens_to_match(index) if problem is None else {}),
-                "homes and rows of experts": [places.digest for places in self._experts.places],
             },
-            problem=problem or written or broken or self._experts.optimizers.untrained()
-            or (None if has_plan else foreign_weights(self.homes)),
+            problem=problem or written or broken or self._experts.optimizers.untrained(),
         )  # fmt: skip
         if slices is not None:
             slices.agree(values_RV[:, 3:], index)

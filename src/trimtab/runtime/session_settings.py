@@ -23,7 +23,7 @@ from trimtab.runtime.live.balancer import LivePolicy
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.transfer.peer_memory import MostBytes
 
-Mode = Literal["plan", "rehome", "static", "live", "shadow", "off"]
+Mode = Literal["plan", "static", "live", "shadow", "off"]
 Paths = Literal["both", "peer", "host", "message"]
 # Environment variable: 1 turns on `verify_weights` unless the argument is given.
 VERIFY_WEIGHTS = "TRIMTAB_VERIFY_WEIGHTS"
@@ -70,10 +70,10 @@ class SessionSettings:
 
     Args:
         num_experts: experts of a layer, E.
-        mode: `plan` balances; `rehome` only moves experts to other homes between steps, without replicas; `static` is
-            expert parallelism on contiguous homes without replicas, on the planned path; `live` balances without
-            recorded routing, see `live_micro_step`; `shadow` plans and reports, but runs as `off`; `off` replays
-            routing in ordinary expert parallelism. `TRIMTAB_BALANCE=mode=off` in the environment makes it `off`.
+        mode: `plan` balances; `static` is expert parallelism without replicas on the planned path; `live` balances
+            without recorded routing, see `live_micro_step`; `shadow` plans and reports, but runs as `off`; `off`
+            replays routing in ordinary expert parallelism. `TRIMTAB_BALANCE=mode=off` in the environment makes it
+            `off`.
         slots_per_rank: most replicas of one layer on a rank.
         ring_layers: layers that replicas are kept for at the same time, one in use and the others prefetched.
         paths: sources of replicas' weights: home ranks (`peer`), host memory (`host`), or both; `message` is `peer`
@@ -82,8 +82,8 @@ class SessionSettings:
         peer_memory_bytes: most memory of a GPU for copies of its experts that other ranks of the node read; if they
             need more, replicas are sent as messages on all ranks. By default a fifth of the GPU's memory. With
             `parameters` there are no copies: the experts' parameters get memory that the others read, which takes
-            no more than before. Then write weights only in optimizer steps after `finish_gradients`, after a plan, or
-            in `first_homes`, and suspend the session before they are offloaded.
+            no more than before. Then write weights only in optimizer steps after `finish_gradients` or after a plan,
+            and suspend the session before they are offloaded.
         least_gain: a plan with a smaller predicted saving, as a fraction of the step, is not executed.
         max_rows_per_rank: rows, (token, expert) pairs, that no rank may exceed in any layer of a micro-step, in mode
             `plan`. A step that can't keep to it is refused when it is planned, with the smallest possible value.
@@ -91,8 +91,8 @@ class SessionSettings:
         exact: in mode `plan`, no rank gets more rows of a layer than the mean, rounded up, as static shapes need. A
             step that can't be spread so evenly is refused.
         rates: rates of compute and links, from which the planner computes costs, such as `trimtab calibrate` measures;
-            by default those of an H100 cluster, or of a CPU machine, and moves of experts as this session measures
-            them. With rates, plans don't depend on measured times. Its numbers of ranks and slots are ignored.
+            by default those of an H100 cluster, or of a CPU machine. With rates, plans don't depend on measured times.
+            Its numbers of ranks and slots are ignored.
         policy: in mode `live`, how replicas are chosen in `live_micro_step`: `quota`, replicas and split from the
             counts of the layer; `feplb`, whole experts that move within a node after the dispatch; `off`, none.
         verify_weights: compare sampled elements of every expert when a micro-step begins, to detect weight changes that
@@ -158,7 +158,7 @@ class SessionSettings:
     @property
     def executes_plans(self) -> bool:
         """Whether plans are executed, not only reported."""
-        return self.mode in ("plan", "rehome", "static")
+        return self.mode in ("plan", "static")
 
     @property
     def slices_plans(self) -> bool:
@@ -172,11 +172,6 @@ class SessionSettings:
         with the plan, or with the exchange of a rank that has ended.
         """
         return seconds if self.rates is None else None
-
-    @property
-    def planned_slots(self) -> int:
-        """Most replicas of one layer on a rank that plans may have."""
-        return 0 if self.mode == "rehome" else self.slots_per_rank
 
     @property
     def plan_settings(self) -> PlanSettings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,15 +34,6 @@ from trimtab.trace.numbering import Numbering
 PATIENCE_S = 10.0
 
 
-class _Agreed(NamedTuple):
-    """What all data ranks know before a plan: whether replicas may follow while the step runs, whether experts may
-    move, and the seconds to move one, if they were measured."""
-
-    sliced: bool
-    may_move: bool
-    move_s: float | None
-
-
 class SessionSteps(SessionMicroSteps):
     """Plans of a session's steps. All methods but `plan_ahead` are collective."""
 
@@ -65,9 +56,9 @@ class SessionSteps(SessionMicroSteps):
         rank, ranks = self.topology.data_rank, self.topology.num_data_ranks
         mine, problem = attempt(self._checked, trace, schedule, rank, ranks)
         places = digest(schedule.micro_step, schedule.rank, schedule.mini_batch_of_micro_step)
-        agreed = self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, problem)
+        sliced = self._agree(PLAN, {"number of micro-steps": schedule.num_micro_steps, "schedule": places}, problem)
         assert mine is not None
-        return self._plan(mine, schedule, agreed)
+        return self._plan(mine, schedule, sliced=sliced)
 
     def plan_micro_steps(
         self,
@@ -75,7 +66,6 @@ class SessionSteps(SessionMicroSteps):
         *,
         unread: Sequence[npt.ArrayLike] | None = None,
         problem: InputError | None = None,
-        may_move: bool = True,
         numbering: Numbering | None = None,
     ) -> PlanReport:
         """Plan a step with given micro-steps, and apply the plan.
@@ -90,7 +80,6 @@ class SessionSteps(SessionMicroSteps):
                 padding. The plan gives them distinct experts that even out the ranks, whatever their ids are, and they
                 replay these. Given on all ranks or on none.
             problem: the caller's reason why this rank can't plan; it is raised on all ranks.
-            may_move: the plan may move experts. Plans between the micro-steps of one accumulation may not.
             numbering: `session.numbering` when the ids were recorded; needed once the session has renumbered.
 
         Raises:
@@ -108,8 +97,8 @@ class SessionSteps(SessionMicroSteps):
         if trace is not None:
             layers = trace.layer_indices if self._decoder_layers is None else self._decoder_layers
             trace, wrong = attempt(self._present, replace(trace, numbering=numbering, layer_indices=layers))
-        same = {"number of micro-steps": len(rows), "top_k": trace and trace.top_k, "may_move": may_move}
-        agreed = self._agree(PLAN, same | {"unread is given": unread is not None}, wrong)
+        same = {"number of micro-steps": len(rows), "top_k": trace and trace.top_k}
+        sliced = self._agree(PLAN, same | {"unread is given": unread is not None}, wrong)
         assert trace is not None
         unread_T = None
         if unread is not None:
@@ -122,13 +111,13 @@ class SessionSteps(SessionMicroSteps):
             mini_batch_of_micro_step=np.zeros(len(rows), np.int32),
             num_ranks=ranks,
         )
-        return self._plan(trace, schedule, agreed, may_move=may_move, unread_T=unread_T)
+        return self._plan(trace, schedule, sliced=sliced, unread_T=unread_T)
 
     def complete_plan(self) -> PlanReport:
         """Plan the step again, with routes in place of the unknown ones.
 
         These are the routes of micro-steps that ran without gradients, as in the recompute of log-probabilities. The
-        update then needs no exchange of counts for them. Homes do not change.
+        update then needs no exchange of counts for them.
 
         Raises:
             RuntimeError: if the session has not planned the step.
@@ -139,16 +128,16 @@ class SessionSteps(SessionMicroSteps):
             raise RuntimeError("complete_plan() needs a step that this session has planned")
         # Its micro-steps have run forward only.
         self._feedback.begin(None)
-        agreed = self._agree(PLAN, {}, None)
-        report = self._plan(step.completed_trace, step.schedule, agreed, may_move=False, unread_T=step.unread_T)
+        sliced = self._agree(PLAN, {}, None)
+        report = self._plan(step.completed_trace, step.schedule, sliced=sliced, unread_T=step.unread_T)
         self._feedback.begin(None)
         return report
 
     def plan_ahead(self, trace: RoutingTrace, *, token_budget: int) -> None:
-        """Count finished sequences of the next step while others still generate, and plan homes and strategy from them.
+        """Count finished sequences of the next step while others still generate, and choose a strategy from them.
 
-        It returns at once; the work is done on a thread. The next plan counts only the other sequences, and keeps homes
-        and strategy if they were chosen from half of its tokens. Call it any number of times before a plan, equally
+        It returns at once; the work is done on a thread. The next plan counts only the other sequences, and keeps the
+        strategy if it was chosen from half of its tokens. Call it any number of times before a plan, equally
         often on all ranks, at any times. Not for `max_rows_per_rank`, `exact` and modes other than `plan`, where it
         has no effect on the plan.
 
@@ -166,11 +155,10 @@ class SessionSteps(SessionMicroSteps):
         # The other ranks wait for this one's counts.
         mine = trace.part(0, 0) if counted is None else counted
         in_rollout = self._in_rollout = self._in_rollout or PlanningInRollout(self.topology)
-        planner, placement = self._planner(mine, self._experts.move_s_per_expert), self._experts.placement
-        may_move = self._experts.state.may_move
+        planner, placement = self._planner(mine), self._experts.placement
 
         def plan(sequences: SequenceCounts) -> PlannedStep:
-            return planner.plan_ahead(sequences, placement, token_budget=token_budget, may_move=may_move)
+            return planner.plan_ahead(sequences, placement, token_budget=token_budget)
 
         in_rollout.expect()
         planner_thread(self.topology).start(lambda: in_rollout.run(mine, placement, plan))
@@ -195,18 +183,18 @@ class SessionSteps(SessionMicroSteps):
         batches = None if mini_batch is None else digest(np.asarray(mini_batch, np.int64))
         same = {"token_budget": token_budget, "mini_batch": batches}
         mine, problem = attempt(self._checked, trace)
-        agreed = self._agree(PLAN_SEQUENCES, same, problem)
+        sliced = self._agree(PLAN_SEQUENCES, same, problem)
         assert mine is not None
-        planned = self._planner(mine, agreed.move_s).for_sequences(
-            mine, self._experts.placement, may_move=agreed.may_move, sliced=agreed.sliced,
-            token_budget=token_budget, mini_batch=mini_batch, in_rollout=self._take_in_rollout(agreed),
+        planned = self._planner(mine).for_sequences(
+            mine, self._experts.placement, sliced=sliced, token_budget=token_budget, mini_batch=mini_batch,
+            in_rollout=self._take_in_rollout(sliced=sliced),
         )  # fmt: skip
         prints_D: list[Any] = [None] * self.topology.num_data_ranks
         dist.all_gather_object(prints_D, fingerprints(mine), group=self.topology.control)
         return replace(planned, sequences=np.concatenate(prints_D))
 
     def apply_plan(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
-        """Apply a plan of `plan_sequences`. Experts move to the plan's homes.
+        """Apply a plan of `plan_sequences`.
 
         Args:
             planned: the plan.
@@ -222,15 +210,14 @@ class SessionSteps(SessionMicroSteps):
         return self._apply_planned(planned, mine, planned.schedule, problem)
 
     def apply_step_plan(self, plan: StepPlan, trace: RoutingTrace) -> PlanReport:
-        """Apply any plan. Experts move to the plan's homes.
+        """Apply any plan whose homes are those of the session.
 
         Args:
             plan: the plan of this rank's expert-parallel group.
             trace: this rank's sequences, in the order of `plan.schedule.sequences_of(rank)`.
 
         Raises:
-            InputError: if the plan is invalid (see `StepPlan.check`), has more slots than this session, or moves homes
-                although no optimizer is registered.
+            InputError: if the plan is invalid (see `StepPlan.check`), has more slots than this session or other homes.
             RanksDisagreeError: if the ranks have different plans.
         """
         mine, problem = self._own_trace(trace, plan, None)
@@ -262,19 +249,17 @@ class SessionSteps(SessionMicroSteps):
         self,
         trace: RoutingTrace,
         schedule: Schedule,
-        agreed: _Agreed,
         *,
-        may_move: bool = True,
+        sliced: bool,
         unread_T: Array | None = None,
     ) -> PlanReport:
-        planned, load = self._planner(trace, agreed.move_s).for_schedule(
-            trace, schedule, self._experts.placement, may_move=may_move and agreed.may_move,
-            sliced=agreed.sliced, in_rollout=self._take_in_rollout(agreed),
-        )  # fmt: skip
+        planned, load = self._planner(trace).for_schedule(
+            trace, schedule, self._experts.placement, sliced=sliced, in_rollout=self._take_in_rollout(sliced=sliced)
+        )
         return self._apply_planned(planned, trace, schedule, load=load, unread_T=unread_T)
 
-    def _planner(self, trace: RoutingTrace, move_s: float | None) -> SessionPlanner:
-        """The planner with the present settings and homes, and these seconds to move an expert."""
+    def _planner(self, trace: RoutingTrace, move_s: float | None = None) -> SessionPlanner:
+        """The planner with the present settings, and these seconds for an expert that changes its rank."""
         settings = self.settings
         return SessionPlanner.of(
             self.topology, self._experts.layers, settings, top_k=trace.top_k,
@@ -287,42 +272,31 @@ class SessionSteps(SessionMicroSteps):
         """Values that plans depend on, which must be equal on all ranks."""
         first = self._experts.layers[0]
         return self.settings.shared | {
-            "optimizers are known": self._experts.state.may_move,
             "ranks_per_node": self.topology.ranks_per_node,
             "layers": len(self._experts.layers),
             "experts": ([tuple(shape) for shape in first.expert_shapes], first.dtype),
-            "homes and rows of experts": [places.digest for places in self._experts.places],
         }
 
-    def _agree(self, call: int, same: Mapping[str, object], problem: Exception | None) -> _Agreed:
-        """Agree with all data ranks on a call that plans; see `Lockstep.agree`."""
-        if self.settings.mode == "rehome" and not self._experts.has_state:
-            problem = problem or InputError(
-                "mode 'rehome' moves experts with the state of their optimizers; register these first"
-            )
+    def _agree(self, call: int, same: Mapping[str, object], problem: Exception | None) -> bool:
+        """Agree with all data ranks on a call that plans, see `Lockstep.agree`, and on whether replicas may follow
+        while the step runs."""
         problem = problem or attempt(self._require_plans)[1] or self._experts.optimizers.untrained()
         can_slice = self.settings.slices_plans and self._can_slice
         # To plan at once takes no less time.
         is_counted = self._in_rollout is not None and can_slice and self._in_rollout.is_complete()
-        # Groups measure their own moves.
-        move_ps = round(1e12 * (self._experts.move_s_per_expert or 0.0))
         values_RV = self._lockstep.agree(
             call, must_match={**same, **self._shared}, problem=problem,
-            values=[can_slice, is_counted, self._experts.gradients_wait, move_ps, *self._feedback.take()],
-            all_data_ranks=True,
+            values=[can_slice, is_counted, self._feedback.take()], all_data_ranks=True,
         )  # fmt: skip
-        self._feedback.learn(values_RV[:, 4:], adapts=self.settings.rates is None)
-        gradients_wait = bool(values_RV[:, 2].any())
-        # What was planned of the step before may have moves.
-        if gradients_wait or not values_RV[:, 1].all():
+        self._feedback.learn(values_RV[:, 2], adapts=self.settings.rates is None)
+        if not values_RV[:, 1].all():
             self._in_rollout = None
-        may_move = self._experts.state.may_move and not gradients_wait
-        return _Agreed(bool(values_RV[:, 0].all()), may_move, values_RV[:, 3].max() * 1e-12 or None)
+        return bool(values_RV[:, 0].all())
 
-    def _take_in_rollout(self, agreed: _Agreed) -> PlanningInRollout | None:
+    def _take_in_rollout(self, *, sliced: bool) -> PlanningInRollout | None:
         """What was planned of this step during the rollout, once."""
         in_rollout, self._in_rollout = self._in_rollout, None
-        return in_rollout if agreed.sliced and not self._feedback.measures_nothing else None
+        return in_rollout if sliced and not self._feedback.measures_nothing else None
 
     def _require_plans(self) -> None:
         if self.settings.mode == "live":
@@ -337,13 +311,11 @@ class SessionSteps(SessionMicroSteps):
         slots = self.settings.slots_per_rank
         if plan.slots_per_rank > slots:
             raise InputError(f"the plan is for {plan.slots_per_rank} slots a rank; this session has {slots}")
-        moved = self._experts.num_moved(plan.placement)
-        if moved and not self._experts.state.may_move:
+        if moved := self._experts.num_moved(plan.placement):
             raise InputError(
-                f"the plan moves {moved} experts to other homes; register their optimizer with "
-                "register_optimizers(), so that its state moves with them"
+                f"the plan has other homes for {moved} experts than the session; experts change their rank only by "
+                "renumber()"
             )
-        self._experts.check_move(self._experts.places_after(plan.placement))
 
     def _apply_planned(
         self,
@@ -354,7 +326,7 @@ class SessionSteps(SessionMicroSteps):
         load: RankLoad | None = None,
         unread_T: Array | None = None,
     ) -> PlanReport:
-        """Check that all ranks apply the same plan, and apply it: move experts, allocate memory, start micro-steps.
+        """Check that all ranks apply the same plan, and apply it: allocate memory, start micro-steps.
 
         Args:
             trace: this rank's sequences.
@@ -369,8 +341,6 @@ class SessionSteps(SessionMicroSteps):
         if problem is None:
             load, problem = attempt(checked_load, plan, trace, load, self.topology)
         same: dict[str, object] = {"the plan": plan.hash, **self._shared}
-        if is_executed and not problem and experts.num_moved(plan.placement):
-            same |= experts.state_to_move(experts.places_after(plan.placement))
         self._lockstep.agree(APPLY_PLAN, must_match=same, problem=problem or experts.written())
         assert load is not None
         plan.check_mixed(load.of_group.mixed_ML)
@@ -379,11 +349,10 @@ class SessionSteps(SessionMicroSteps):
         if self.rollout_placement is not None:
             self.rollout_placement.add(trace)
         slices = planned.slices if is_executed else None
-        before, moved = load.of_group.home_loads(experts.placement.home), experts.num_moved(plan.placement)
-        after = plan.rank_loads(load.of_group) if moved or plan.num_replicas else before
+        before = load.of_group.home_loads(experts.placement.home)
+        after = plan.rank_loads(load.of_group) if plan.num_replicas else before
         if schedule is None:
             planned = replace(planned, max_vio_before=float(max_over_mean(before).mean() - 1))
-        start = time.perf_counter()
         number = self._end_step()
         transfers = experts.transfers if is_executed else None
         following = None
@@ -391,15 +360,11 @@ class SessionSteps(SessionMicroSteps):
             following = start_slices(plan, load, slices, self.topology)
             # A micro-step waits for its replicas for as long as they are predicted to save.
             self._patience_s = self.settings.patience_s(slices.saved_s / max(1, plan.num_micro_steps))
-        if is_executed:
-            with torch.inference_mode(False):
-                experts.move(experts.places_after(plan.placement))
-        else:
-            experts.drain()
+        experts.drain()
         arriving_RMLH = load.for_homes(experts.placement.home)
         step = RunningStep(
             self.topology, experts.layers, plan, load, arriving_RMLH, trace, schedule, transfers, number,
-            self.settings.slots_per_rank, self._uploads, following, unread_T,
+            self.settings.slots_per_rank, self._uploads, following, unread_T, self.numbering,
         )  # fmt: skip
         if transfers is not None:
             with torch.inference_mode(False):
@@ -408,9 +373,8 @@ class SessionSteps(SessionMicroSteps):
         experts.changed = True
         self._calls.is_planned = True
         self._begin_step(step)
-        moving_s = time.perf_counter() - start
-        self._feedback.begin(planned if is_executed and schedule is not None else None, moving_s)
+        self._feedback.begin(planned if is_executed and schedule is not None else None)
         return PlanReport.of(
-            planned, (before, after), self.memory(), is_executed=is_executed, homes_moved=moved,
-            moving_s=moving_s, applying_s=time.perf_counter() - applied_at - moving_s,
+            planned, (before, after), self.memory(), is_executed=is_executed,
+            applying_s=time.perf_counter() - applied_at,
         )  # fmt: skip

@@ -73,7 +73,8 @@ class SessionPlanner:
         """A planner for these layers.
 
         Args:
-            move_s_per_expert: measured seconds to move one expert with its optimizer state; from the rates by default.
+            move_s_per_expert: measured seconds to bring one expert with its optimizer state to another rank, for
+                renumbering; from the rates by default.
             scale: factor of the costs of compute and links.
             excluded: strategies that are not used; see `StepPlanning`.
         """
@@ -83,7 +84,7 @@ class SessionPlanner:
             settings.rates or default_rates(first.device),
             ranks=topology.num_ranks,
             ranks_per_node=topology.ranks_per_node,
-            slots_per_rank=settings.planned_slots,
+            slots_per_rank=settings.slots_per_rank,
             dispatch_forwards=first.dispatch_forwards,
         )
         parameters = sum(shape.numel() for shape in first.expert_shapes)
@@ -119,15 +120,18 @@ class SessionPlanner:
         schedule: Schedule,
         placement: Placement,
         *,
-        may_move: bool,
-        sliced: bool,
+        sliced: bool = False,
         in_rollout: PlanningInRollout | None = None,
+        may_move: bool = False,
     ) -> tuple[PlannedStep, RankLoad]:
         """Plan a step with a given schedule; `trace` has this rank's sequences of it. Returns also this rank's load.
 
         Args:
+            placement: the homes of the session.
             sliced: replicas may follow while the step runs.
             in_rollout: what was planned ahead of the step; None if nothing was.
+            may_move: the plan may have other homes, if experts come there in less time than that saves. It tells in
+                which order to renumber them, and is not applied.
         """
         start = time.perf_counter()
         topology = self.topology
@@ -150,7 +154,7 @@ class SessionPlanner:
                 tokens = sum(leaders.gather([int(lengths.sum())]))
                 # The first data rank has planned ahead.
                 ahead = leaders.gather([in_rollout.result(placement, tokens)])[0]
-            planned = self._with_schedule(loads, schedule, placement, ahead, may_move, sliced=sliced)
+            planned = self._with_schedule(loads, schedule, placement, ahead, sliced=sliced, may_move=may_move)
             if len(set(leaders.gather([digest(planned.placement.home)]))) > 1:
                 raise RuntimeError("the planners of the expert-parallel groups have chosen different homes")
             return ahead.credited(planned)
@@ -170,7 +174,6 @@ class SessionPlanner:
         trace: RoutingTrace,
         placement: Placement,
         *,
-        may_move: bool,
         sliced: bool,
         token_budget: int,
         mini_batch: Array | None,
@@ -192,7 +195,7 @@ class SessionPlanner:
         def plan() -> list[PlannedStep]:
             assert gathered is not None
             sequences = counting.join([part for part in gathered if part is not None])
-            planned = self._plan_all(sequences, placement, counting, token_budget, mini_batch, may_move, sliced=sliced)
+            planned = self._plan_all(sequences, placement, counting, token_budget, mini_batch, sliced=sliced)
             return [replace(planned, plans=(plan,)) for plan in planned.plans]
 
         leaders = Leaders(self.topology.leaders)
@@ -205,7 +208,6 @@ class SessionPlanner:
         counting: PlanningInRollout,
         token_budget: int,
         mini_batch: Array | None,
-        may_move: bool,
         *,
         sliced: bool,
     ) -> PlannedStep:
@@ -215,7 +217,7 @@ class SessionPlanner:
             ahead = counting.result(placement, int(sequences.lengths.sum()))
             planned = plan_sequences(
                 sequences, placement, self.cluster, token_budget=token_budget, mini_batch=mini_batch, groups=groups,
-                ahead=ahead.planned, **self._options(may_move=may_move, sliced=sliced),
+                ahead=ahead.planned, **self._options(sliced=sliced),
             )  # fmt: skip
             return ahead.credited(planned)
         packed = pack_by_length(
@@ -226,16 +228,14 @@ class SessionPlanner:
             parts = (packed.of_group(group, ranks) for group in range(groups))
             by_expert = [ExpertLoads.from_sequences(sequences.select(mine), part) for mine, part in parts]
             return self._static(loads, by_expert, packed, placement)
-        return self._with_schedule(loads, packed, placement, PlannedAhead(), may_move, sliced=False)
+        return self._with_schedule(loads, packed, placement, PlannedAhead(), sliced=False)
 
-    def plan_ahead(
-        self, sequences: SequenceCounts, placement: Placement, *, token_budget: int, may_move: bool
-    ) -> PlannedStep:
+    def plan_ahead(self, sequences: SequenceCounts, placement: Placement, *, token_budget: int) -> PlannedStep:
         """Plans for a part of a step's sequences. Not a collective."""
         budget = max(token_budget, int(sequences.lengths.max(initial=0)))
         return plan_sequences(
             sequences, placement, self.cluster, token_budget=budget, groups=self.topology.groups,
-            **self._options(may_move=may_move, sliced=True),
+            **self._options(sliced=True),
         )  # fmt: skip
 
     def _gather_lengths(self, trace: RoutingTrace, schedule: Schedule) -> Array:
@@ -260,16 +260,16 @@ class SessionPlanner:
         schedule: Schedule,
         placement: Placement,
         ahead: PlannedAhead,
-        may_move: bool,
         *,
         sliced: bool,
+        may_move: bool = False,
     ) -> PlannedStep:
         return plan_schedule(
             loads, schedule, placement, self.cluster, ahead=ahead.planned,
-            **self._options(may_move=may_move, sliced=sliced),
+            **self._options(sliced=sliced, may_move=may_move),
         )  # fmt: skip
 
-    def _options(self, *, may_move: bool, sliced: bool) -> dict[str, Any]:
+    def _options(self, *, sliced: bool, may_move: bool = False) -> dict[str, Any]:
         """Arguments of all calls of the planner."""
         return {
             "settings": self.settings,
@@ -283,9 +283,7 @@ class SessionPlanner:
     def _static(
         self, loads: StepLoads, by_expert_G: Sequence[ExpertLoads], schedule: Schedule, placement: Placement
     ) -> PlannedStep:
-        """Plans without replicas, at the homes at the start or at the present ones."""
-        if self.mode == "static":
-            placement = self.topology.initial_placement(*placement.home.shape)
+        """Plans without replicas."""
         plans = tuple(
             plan_homes(by_expert, part, placement, self.cluster, self.settings)
             for by_expert, part in zip(by_expert_G, loads.schedules, strict=True)

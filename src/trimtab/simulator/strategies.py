@@ -18,6 +18,7 @@ RECORDED = "recorded routing"
 VERL = "verl: +actor_rollout_ref.actor.megatron.override_mcore_model_config.trimtab."
 OTHERS = "slime, miles, ROLL, NeMo-RL, SkyRL, ms-swift: TRIMTAB_BALANCE="
 OWN_LOOP = "own loop: Session.plan_sequences"
+IN_RUN = "own loop, Megatron: session.renumber() between steps"
 RENUMBER = "trimtab renumber MODEL --trace TRACE -o NEW"
 
 
@@ -74,7 +75,7 @@ def _plugins(mode: str) -> tuple[str, ...]:
 NOTHING = RunStrategy("nothing", "contiguous homes, sequences packed by length", "", (), lambda: POLICIES["static"])
 ALL = RunStrategy(
     "all", "sequences, homes and replicas, whatever pays", f"{RECORDED} and memory for replicas",
-    (OWN_LOOP, f"{VERL}moves=true"),
+    (OWN_LOOP, IN_RUN),
     lambda: POLICIES["trimtab"], has_slots=True,
 )  # fmt: skip
 REPLICAS = RunStrategy(
@@ -100,7 +101,7 @@ STRATEGIES = (
         (OWN_LOOP,), lambda: Trimtab(may_move=False),
     ),
     RunStrategy(
-        "homes each step", "experts move to other ranks between steps", RECORDED, _plugins("rehome")[:1], Trimtab,
+        "homes each step", "experts get other ranks between steps", RECORDED, (IN_RUN,), Trimtab,
     ),
     EPLB,
     RunStrategy(

@@ -19,13 +19,14 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.balanced_layer import BalancedLayer
 from trimtab.integrations.megatron.layer_numbers import moe_layers, number_layers
-from trimtab.integrations.megatron.movable_experts import MovableExperts
+from trimtab.integrations.megatron.optimizer_state import MegatronState, optimizers_in
 from trimtab.integrations.megatron.physical_dispatch import PlannedDispatcher
 from trimtab.integrations.megatron.reduction_order import ReductionOrder
 from trimtab.integrations.megatron.support import auxiliary_loss, check_supported, fitting_slots, warn_of_unknown
 from trimtab.runtime import MicroStep, PlanReport, Session
 from trimtab.runtime.session_settings import Mode
 from trimtab.trace import RoutingTrace
+from trimtab.trace.numbering import Numbering
 
 Routing = Sequence[npt.ArrayLike]
 """For every micro-batch the recorded ids `[n, L, K]` of this rank's n tokens, in the order in which its MoE layers get
@@ -44,16 +45,16 @@ def balance(
 ) -> MegatronSession:
     """Balance the experts of a Megatron model. Call it when the model is built and loaded, before or after DDP.
 
-    Parameters, their gradients, DDP buckets, optimizer and checkpoints stay Megatron's. Experts keep their homes until
-    `register_optimizer` was called. Layers for multi-token prediction (MTP) run as without this call. A collective over
-    the pipeline, the ranks that hold experts together, and their expert-data-parallel ranks.
+    Parameters, their gradients, DDP buckets, optimizer and checkpoints stay Megatron's. Layers for multi-token
+    prediction (MTP) run as without this call. A collective over the pipeline, the ranks that hold experts together, and
+    their expert-data-parallel ranks.
 
     Args:
         model_chunks: the model of this rank, or its chunks in an interleaved pipeline, in order.
         pg_collection: Megatron's `ProcessGroupCollection`; the groups of `parallel_state` by default.
         slots_per_rank: most replicas of one layer on a rank. With HybridEP up to 3 more, where its kernels need them.
-        mode: see `Session`. In `shadow` and `off` Megatron runs as without this call. `rehome` needs an optimizer.
-            `live` balances what `MegatronSession.live` runs, by any `policy` but `feplb`.
+        mode: see `Session`. In `shadow` and `off` Megatron runs as without this call. `live` balances what
+            `MegatronSession.live` runs, by any `policy` but `feplb`.
         nodes: the node number of each rank of the expert-parallel group, in its order; by host name by default.
         routes_of_stage: routing always has the layers of this rank alone. Then stages without MoE layers need not call,
             and a model that is not supported is refused on the stages that have its layers.
@@ -98,18 +99,20 @@ def balance(
     return MegatronSession(session, chunks, balanced)
 
 
-class MegatronSession(MovableExperts):
+class MegatronSession:
     """The experts of a Megatron model in a session. Created by `balance`.
 
     Attributes:
-        session: the session, for metrics and modes. Its own `plan`, `finish_gradients` and `move` are not used. None on
-            a pipeline stage without MoE layers, where Megatron runs as without this object.
+        session: the session, for metrics and modes. Its own `plan`, `finish_gradients` and `renumber` are not used.
+            None on a pipeline stage without MoE layers, where Megatron runs as without this object.
         report: the plan of the last step; None before the first, and without MoE layers. Its replicas are expected ones
             where they are planned while the step runs, see `PlanReport`.
     """
 
     def __init__(self, session: Session | None, chunks: Sequence[nn.Module], layers: Sequence[BalancedLayer]) -> None:
-        super().__init__(session, chunks, layers)
+        self.session = session
+        self._chunks, self._layers = list(chunks), list(layers)
+        self._optimizer: Any = None
         self.report: PlanReport | None = None
         self._is_removed = False
         self._orders: dict[int, ReductionOrder] = {}
@@ -122,6 +125,7 @@ class MegatronSession(MovableExperts):
         unread: Sequence[npt.ArrayLike] | None = None,
         may_deviate: bool = False,
         problem: InputError | None = None,
+        numbering: Numbering | None = None,
     ) -> Callable[..., Any]:
         """Megatron's forward-backward function with a plan: `session.planned(get_forward_backward_func(), routing)`.
 
@@ -135,10 +139,11 @@ class MegatronSession(MovableExperts):
             may_deviate: this rank's routers may choose other experts than `router_replay` gives them, as many for each
                 token; see `Session.micro_step`.
             problem: the caller's reason why this rank has no routing; it is raised on all ranks.
+            numbering: `session.numbering` when the routing was recorded; needed once the session has renumbered.
         """
 
         def run(*, num_microbatches: int, **others: Any) -> Any:
-            self.plan(routing, num_microbatches, unread=unread, problem=problem)
+            self.plan(routing, num_microbatches, unread=unread, problem=problem, numbering=numbering)
             session, numbers = self.session, range(num_microbatches)
             steps = [] if session is None else [session.micro_step(i, may_deviate=may_deviate) for i in numbers]
             return self._run(forward_backward, steps, num_microbatches=num_microbatches, **others)
@@ -222,6 +227,7 @@ class MegatronSession(MovableExperts):
         *,
         unread: Sequence[npt.ArrayLike] | None = None,
         problem: InputError | None = None,
+        numbering: Numbering | None = None,
     ) -> PlanReport | None:
         """Plan a step; `planned` calls it. Returns None on a pipeline stage without MoE layers.
 
@@ -237,22 +243,67 @@ class MegatronSession(MovableExperts):
             rows = self._rows(routing, num_microbatches) if problem is None else []
         except InputError as error:
             problem = error
-        self._prepare_moves()
+        self._gather_parameters()
         if self.session is None:
             if problem is not None:
                 raise problem
             return None
-        self.report = self.session.plan_micro_steps(rows, unread=unread, problem=problem)
+        self.report = self.session.plan_micro_steps(rows, unread=unread, problem=problem, numbering=numbering)
         return self.report
+
+    def register_optimizer(self, optimizer: Any) -> None:
+        """Let `renumber` permute the optimizer's state of experts and routers. Not a collective.
+
+        Args:
+            optimizer: Megatron's, of all chunks.
+
+        Raises:
+            InputError: if its state can't be permuted.
+        """
+        optimizers = optimizers_in(optimizer)
+        if self._optimizer is not None:
+            raise InputError("an optimizer is registered already; call balance() again for another one")
+        if self.session is None:
+            return
+        self._optimizer = optimizer
+        warn_of_unknown(*(one.config for one in optimizers))
+        state = MegatronState(optimizers, self.session.topology, self.session.homes)
+        self.session.set_framework_state(state)
+        optimizer.step = _followed_by(optimizer.step, state.note_step)
+
+    @property
+    def numbering(self) -> Numbering | None:
+        """Of this rank's layers: give it to `planned` with what is recorded from now on. None before `renumber`."""
+        return None if self.session is None else self.session.numbering
+
+    def renumber(self, order_LE: npt.ArrayLike | None = None) -> bool:
+        """Give the experts of each layer other ids, between optimizer step and next forward: weights, the routers' rows
+        and biases, and the optimizer's state of these. See `Session.renumber`; `register_optimizer` comes first.
+
+        The model is then a plain one: checkpoints, exports and weight syncs need nothing. Collective over the ranks of
+        a pipeline stage.
+
+        Args:
+            order_LE: `[L, E]`, of each new id the id now, of this rank's L MoE layers.
+
+        Returns:
+            Whether any expert of this rank's layers has another id.
+        """
+        self._need_model()
+        if self.session is None:
+            return False
+        self._gather_parameters()
+        return self.session.renumber(order_LE, decoder_layers=[layer.decoder_layer for layer in self._layers])
 
     def take_metrics(self) -> dict[str, float]:
         """See `Session.take_metrics`."""
         return {} if self.session is None else self.session.take_metrics()
 
     def remove(self) -> None:
-        """Give the model back as it was, with all experts on Megatron's ranks. Call it between steps, on all ranks."""
+        """Give the model back as it was. Call it between steps, on all ranks."""
         if not self._is_removed:
-            self._unregister()
+            if self._optimizer is not None:
+                del self._optimizer.step
             for order in self._orders.values():
                 order.remove()
             for layer in self._layers:
@@ -289,12 +340,30 @@ class MegatronSession(MovableExperts):
             f"the model or the {len(numbers)} of this rank"
         )
 
+    def _gather_parameters(self) -> None:
+        """Complete the parameters that a distributed optimizer has updated in parts."""
+        for chunk in self._chunks:
+            ddp: Any = chunk
+            config = getattr(ddp, "ddp_config", None)
+            if config is not None and config.use_distributed_optimizer and config.overlap_param_gather:
+                for bucket_group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+                    bucket_group.start_param_sync(force_sync=True)
+
     def _order_reductions(self, model: Any) -> None:
         """Let all ranks reduce expert gradients in the same order. The model may have been wrapped after `balance`."""
         for ddp in model if isinstance(model, list) else [model]:
             config = getattr(ddp, "ddp_config", None)
             if config is not None and config.overlap_grad_reduce and id(ddp) not in self._orders:
                 self._orders[id(ddp)] = ReductionOrder(ddp.expert_parallel_bucket_groups)
+
+
+def _followed_by(call: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        then()
+        return result
+
+    return both
 
 
 def _nodes(group: dist.ProcessGroup) -> list[int] | None:

@@ -24,10 +24,6 @@ class Experts(Protocol):
         """The Parameters of the home experts: one list for each tensor of an expert, in the order of experts."""
         ...
 
-    def names(self) -> list[list[str]]:
-        """For each home expert the names of its Parameters in the module."""
-        ...
-
     def compute(
         self, rows: torch.Tensor, counts: Sequence[int], probs: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]]
     ) -> torch.Tensor:
@@ -67,13 +63,6 @@ class SequentialExperts:
         """See `Experts`."""
         mlps: Any = self._module.local_experts._modules.values()
         return [[_parameters(mlp._modules[linear], (name,))[0] for mlp in mlps] for linear, name in self._names]
-
-    def names(self) -> list[list[str]]:
-        """See `Experts`."""
-        return [
-            [f"local_experts.{row}.{linear}.{name}" for linear, name in self._names]
-            for row in range(len(self._module.local_experts))
-        ]
 
     def compute(
         self, rows: torch.Tensor, counts: Sequence[int], probs: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]]
@@ -118,12 +107,6 @@ class GroupedExperts:
         """See `Experts`."""
         modules: Any = self._module._modules
         return [_parameters(modules[linear], names) for linear, names in self._names_of_experts]
-
-    def names(self) -> list[list[str]]:
-        """See `Experts`."""
-        return [
-            [f"{linear}.{name}{row}" for linear, name in self._names] for row in range(self._module.num_local_experts)
-        ]
 
     def compute(
         self, rows: torch.Tensor, counts: Sequence[int], probs: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]]

@@ -1,8 +1,8 @@
-"""`MegatronState`: what Megatron's optimizers keep of experts, which moves with them."""
+"""`MegatronState`: what Megatron's optimizers keep of experts and routers, which is renumbered with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch.distributed as dist
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.option_tables import IMMOVABLE, immovable
 from trimtab.runtime.ranks.topology import Topology
@@ -27,19 +29,19 @@ def optimizers_in(optimizer: Any) -> list[Any]:
     """The optimizers in one of Megatron's, without those that hold no Parameters.
 
     Raises:
-        InputError: if experts can't move with the state of one of them, with its name and the reason.
+        InputError: if experts can't be renumbered with the state of one of them, with its name and the reason.
     """
     chained = optimizer.chained_optimizers if type(optimizer) is ChainedOptimizer else [optimizer]
     optimizers = [one for one in chained if not getattr(one, "is_stub_optimizer", False)]
     for one in optimizers:
         problem = _problem(one)
         if problem:
-            raise InputError(f"experts can't move with the state of {type(one).__name__}: {problem}")
+            raise InputError(f"experts can't be renumbered with the state of {type(one).__name__}: {problem}")
     return optimizers
 
 
 def _problem(optimizer: Any) -> str:
-    """Why experts can't move with the state of an optimizer; "" if they can."""
+    """Why experts can't be renumbered with the state of an optimizer; "" if they can."""
     if type(optimizer) not in SUPPORTED:
         return f"use one of {', '.join(kind.__name__ for kind in SUPPORTED)}"
     config, ddp = optimizer.config, getattr(optimizer, "ddp_config", None)
@@ -76,27 +78,20 @@ class MegatronState(ExpertState):
     Args:
         optimizers: see `optimizers_in`.
         layers: the experts.
-        is_loaded: whether the optimizers' state is on the device.
     """
 
-    def __init__(
-        self,
-        optimizers: list[Any],
-        topology: Topology,
-        layers: Sequence[HomeExperts],
-        is_loaded: Callable[[], bool],
-    ) -> None:
+    def __init__(self, optimizers: list[Any], topology: Topology, layers: Sequence[HomeExperts]) -> None:
         super().__init__(
             [one.optimizer for one in optimizers if not isinstance(one, DistributedOptimizer)], _main_parameters
         )
         self._distributed = [one for one in optimizers if isinstance(one, DistributedOptimizer)]
-        self._topology, self._layers, self._is_loaded = topology, layers, is_loaded
+        self._topology, self._layers = topology, layers
         # Gradients that the last optimizer step has used, as long as nothing is added to them.
         self._used: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
 
     @property
     def may_move(self) -> bool:
-        return self._is_loaded()
+        return True
 
     def gradients_wait(self, layer: HomeExperts) -> bool:
         return any_nonzero(each for each in layer.gradients if self._used.get(each) != each._version)
@@ -145,6 +140,29 @@ class MegatronState(ExpertState):
             for layer, held_DT in zip(layers, zip(*held_DLT, strict=True), strict=True)
         ]
 
+    def permute_others(self, layers: Sequence[HomeExperts], order_LE: Array) -> None:
+        """The state that distributed optimizers have of routers; see `ExpertState`."""
+        for one in self._distributed:
+            found = [
+                (tensor, torch.from_numpy(order_E).to(tensor.device))
+                for layer, order_E in zip(layers, order_LE, strict=True)
+                for tensor in layer.declared
+                if isinstance(tensor, nn.Parameter)
+            ]
+            mine = [self._shard_of(one, parameter) for parameter, _ in found]
+            # Ranks without a part of a tensor don't know which state it has.
+            dtypes_R: list[Any] = [None] * one.data_parallel_group.size()
+            dtypes = [{key: value.dtype for key, value in moving.items()} for _, moving, _ in mine]
+            dist.all_gather_object(dtypes_R, dtypes, group=one.data_parallel_group)
+            for n, ((parameter, order), ((start, end), moving, _)) in enumerate(zip(found, mine, strict=True)):
+                for key, dtype in sorted({key: of for dtypes in dtypes_R for key, of in dtypes[n].items()}.items()):
+                    whole = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
+                    if key in moving:
+                        whole[start:end] = moving[key]
+                    dist.all_reduce(whole, group=one.data_parallel_group)
+                    if key in moving:
+                        moving[key].copy_(whole.view(parameter.shape)[order].view(-1)[start:end])
+
     def _parts_of_layer(self, layer: HomeExperts, held_TD: Sequence[Sequence[_Held]]) -> list[RowParts]:
         parts: list[RowParts] = []
         for t, held_D in enumerate(held_TD):
@@ -155,9 +173,7 @@ class MegatronState(ExpertState):
             if (ranges_GRH2 != ranges_GRH2[:, :1]).any():
                 raise InputError(f"{where} is split differently on the ranks of an expert-parallel group")
             if len(set().union(*(held.steps for held in held_D))) > 1:
-                raise InputError(
-                    f"{where} has made different numbers of steps; experts can move only if they are equal"
-                )
+                raise InputError(f"{where} has made different numbers of steps; they should be equal")
             dtypes = {key: dtype for held in held_D for key, dtype in held.dtypes.items()}
             states = [self._part(layer, t, row)[1] for row in range(len(layer.home_experts))]
             for key in sorted(dtypes):
@@ -179,23 +195,27 @@ class MegatronState(ExpertState):
     def _part(
         self, layer: HomeExperts, t: int, row: int
     ) -> tuple[tuple[int, int], dict[str, torch.Tensor], set[float]]:
-        """Of one expert's tensor: the range that this rank's distributed optimizer holds, the state of it, and the
-        number of steps."""
+        """Of one expert's tensor: `_shard_of` the distributed optimizer that has it."""
         parameter = parameters_of(layer.tensors[t])[row]
-        for one in self._distributed:
-            if parameter not in one.model_param_gbuf_map:
-                continue
-            held = one._get_model_param_range_map(parameter)["param"]
-            state = one._get_main_param_and_optimizer_states(parameter)
-            steps = {float(value) for value in state.values() if _is_number(value)}
-            # In float32 the main parameter is part of the Parameter's memory, and moves with it.
-            moving = {
-                key: value.detach().view(-1)
-                for key, value in state.items()
-                if not _is_number(value) and value.untyped_storage().data_ptr() != _storage(parameter)
-            }
-            return (held.start, held.end), moving, steps
-        return (0, 0), {}, set()
+        found = (self._shard_of(one, parameter) for one in self._distributed)
+        return next((held for held in found if held[0] != (0, 0)), ((0, 0), {}, set()))
+
+    @staticmethod
+    def _shard_of(one: Any, parameter: Any) -> tuple[tuple[int, int], dict[str, torch.Tensor], set[float]]:
+        """Of a Parameter: the range of elements that this rank's distributed optimizer holds, the state of it, and the
+        number of steps."""
+        if parameter not in one.model_param_gbuf_map:
+            return (0, 0), {}, set()
+        held = one._get_model_param_range_map(parameter)["param"]
+        state = one._get_main_param_and_optimizer_states(parameter)
+        steps = {float(value) for value in state.values() if _is_number(value)}
+        # In float32 the main parameter is part of the Parameter's memory, and moves with it.
+        moving = {
+            key: value.detach().view(-1)
+            for key, value in state.items()
+            if not _is_number(value) and value.untyped_storage().data_ptr() != _storage(parameter)
+        }
+        return (held.start, held.end), moving, steps
 
 
 def _main_parameters(layer: HomeExperts, t: int) -> list[Any]:

@@ -20,7 +20,6 @@ from trimtab.integrations.megatron.planned_sizes import multihot, planned_rows
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.layer.layer_call import LayerCall
 from trimtab.runtime.rows.device_kernels import multi_hot
-from trimtab.runtime.state.expert_places import ExpertPlaces
 
 
 class PlannedDispatcher:
@@ -50,16 +49,6 @@ class PlannedDispatcher:
         # ids of rows, and HybridEP compiles its kernels for each number of experts.
         is_alltoall = isinstance(self._physical, PhysicalAlltoAll)
         self._at_homes = physical_dispatcher(moe_layer, 0, pg_collection) if is_alltoall else None
-        self._homes, self._places = layer.homes.places, layer.places()
-        self._order = torch.from_numpy(self._places.by_position)
-
-    @property
-    def places(self) -> ExpertPlaces:
-        """The places of experts, with ranks in the order of Megatron's group. Another value after a move."""
-        if self._homes is not self._layer.homes.places:
-            self._homes, self._places = self._layer.homes.places, self._layer.places()
-            self._order = torch.from_numpy(self._places.by_position)
-        return self._places
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
@@ -75,10 +64,8 @@ class PlannedDispatcher:
                 f"MoE layer {self._layer.index}: its router did not ask router_replay for the plan's experts, in "
                 f"{_own_topk(self._router)}; let it call router_replay.get_replay_topk(), as Megatron's own does"
             )
-        if routes is None:
-            self._layer.check_own_weights()
         if ids is None or routes is None or not is_balanced:
-            return self.plain.dispatch_preprocess(hidden, *self._by_position(routing_map, probs))
+            return self.plain.dispatch_preprocess(hidden, routing_map, probs)
         problem = None
         if routes.may_deviate:
             ids, problem = _ids_of(routing_map, ids)
@@ -92,16 +79,8 @@ class PlannedDispatcher:
             routing_map = torch.zeros_like(routing_map).scatter_(1, ids, value=True)
             self._at_homes.layer_call = layer_call
             self.rows = MegatronRows(self._at_homes, layer_call, self._joins)
-            hidden, probs = self._at_homes.dispatch_preprocess(hidden, *self._by_position(routing_map, probs))
+            hidden, probs = self._at_homes.dispatch_preprocess(hidden, routing_map, probs)
         return hidden, probs
-
-    def _by_position(self, routing_map: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The router's map and weights `[T, E]` with experts in the order of rank and row, as Megatron numbers them."""
-        if self.places.are_first:
-            return routing_map, probs
-        if self._order.device != routing_map.device:
-            self._order = self._order.to(routing_map.device)
-        return routing_map.index_select(1, self._order), probs.index_select(1, self._order)
 
     def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> Any:
         return (self.rows or self.plain).token_dispatch(hidden, probs)

@@ -28,7 +28,6 @@ from trimtab.integrations.trl.refused_options import (
     check_supported,
 )
 from trimtab.runtime import PlanReport, Session
-from trimtab.runtime.state.named_rows import drop_ids
 
 
 class TrimtabGRPOTrainer(GRPOTrainer):
@@ -45,7 +44,7 @@ class TrimtabGRPOTrainer(GRPOTrainer):
     * else that of a forward without gradients before the optimizer step.
 
     Args:
-        session_options: options of `Session` other than `num_experts`, for example `{"mode": "rehome"}`.
+        session_options: options of `Session` other than `num_experts`, for example `{"mode": "shadow"}`.
         arguments: those of `GRPOTrainer`.
 
     Attributes:
@@ -225,9 +224,9 @@ class TrimtabGRPOTrainer(GRPOTrainer):
         return found[0]
 
     def _plan(self, rows: Sequence[torch.Tensor]) -> None:
-        report = self._session.plan_micro_steps([ids.numpy() for ids in rows], may_move=not self._accumulated)
+        report = self._session.plan_micro_steps([ids.numpy() for ids in rows])
         self.report = report
-        for name in ("max_vio_before", "max_vio_after", "replicas", "homes_moved", "planning_s"):
+        for name in ("max_vio_before", "max_vio_after", "replicas", "planning_s"):
             self._metrics["train"][f"trimtab/{name}"].append(float(getattr(report, name)))
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -259,25 +258,24 @@ class TrimtabGRPOTrainer(GRPOTrainer):
         norm = self._session.clip_gradients(self._session.replicated_parameters(self.model), max_norm)
         return torch.tensor(norm, dtype=torch.float64)
 
-    # Files and pushed weights, with all experts in logical order.
+    # Files and pushed weights, with the experts of all ranks.
 
     def _iter_whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Replaces `VLLMGeneration._iter_named_params`."""
         names = {name for name, _ in self.model.named_parameters()}
-        for name, whole in self._session.logical.weights(self.model, everywhere=True):
+        for name, whole in self._session.whole.weights(self.model, everywhere=True):
             if name in names:
                 yield self.vllm_generation._fix_param_name_to_vllm(name), whole
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        whole = dict(self._session.logical.weights(self.model, everywhere=self.args.save_on_each_node))
+        whole = dict(self._session.whole.weights(self.model, everywhere=self.args.save_on_each_node))
         super()._save(output_dir, state_dict=whole)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer, names = self.optimizer.optimizer, self._names_of_state()
-        whole = dict(self._session.logical.optimizer_state(self.model, optimizer))
+        whole = dict(self._session.whole.optimizer_state(self.model, optimizer))
         packed = optimizer.state_dict()
         packed["state"] = {number: whole[name] for number, name in enumerate(names) if name in whole}
-        drop_ids(packed["param_groups"])
         with self._optimizer_as(SimpleNamespace(state_dict=lambda: packed)):
             super()._save_optimizer_and_scheduler(output_dir)
 
@@ -286,7 +284,7 @@ class TrimtabGRPOTrainer(GRPOTrainer):
 
         def load(packed: dict[str, Any]) -> None:
             state = {names[number]: values for number, values in packed["state"].items()}
-            self._session.logical.load_optimizer_state(self.model, optimizer, state)
+            self._session.whole.load_optimizer_state(self.model, optimizer, state)
             for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
                 group.update({key: value for key, value in saved.items() if key != "params"})
 
@@ -312,7 +310,7 @@ class TrimtabGRPOTrainer(GRPOTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         dtype = max((parameter.dtype for parameter in self.model.parameters()), key=lambda each: each.itemsize)
         whole: Any = type(self.model).from_pretrained(resume_from_checkpoint, dtype=dtype)
-        self._session.logical.load_weights(self.model, whole.state_dict())
+        self._session.whole.load_weights(self.model, whole.state_dict())
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)

@@ -17,7 +17,6 @@ from trimtab.runtime.ranks.lockstep import COUNTS
 from trimtab.runtime.rows.layout import Layout, SecondPhase, place_rows
 from trimtab.runtime.rows.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.state.weight_watch import foreign_weights
 from trimtab.runtime.transfer.streams import download
 
 
@@ -38,10 +37,6 @@ def bind(
         InputError: on all ranks, if a rank has an id out of range.
         RuntimeError: on all ranks, if a rank has other rows than planned, or in backward than in forward.
     """
-    if calls.is_at_first_homes and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"MoE layer {homes.index} was called with gradients within first_homes(), which is for passes without"
-        )
     tables = routes.tables_of(homes.index) if routes is not None and routes.replays else None
     if tables is not None and tables.layout is not None:
         return LayerCall(calls, homes, tables.layout, routes)
@@ -55,8 +50,6 @@ def bind(
         calls.counters.live_calls += routes is None and calls.is_planned
         if torch.is_grad_enabled() and running_backward() is None:
             calls.accumulation.begin_forward()
-        if routes is None and running_backward() is None:
-            problem = problem or foreign_weights([homes])
         experts = PhysicalExperts.of(homes, calls.topology.rank, calls.topology.positions, calls.num_slots)
         planned = PlannedRows.unknown(tuple(own_ids.shape), experts)
     elif routes is not None:

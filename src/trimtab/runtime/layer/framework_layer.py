@@ -8,14 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from trimtab.runtime.autograd.torch_engine import running_backward
 from trimtab.runtime.layer.binding import bind
 from trimtab.runtime.layer.layer import Leave, RoutedLayer, UseReplicas
 from trimtab.runtime.layer.layer_call import LayerCall
 from trimtab.runtime.layer.micro_step import BoundRoutes
 from trimtab.runtime.ranks.recorder import BACKWARD, DISPATCH, OTHER
-from trimtab.runtime.state.expert_places import ExpertPlaces
-from trimtab.runtime.state.weight_watch import foreign_weights
 
 
 class FrameworkLayer(RoutedLayer):
@@ -27,22 +24,9 @@ class FrameworkLayer(RoutedLayer):
     parameters, or to their gradient if they have none, before autograd accumulates them and runs hooks on that.
     """
 
-    def places(self) -> ExpertPlaces:
-        """The places of experts now, with ranks in the order of the framework's group."""
-        return self.homes.places.with_ranks_at(self._calls.topology.positions)
-
     def routes(self) -> BoundRoutes | None:
         """The routes of a call now; None outside of micro-steps. See `LayerCalls.routes`."""
         return self._calls.routes()
-
-    def check_own_weights(self) -> None:
-        """Call it when the framework runs the layer outside of micro-steps.
-
-        Raises:
-            RuntimeError: if experts are away from their first homes and other weights were loaded by position.
-        """
-        if running_backward() is None and (problem := foreign_weights([self.homes])):
-            raise problem
 
     def recorded_ids(self, routes: BoundRoutes, tokens: int, top_k: int) -> torch.Tensor | None:
         """The recorded ids `[T, K]` int64 of a call with these routes, which replay; None if it needs `route` with the

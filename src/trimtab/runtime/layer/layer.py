@@ -46,7 +46,7 @@ class RoutedLayer:
         if name.startswith("__"):
             raise AttributeError(name)
         raise RuntimeError(
-            "this model is a copy of one whose experts are in a session: it keeps weights (see register_state), but "
+            "this model is a copy of one whose experts are in a session: it keeps weights, but "
             "can't run; copy its weights to the model in the session, or copy a model before its experts are in one"
         )
 

@@ -44,7 +44,6 @@ class LayerCalls:
         num_slots: slots of a rank.
         current: the routes of the open micro-step.
         is_planned: whether a plan was applied; calls outside of micro-steps are then counted.
-        is_at_first_homes: whether the parameters have the weights of another model; see `Session.first_homes`.
     """
 
     topology: Topology
@@ -56,7 +55,6 @@ class LayerCalls:
     num_slots: int
     current: BoundRoutes | None = None
     is_planned: bool = False
-    is_at_first_homes: bool = False
 
     def require_outside_backward(self, what: str) -> None:
         """Raises RuntimeError within a backward."""
@@ -65,8 +63,6 @@ class LayerCalls:
                 f"{what} can't begin within a backward; keep it out of hooks, and of functions that are checkpointed"
             )
         self.backward.leave_backward()
-        if self.is_at_first_homes and what != A_MICRO_STEP:
-            raise RuntimeError(f"{what} can't begin within first_homes(), which is for passes without gradients")
 
     def require_between_micro_steps(self, what: str) -> None:
         """Raises RuntimeError within a backward or a micro-step."""
@@ -226,7 +222,7 @@ class LayerCall:
             which = "a forward" if self.index < 0 else f"the forward of micro-step {self.index}"
             raise RuntimeError(
                 f"MoE layer {self.homes.index}: another plan was applied between {which} and its backward; call "
-                "backward() before plan(), apply_plan(), move() or suspend()"
+                "backward() before plan(), apply_plan(), renumber() or suspend()"
             )
         if not self._calls.topology.has_groups:
             raise RuntimeError(

@@ -30,6 +30,7 @@ from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.streams import BackgroundCopies, Wait
 from trimtab.runtime.transfer.transfers import Transfers
 from trimtab.trace import RoutingTrace
+from trimtab.trace.numbering import Numbering
 
 # Most host memory of a rank for the tables of micro-steps, but for the present one and its neighbours.
 KEPT_BYTES = 1 << 30
@@ -246,6 +247,7 @@ class RunningStep:
         uploads: copies tables of rows to the device; None if that is the host.
         slices: replicas that follow while the step runs; None if the plan has all.
         unread_T: `[T]` bool, this rank's tokens whose output is not used; None if all are used.
+        numbering: of the session when it planned the step.
         micro_steps: micro-steps in use, by number.
     """
 
@@ -262,20 +264,16 @@ class RunningStep:
     uploads: BackgroundCopies | None = None
     slices: StepSlices | None = None
     unread_T: Array | None = None
+    numbering: Numbering | None = None
     micro_steps: weakref.WeakValueDictionary[int, MicroStep] = field(default_factory=weakref.WeakValueDictionary)
     _completed: Array | None = None
     _tables: dict[tuple[int, bool, bool], RowTables] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.replicas: PlanReplicas | StepSlices = self.slices or PlanReplicas(self.plan)
-        self._places = [layer.places for layer in self.layers]
 
     def problem(self, index: int) -> Exception | None:
         """The error of entering the micro-step of this number, or None."""
-        if self.transfers is not None and any(
-            layer.places is not places for layer, places in zip(self.layers, self._places, strict=True)
-        ):
-            return RuntimeError("experts have moved since the plan was applied; plan the step again")
         if isinstance(index, int | np.integer) and 0 <= index < self.plan.num_micro_steps:
             return None
         return InputError(

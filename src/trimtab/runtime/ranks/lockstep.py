@@ -42,24 +42,23 @@ KEPT_CALLS = 512
 
 CALLS = (
     "micro_step({step})", "live_micro_step()", "finish_gradients()", "plan()", "plan_sequences()", "apply_plan()",
-    "move()",
     "dispatch of MoE layer {layer} {where}", "combine of MoE layer {layer} {where}",
     "combine of MoE layer {layer} {where}, backward{of}", "dispatch of MoE layer {layer} {where}, backward{of}",
     "dispatch of MoE layer {layer} {where} without gradients", "counts of MoE layer {layer}",
-    "gradients of replicas of MoE layer {layer} {where}{of}", "clip_gradients()", "logical_state_dict()",
+    "gradients of replicas of MoE layer {layer} {where}{of}", "clip_gradients()", "whole_state_dict()",
     "optimizer.step()",
     "second dispatch of MoE layer {layer} {where}", "second combine of MoE layer {layer} {where}",
     "second dispatch of MoE layer {layer} {where}, backward{of}",
     "second combine of MoE layer {layer} {where}, backward{of}",
-    "suspend()", "first_homes()", "sync_placement()", "renumber()",
+    "suspend()", "sync_placement()", "renumber()",
 )  # fmt: skip
-MICRO_STEP, LIVE_MICRO_STEP, FINISH, PLAN, PLAN_SEQUENCES, APPLY_PLAN, MOVE = range(7)
-DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD, DISPATCH_WITHOUT_GRADIENTS, COUNTS, RETURNS = range(7, 14)
-CLIP, LOGICAL, STEP = range(14, 17)
-SECOND_DISPATCH, SECOND_COMBINE = range(17, 19)
+MICRO_STEP, LIVE_MICRO_STEP, FINISH, PLAN, PLAN_SEQUENCES, APPLY_PLAN = range(6)
+DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD, DISPATCH_WITHOUT_GRADIENTS, COUNTS, RETURNS = range(6, 13)
+CLIP, WHOLE, STEP = range(13, 16)
+SECOND_DISPATCH, SECOND_COMBINE = range(16, 18)
 # From these to the same in backward.
 SECOND_BACKWARD = 2
-SUSPEND, FIRST_HOMES, SYNC_PLACEMENT, RENUMBER = range(21, 25)
+SUSPEND, SYNC_PLACEMENT, RENUMBER = range(20, 23)
 
 Call = tuple[int, int, int, int]
 """Index into `CALLS`, layer, micro-step, and length of the log at the forward that it belongs to; -1 for none."""

@@ -33,7 +33,7 @@ class Replica(NamedTuple):
     """One replica and its places.
 
     Attributes:
-        expert: logical id.
+        expert: id.
         home, row: the home rank, and the row of the expert there.
         rank, slot: the rank of the replica, and the slot there.
         path: `PEER` or `HOST`.

@@ -1,1 +1,1 @@
-"""Home experts: parameters, optimizer state, moves, logical order, checks for changes."""
+"""Home experts: parameters, optimizer state, renumbering, whole state, checks for changes."""

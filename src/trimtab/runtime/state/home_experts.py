@@ -1,19 +1,18 @@
 """`HomeExperts`: the experts of one MoE layer that this rank owns.
 
-Replica transfers, moves, checkpoints and planning use it.
+Replica transfers, renumbering, checkpoints and planning use it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
-import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trimtab.array_type import Array
 from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.flat_memory import Like
-from trimtab.runtime.state.known_places import KnownPlaces, know, known_places
 
 ExpertTensor = torch.nn.Parameter | Sequence[torch.nn.Parameter]
 """One tensor of all home experts: a stack `[E / R, ...]`, or a list of E / R Parameters `[...]` in home order."""
@@ -45,19 +44,18 @@ class HomeExperts:
     """Parameters, their copy in the compute dtype, and the homes of all experts of the layer.
 
     Each tensor of the experts is a stack or a list; see `ExpertTensor`. Row r of either belongs to the r-th expert of
-    `home_experts`. An expert keeps its row while it stays on its rank, except if all experts return to their first
-    homes. Rows are ascending by expert there.
+    `home_experts`.
 
     Args:
         parameters: returns this rank's tensors; called whenever they are needed.
         rank: this rank's number in its expert-parallel group.
-        home_E: `[E]` homes at the start. If the parameters are known from another session, experts are where they are.
-        ranks: the ranks of the expert-parallel group in the whole job.
+        home_E: `[E]` int16, the home rank of every expert.
         compute_dtype: the compute dtype; the parameters' dtype by default.
         joins_in_backward: see the attribute.
 
     Attributes:
         index: the layer's number among the session's layers, 0 .. L-1.
+        places: rank and row of each expert.
         dtype: the compute dtype.
         likes: shape `[E / R, ...]` and dtype of the tensors as they were added, stacks and lists alike.
         are_staged: for each tensor, whether it has another dtype than the compute dtype.
@@ -69,7 +67,6 @@ class HomeExperts:
         expert_groups: groups of experts, and to how many of them the router limits a token's; see `ModelSpec`.
         equal_tokens: the dispatcher that needs the same number of tokens on all ranks; empty if none does.
         by_expert: what every rank holds of all experts, such as router rows; None if that is not known.
-        known: the places of experts, which all sessions with the same parameters share.
     """
 
     def __init__(
@@ -79,13 +76,13 @@ class HomeExperts:
         *,
         rank: int,
         home_E: Array,
-        ranks: tuple[int, ...] = (),
         compute_dtype: torch.dtype | None = None,
         joins_in_backward: bool = False,
     ) -> None:
         self.index = index
         self._read = parameters
         self._rank = rank
+        self.places = ExpertPlaces.at(home_E)
         self.likes = [_like(tensor) for tensor in self.tensors]
         self.joins_in_backward = joins_in_backward
         self.sends_rows, self.dispatch_forwards, self.expert_groups, self.equal_tokens = True, False, (1, 1), ""
@@ -95,18 +92,8 @@ class HomeExperts:
         self.is_staged = any(self.are_staged)
         self._staging: list[torch.Tensor | None] = []
         self.drop_staging()
-        self.known: KnownPlaces = known_places(index, self.parameters, ExpertPlaces.first(home_E), rank, ranks)
-        know(self.known, self.tensors)
-
-    @property
-    def places(self) -> ExpertPlaces:
-        """Rank and row of each expert; another value after a move. Raises RuntimeError if the experts are in a session
-        with other ranks now."""
-        if self.known.is_replaced:
-            raise RuntimeError(
-                f"the experts of MoE layer {self.index} are in a later session with other ranks; this session can't run"
-            )
-        return self.known.now
+        # Parameters that the layer had once, which optimizers may still hold.
+        self._had: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary(dict.fromkeys(self.parameters))
 
     @property
     def tensors(self) -> list[ExpertTensor]:
@@ -118,15 +105,25 @@ class HomeExperts:
         """The Parameters of all tensors: one for a stack, E / R for a list."""
         return [parameter for tensor in self.tensors for parameter in parameters_of(tensor)]
 
+    def had(self, parameter: torch.Tensor) -> bool:
+        """Whether a Parameter was one of the layer's when it was added."""
+        return parameter in self._had
+
     @property
     def trained(self) -> list[torch.nn.Parameter]:
         """The parameters that are not frozen."""
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     @property
+    def declared(self) -> list[torch.Tensor]:
+        """The tensors of `by_expert`, read now."""
+        return list(self.by_expert() if callable(self.by_expert) else self.by_expert or ())
+
+    @property
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients of the parameters: in `grad`, or in `main_grad`, where Megatron sums them."""
-        named = [getattr(parameter, name, None) for parameter in self.parameters for name in ("grad", "main_grad")]
+        """The gradients of parameters and `declared`: in `grad`, or in `main_grad`, where Megatron sums them."""
+        tensors = [*self.parameters, *self.declared]
+        named = [getattr(tensor, name, None) for tensor in tensors for name in ("grad", "main_grad")]
         return [gradient for gradient in named if gradient is not None]
 
     @property
@@ -152,7 +149,7 @@ class HomeExperts:
 
     @property
     def home_E(self) -> Array:
-        """`[E]` int16, the home rank of every expert. Another array after a move."""
+        """`[E]` int16, the home rank of every expert."""
         return self.places.home_E
 
     @property
@@ -179,15 +176,6 @@ class HomeExperts:
     def expert_bytes(self) -> int:
         """Bytes of one expert in transfers."""
         return sum(shape.numel() for shape in self.expert_shapes) * self.dtype.itemsize
-
-    def places_after(self, home_E: Array) -> ExpertPlaces:
-        """The places after a move to these homes `[E]`: the present ones if none differs, those of the start with the
-        homes of the start, else with the rows of `ExpertPlaces.rows_after`."""
-        if np.array_equal(home_E, self.home_E):
-            return self.places
-        if np.array_equal(home_E, self.known.first.home_E):
-            return self.known.first
-        return ExpertPlaces(home_E, self.places.rows_after(home_E))
 
     def stage_in(self, stacks: Sequence[torch.Tensor]) -> None:
         """Use the given tensors `[E / R, ...]` as staging memory, if the layer is staged."""

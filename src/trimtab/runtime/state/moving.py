@@ -1,4 +1,4 @@
-"""`move_experts`: moves experts to new homes between steps, with their rows of weights and of optimizer state.
+"""`move_experts`: exchanges rows of experts between ranks, with their optimizer state, for renumbering between steps.
 
 Only rows of experts that change their place are sent and written. The rows of all tensors of all layers share exchanges
 of bounded size: a round exchanges whole tensors, or slices of all moving rows of a large one. Rows that leave and rows
@@ -13,7 +13,6 @@ within each group.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,12 +21,10 @@ import torch
 import torch.distributed as dist
 
 from trimtab.array_type import Array
-from trimtab.errors import InputError
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.flat_memory import carve, packed_bytes
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.state.known_places import know
 from trimtab.runtime.state.optimizer_rows import ExpertState, RowParts, StateRows, name_of_tensor
 
 # About the most bytes that a rank sends in one exchange, unless a line of each moving row is more. It receives as many.
@@ -38,10 +35,10 @@ ROUND_BYTES = 16 << 20
 def move_experts(
     layers: Sequence[HomeExperts], places_L: Sequence[ExpertPlaces], state: ExpertState, topology: Topology
 ) -> Array:
-    """Move experts to new places, after `check_movable` has passed on all ranks. Collective over all data ranks.
+    """Exchange rows, after `check_movable` has passed on all ranks. Collective over all data ranks.
 
     Args:
-        places_L: the new places of each layer's experts; every rank keeps its number of experts.
+        places_L: where the rows of each layer's experts go; every rank keeps its number of experts.
         state: what moves with the experts.
 
     Returns:
@@ -61,11 +58,8 @@ def move_experts(
         for together in _rounds(slices):
             _exchange(together, topology)
         sent_R = sum((part.sent_R for part in slices), sent_R)
-    for layer, move in zip(moved, moves, strict=True):
-        for parameter in layer.parameters:
-            parameter.grad = None
-        layer.known.set(move.after)
-        know(layer.known, layer.tensors)
+    for parameter in (parameter for layer in moved for parameter in layer.parameters):
+        parameter.grad = None
     return sent_R
 
 
@@ -79,18 +73,16 @@ def check_movable(layers: Sequence[HomeExperts], places_L: Sequence[ExpertPlaces
     """Check everything that `move_experts` would move. Not a collective.
 
     Raises:
-        InputError: if state of an expert can't move; see `ExpertState` and `KeptState`.
+        InputError: if state of an expert can't move; see `ExpertState`.
         RuntimeError: if a gradient that no optimizer has used would be lost.
     """
     moved = _moved(layers, places_L)
     state.check_elementwise(moved)
     for layer in moved:
-        if layer.known.returns_to is not None:
-            raise RuntimeError(f"the experts of MoE layer {layer.index} can't move within first_homes()")
         if state.gradients_wait(layer):
             raise RuntimeError(
-                f"MoE layer {layer.index} has gradients that wait for an optimizer step; call zero_grad() before the "
-                "next step is planned, since its plan may move experts"
+                f"MoE layer {layer.index} has gradients that wait for an optimizer step; call zero_grad() before "
+                "renumber()"
             )
         _rows_of(layer, state)
 
@@ -99,18 +91,11 @@ def state_to_move(
     layers: Sequence[HomeExperts], places_L: Sequence[ExpertPlaces], state: ExpertState
 ) -> dict[str, object]:
     """State that must be equal on all ranks before `move_experts`, by name. Call `check_movable` first."""
-    moved = _moved(layers, places_L)
-    optimizers = {
+    return {
         f"optimizer state of {name_of_tensor(layer, t)}": state.form(layer, t)
-        for layer in moved
+        for layer in _moved(layers, places_L)
         for t in range(len(layer.likes))
     }
-    kept = {
-        f"registered state of MoE layer {layer.index}": [(rows[0].shape, rows[0].dtype) for rows in _kept(layer)]
-        for layer in moved
-        if layer.known.states
-    }
-    return optimizers | kept
 
 
 def _moved(layers: Sequence[HomeExperts], places_L: Sequence[ExpertPlaces]) -> list[HomeExperts]:
@@ -123,27 +108,7 @@ def _rows_of(layer: HomeExperts, state: ExpertState) -> list[StateRows]:
         tensor.detach() if isinstance(tensor, torch.Tensor) else [parameter.detach() for parameter in tensor]
         for tensor in layer.tensors
     ]
-    return weights + state.rows(layer) + _kept(layer)
-
-
-def _kept(layer: HomeExperts) -> list[StateRows]:
-    """What users keep of the experts, but for what has the parameters' memory, as `model.state_dict()` has, or that of
-    another tensor that is kept. Raises InputError as `KeptState.tensors`, and for tensors on another device."""
-    seen = {parameter.data_ptr() for parameter in layer.parameters}
-    kept: list[StateRows] = []
-    for tensors in itertools.chain.from_iterable(state.tensors() for state in layer.known.states):
-        if tensors is None:
-            continue
-        rows = tensors.detach() if isinstance(tensors, torch.Tensor) else [tensor.detach() for tensor in tensors]
-        if rows[0].device != layer.device:
-            raise InputError(
-                f"state that moves with the experts (register_state) is on {rows[0].device} and MoE layer "
-                f"{layer.index} on {layer.device}; it should be on the same device"
-            )
-        if rows[0].data_ptr() not in seen:
-            kept.append(rows)
-            seen.add(rows[0].data_ptr())
-    return kept
+    return weights + state.rows(layer)
 
 
 def _bytes_of_row(rows: StateRows) -> int:
@@ -154,7 +119,6 @@ class _Move:
     """The move of one layer's experts.
 
     Attributes:
-        after: places of all experts.
         device: the device of the layer.
         sent_R: `[R]` number of experts that leave each rank; as many arrive there.
         ends: for each expert that leaves this rank, or arrives at it, ascending by expert: whether it leaves, its row
@@ -162,7 +126,7 @@ class _Move:
     """
 
     def __init__(self, layer: HomeExperts, after: ExpertPlaces, topology: Topology) -> None:
-        before, self.after, self.device = layer.places, after, layer.device
+        before, self.device = layer.places, layer.device
         moved = before.moved(after)
         self.sent_R: Array = np.bincount(before.home_E[moved], minlength=topology.num_ranks)
         self.ends = [

@@ -37,7 +37,7 @@ class RowParts:
 
 
 class ExpertState:
-    """What moves with the experts of a session beside their weights: state of torch optimizers. Frameworks extend it.
+    """What is renumbered with the experts of a session: state of torch optimizers. Frameworks extend it.
 
     Args:
         optimizers: which update the experts.
@@ -89,6 +89,10 @@ class ExpertState:
     def part_bytes(self, layer: HomeExperts) -> int:
         """Bytes of `row_parts` that a rank sends for one expert, about."""
         return 0
+
+    def permute_others(self, layers: Sequence[HomeExperts], order_LE: Array) -> None:
+        """Permute state of the layers' `declared` tensors of which this rank has parts. A collective over all data
+        ranks."""
 
     def row_parts(self, layers: Sequence[HomeExperts]) -> list[list[RowParts]]:
         """For each layer the state of which this rank has parts of rows, in the same order on all ranks. A collective
@@ -146,7 +150,7 @@ def state_by_row(
 
     Args:
         where: the tensor's name in errors.
-        home: logical ids `[H]` of its experts.
+        home: ids `[H]` of its experts.
 
     Returns:
         Stacks `[H, ...]`, or lists of H tensors.

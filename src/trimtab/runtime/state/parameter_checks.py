@@ -10,7 +10,7 @@ import torch
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.state.home_experts import ExpertTensor, HomeExperts, parameters_of
-from trimtab.runtime.state.named_rows import check_owners
+from trimtab.runtime.state.owners import check_owners
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _Form = tuple[torch.Size, torch.dtype, bool]
@@ -24,7 +24,7 @@ def check_new_parameters(
     Args:
         index: the layer's number.
         layers: the session's layers before it.
-        home: logical ids `[E / R]` of this rank's experts.
+        home: ids `[E / R]` of this rank's experts.
 
     Raises:
         InputError: if a tensor does not hold the rank's experts, has no memory, or shares memory with another one; if

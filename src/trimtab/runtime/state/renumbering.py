@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.runtime.state.expert_places import ExpertPlaces
-from trimtab.runtime.state.home_experts import ByExpert
-from trimtab.runtime.state.named_rows import instances_of
-from trimtab.runtime.state.optimizer_rows import any_nonzero
+from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.state.owners import check_owners, instances_of
+from trimtab.trace.numbering import Numbering
+
+# By Parameter of experts that were renumbered, the numbering and the decoder layers of its session.
+numberings: MutableMapping[torch.Tensor, tuple[Numbering, Array]] = WeakIdKeyDictionary()
 
 OnRenumber = Callable[[int, Array], None]
 """Called with the number of a layer and its order `[E]`, old ids by new ones."""
 
 
-def places_before(first: ExpertPlaces, order_E: Array) -> ExpertPlaces:
-    """Places by old ids, where new id e is at the first place of id e."""
-    home_E, rows_E = np.empty_like(first.home_E), np.empty_like(first.rows_E)
-    home_E[order_E], rows_E[order_E] = first.home_E, first.rows_E
+def places_after(now: ExpertPlaces, order_E: Array) -> ExpertPlaces:
+    """Where the rows of experts go, by their ids now: each to the place of its new id."""
+    home_E, rows_E = np.empty_like(now.home_E), np.empty_like(now.rows_E)
+    home_E[order_E], rows_E[order_E] = now.home_E, now.rows_E
     return ExpertPlaces(home_E, rows_E)
 
 
@@ -43,41 +47,37 @@ def check_order(order_LE: Array, shape: tuple[int, int], groups_L: Sequence[int]
             )
 
 
-def tensors_by_expert(layer: int, by_expert: ByExpert | None, num_experts: int) -> list[torch.Tensor]:
-    """What is permuted of a layer beside its experts: the declared tensors, and state that optimizers have of them.
+def tensors_by_expert(layer: HomeExperts) -> list[torch.Tensor]:
+    """What is permuted of a layer beside its experts: the declared tensors, and state that torch's optimizers have of
+    them.
 
     Raises:
-        InputError: if nothing was declared, a tensor has not a row for each expert, or an optimizer's state is neither
-            single numbers nor rows.
-        RuntimeError: if a gradient would be lost.
+        InputError: if nothing was declared, a tensor was replaced in the model or has not a row for each expert, or an
+            optimizer's state is neither single numbers nor rows.
     """
-    if by_expert is None:
+    num_experts, declared = len(layer.home_E), layer.declared
+    if layer.by_expert is None:
         raise InputError(
-            f"MoE layer {layer} can't be renumbered: nothing says what its router has of each expert; add it with "
-            "add_layer(..., by_expert=[router.weight, ...])"
+            f"MoE layer {layer.index} can't be renumbered: nothing says what its router has of each expert; add it "
+            "with add_layer(..., by_expert=[router.weight, ...]), or renumber the checkpoint (trimtab renumber)"
         )
-    declared = list(by_expert() if callable(by_expert) else by_expert)
+    check_owners(layer.index, declared)
     for tensor in declared:
         if hasattr(tensor, "to_local"):
             raise InputError(
-                f"MoE layer {layer} can't be renumbered: FSDP shards a tensor of its router; renumber the checkpoint "
-                "instead (trimtab renumber)"
+                f"MoE layer {layer.index} can't be renumbered: FSDP shards a tensor of its router; renumber the "
+                "checkpoint instead (trimtab renumber)"
             )
         if not tensor.ndim or len(tensor) != num_experts:
             raise InputError(
-                f"MoE layer {layer}: by_expert has a tensor of shape {list(tensor.shape)}; it should have "
+                f"MoE layer {layer.index}: by_expert has a tensor of shape {list(tensor.shape)}; it should have "
                 f"{num_experts} rows, one for each expert"
             )
-    if any_nonzero([tensor.grad for tensor in declared if tensor.grad is not None]):
-        raise RuntimeError(
-            f"the router of MoE layer {layer} has gradients that wait for an optimizer step; call zero_grad() before "
-            "renumber()"
-        )
     return declared + [
         value
         for optimizer in instances_of(torch.optim.Optimizer)
         for tensor in declared
-        for value in _state_of(optimizer, tensor, layer)
+        for value in _state_of(optimizer, tensor, layer.index)
     ]
 
 

@@ -6,7 +6,7 @@ neither: the session assumes them after `finish_gradients` and after an optimize
 
 `OptimizerWatch`: hooks before and after all optimizer steps of the process, since any of them may change weights. An
 optimizer may hold tensors that it copies to the parameters later: masters of another precision, flat buffers. It also
-detects optimizers whose state of experts would not move with them, and experts that no optimizer holds.
+detects optimizers whose state of experts would not be renumbered with them, and experts that no optimizer holds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trimtab.errors import InputError
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.state.known_places import moves_so_far, row_of
-from trimtab.runtime.state.named_rows import follow_optimizer, instances_of
+from trimtab.runtime.state.owners import instances_of, mark, refuse_ids
 from trimtab.runtime.state.parameter_checks import check_current_parameters
 
 # Elements of each tensor of an expert that `verify` compares.
@@ -36,7 +35,7 @@ Marks = tuple[list[int], list[int], list[int], list[bool]]
 
 WRITTEN = (
     "weights of experts were written while other ranks may still read them (peer_memory_bytes='parameters'); write "
-    "them after finish_gradients() or a plan, or within first_homes()"
+    "them after finish_gradients() or a plan"
 )
 
 
@@ -158,44 +157,10 @@ def _are_written(before: Sequence[Marks], now: Sequence[Marks]) -> bool:
     )
 
 
-def note_weights(layers: Iterable[HomeExperts]) -> None:
-    """Note sampled elements of experts that are away from their first homes: the present weights are those of the model
-    that is trained."""
-    for layer in layers:
-        layer.known.noted = None if layer.known.are_first else _sampled_bytes(layer)
-
-
-def foreign_weights(layers: Iterable[HomeExperts]) -> Exception | None:
-    """The error if the weights of experts that are away from their first homes were replaced, but by optimizers and
-    state dicts."""
-    for layer in layers:
-        known = layer.known
-        if known.are_first:
-            continue
-        now = _sampled_bytes(layer)
-        if known.noted is None:
-            known.noted = now
-        elif now is not None and not torch.equal(now, known.noted):
-            return RuntimeError(
-                f"MoE layer {layer.index}: the weights of experts were replaced while these are away from their first "
-                "homes. After new weights of this model, such as an average, call session.weights_changed(); for "
-                "weights of another model that were loaded by position, enter session.first_homes() around the pass"
-            )
-    return None
-
-
-def _sampled_bytes(layer: HomeExperts) -> torch.Tensor | None:
-    """Sampled elements of the first tensor of every expert, as bytes, since NaN differs from NaN; None if they are
-    offloaded."""
-    if not all(parameter.untyped_storage().nbytes() for parameter in layer.parameters):
-        return None
-    return _samples(layer, 1)[0].view(torch.uint8)
-
-
-def _samples(layer: HomeExperts, most_tensors: int | None = None) -> list[torch.Tensor]:
+def _samples(layer: HomeExperts) -> list[torch.Tensor]:
     """Sampled elements of each tensor, `[H, S]`."""
     samples = []
-    for tensor, (shape, _) in [*zip(layer.tensors, layer.likes, strict=True)][:most_tensors]:
+    for tensor, (shape, _) in zip(layer.tensors, layer.likes, strict=True):
         size = shape[1:].numel()
         places = torch.linspace(0, size - 1, min(SAMPLES, size), device=layer.device).long()
         if isinstance(tensor, torch.Tensor):
@@ -210,8 +175,8 @@ AfterStep = Callable[[Sequence[HomeExperts], bool], None]
 
 _watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
 _handles: list[RemovableHandle] = []
-# Optimizers that have stepped, or whose state has moved, each with the number of moves of all sessions before that.
-_current: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+# Optimizers that have stepped.
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _call_before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -220,7 +185,7 @@ def _call_before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _call_after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _current[optimizer] = moves_so_far()
+    _stepped.add(optimizer)
     for watch in list(_watches):
         watch.after(optimizer)
 
@@ -256,17 +221,9 @@ class OptimizerWatch:
             _handles.append(register_optimizer_step_post_hook(_call_after))
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before an optimizer step.
-
-        Raises:
-            RuntimeError: if an optimizer that no session knows has state of experts from before they moved; within
-                `Session.first_homes`.
-        """
-        held = self._held_layers(optimizer)
-        if any(layer.known.returns_to is not None for layer in held):
-            raise RuntimeError("an optimizer that trains experts can't step within first_homes()")
-        self._check_current(optimizer, held)
-        self._before(bool(held) or self._is_registered(optimizer))
+        """Called before an optimizer step. Raises RuntimeError as `refuse_ids`."""
+        refuse_ids(optimizer.param_groups, optimizer)
+        self._before(bool(self._held_layers(optimizer)) or self._is_registered(optimizer))
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after an optimizer step."""
@@ -277,41 +234,20 @@ class OptimizerWatch:
             self._outdated = type(optimizer).__name__
 
     def register(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Register optimizers in place of those before.
-
-        Raises:
-            RuntimeError: if one has state of experts from before they moved, as far as is known.
-        """
+        """Register optimizers in place of those before. Raises RuntimeError as `refuse_ids`."""
         for optimizer in optimizers:
-            if follow_optimizer(optimizer):
-                _current[optimizer] = moves_so_far()
-            else:
-                away = [layer for layer in self._held_layers(optimizer) if not layer.known.are_first]
-                self._check_current(optimizer, away)
+            refuse_ids(optimizer.param_groups, optimizer)
+            hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+            if hooks is not None and _mark_state not in hooks.values():
+                optimizer.register_state_dict_post_hook(_mark_state)
         self.registered = list(optimizers)
 
-    def moved(self) -> None:
-        """Call it when experts have moved with the state of the registered optimizers."""
-        for optimizer in self.registered:
-            _current[optimizer] = moves_so_far()
-
-    def _check_current(self, optimizer: torch.optim.Optimizer, held: Sequence[HomeExperts]) -> None:
-        if any(watch._is_registered(optimizer) for watch in _watches):
-            return
-        for layer in held:
-            if _has_state(optimizer, layer) and layer.known.moved_at > _current.get(optimizer, 0):
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} has state of the experts of MoE layer {layer.index} from before they "
-                    "moved to other ranks; register it with session.register_optimizers(), with all others that train "
-                    "experts, before experts move"
-                )
-
     def check_registered(self, layers: Iterable[HomeExperts]) -> None:
-        """Check that the state of all optimizers moves with the experts of these layers.
+        """Check that the state of all optimizers is renumbered with the experts of these layers.
 
         Raises:
             InputError: if an optimizer that is not registered has state of experts, or if no registered one holds
-                experts that are trained, since it may have copies of them, which don't move.
+                experts that are trained, since it may have copies of them.
         """
         names = self._unregistered()
         if names:
@@ -319,16 +255,16 @@ class OptimizerWatch:
             names = self._unregistered()
         if names:
             raise InputError(
-                f"experts can't move: {', '.join(names)} {'has' if len(names) == 1 else 'have'} state of them and "
-                "would keep it; register all optimizers that train experts with session.register_optimizers(), and "
+                f"experts can't be renumbered: {', '.join(names)} {'has' if len(names) == 1 else 'have'} state of them "
+                "and would keep it; register all optimizers that train experts with session.register_optimizers(), and "
                 "drop those that are not used"
             )
         held = set().union(*map(_held_ids, self.registered))
         for layer in layers if self.registered else ():
             if any(parameter.requires_grad and id(parameter) not in held for parameter in layer.parameters):
                 raise InputError(
-                    f"experts can't move: no registered optimizer holds all trained expert tensors of MoE layer "
-                    f"{layer.index}. Copies that an optimizer trains instead (masters) don't move with the experts; "
+                    "experts can't be renumbered: no registered optimizer holds all trained expert tensors of MoE "
+                    f"layer {layer.index}. Copies that an optimizer trains instead (masters) would stay as they are; "
                     "tensors that are not trained should have requires_grad=False"
                 )
 
@@ -363,7 +299,7 @@ class OptimizerWatch:
             return None
         if not all(id(parameter) in held for parameter in trained):
             # Others step less often, or have skipped this step.
-            held = held.union(*held_by_R, *map(_held_ids, list(_current)))
+            held = held.union(*held_by_R, *map(_held_ids, list(_stepped)))
         if not all(id(parameter) in held for parameter in trained):
             every = [each for each in instances_of(torch.optim.Optimizer) if hasattr(each, "param_groups")]
             held = held.union(*map(_held_ids, every))
@@ -383,7 +319,7 @@ class OptimizerWatch:
         others = [optimizer for watch in list(_watches) for optimizer in watch.registered]
         return [
             type(optimizer).__name__
-            for optimizer in {id(each): each for each in [*list(_current), *others]}.values()
+            for optimizer in {id(each): each for each in [*list(_stepped), *others]}.values()
             if not self._is_registered(optimizer)
             and any(_has_state(optimizer, layer) for layer in self._held_layers(optimizer))
         ]
@@ -394,14 +330,23 @@ class OptimizerWatch:
 
     def _held_before(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer holds Parameters that layers had before others replaced them; it holds none of now."""
-        known = {id(layer.known) for layer in self._layers()}
-        rows = (row_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
-        return any(row is not None and id(row[0]) in known for row in rows)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return any(layer.had(parameter) for layer in self._layers() for parameter in held)
 
     def _held_layers(self, optimizer: torch.optim.Optimizer) -> list[HomeExperts]:
         """The layers of which an optimizer holds experts."""
         held = _held_ids(optimizer)
         return [layer for layer in self._layers() if not held.isdisjoint(map(id, layer.parameters))]
+
+
+def _mark_state(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+    """After a state dict was made: mark the state of experts; see `mark`."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    experts = {id(each) for watch in list(_watches) for layer in watch._layers() for each in layer.parameters}
+    for number, of_one in packed["state"].items():
+        if id(parameters[number]) in experts:
+            for value in of_one.values():
+                mark(value)
 
 
 def _held_ids(optimizer: torch.optim.Optimizer) -> set[int]:

@@ -1,11 +1,10 @@
-"""A small model whose experts move, and one whole model with which it is compared."""
+"""A small model in a session, and one whole model with which it is compared."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,9 +12,8 @@ from torch import nn
 from helpers.equality import relative_error
 from helpers.moe_model import ALL_LISTS, TinyMoE, matches
 from helpers.planned_steps import SHAPE, Step
-from helpers.random_plans import random_placement, random_plan
-from trimtab.planner import Placement
 from trimtab.runtime import Session, gated_experts
+from trimtab.trace.numbering import random_orders
 
 LISTED = replace(SHAPE, lists=ALL_LISTS)
 MIXED = replace(SHAPE, lists=("down",))
@@ -23,16 +21,8 @@ SHAPES = pytest.mark.parametrize("shape", [SHAPE, LISTED, MIXED], ids=["stacks",
 TOKENS = torch.arange(11).repeat(3)
 
 
-def homes(*of_first_rank: int) -> Placement:
-    """The same homes in all layers, with these experts on rank 0."""
-    home_E = np.ones(SHAPE.experts, np.int16)
-    home_E[[*of_first_rank]] = 0
-    return Placement(np.tile(home_E, (SHAPE.layers, 1)))
-
-
-def move(session: Session, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    session.move(random_placement(rng, SHAPE.layers, SHAPE.experts, session.num_ranks))
+def renumber(session: Session, seed: int) -> None:
+    session.renumber(random_orders(len(session.layers), session.num_experts, seed))
 
 
 def error_of(model: TinyMoE, reference: TinyMoE) -> float:
@@ -64,15 +54,10 @@ def momentum_error(model: TinyMoE, optimizers: list[Any], reference: TinyMoE, ex
     )
 
 
-def train(
-    session: Session, model: TinyMoE, reference: TinyMoE, seed: int, *optimizers: Any, moves: bool = False
-) -> None:
+def train(session: Session, model: TinyMoE, reference: TinyMoE, seed: int, *optimizers: Any) -> None:
     """A step of the model in the session and of the reference."""
     step = Step(seed)
-    plan = step.plan
-    if not moves:
-        plan = random_plan(step.rng, step.workload, step.schedule, slots=2, placement=session.placement)
-    step.apply(session, plan)
+    step.apply(session)
     step.reference_loss(reference).backward()
     step.run(session, model)
     for optimizer in optimizers:

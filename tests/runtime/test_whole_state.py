@@ -1,8 +1,10 @@
-"""Weights and optimizer state in logical order are saved and loaded under any homes, on any number of ranks."""
+"""Weights and optimizer state of all ranks are saved and loaded on any number of ranks; and those of old versions."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,8 @@ import torch.distributed as dist
 
 from helpers.equality import relative_error
 from helpers.moe_model import ALL_LISTS, Shape, TinyMoE
-from helpers.random_plans import random_placement
 from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
-from trimtab.planner import Placement
 from trimtab.runtime import Session
 from trimtab.runtime.state.optimizer_rows import expert_state
 
@@ -41,10 +41,10 @@ def build(name: str, seed: int, shape: Shape = SHAPE) -> tuple[Session, TinyMoE,
 
 def whole(session: Session, model: TinyMoE, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """Copies on rank 0; empty on other ranks."""
-    weights = {name: value.clone() for name, value in session.logical.weights(model)}
+    weights = {name: value.clone() for name, value in session.whole.weights(model)}
     state = {
         name: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
-        for name, values in session.logical.optimizer_state(model, optimizer)
+        for name, values in session.whole.optimizer_state(model, optimizer)
     }
     return weights, state
 
@@ -63,13 +63,9 @@ def assert_equal(actual: tuple[Any, Any], expected: tuple[Any, Any], tolerance: 
 
 
 @runs_on_ranks()
-def test_any_homes_in_any_layer() -> None:
-    """Random homes for each layer: every rank loads its rows, and saving gives the same state."""
+def test_every_rank_loads_its_rows_and_saving_gives_the_same_state() -> None:
     session, model, optimizer = build("AdamW", seed=5)
-    rng = np.random.default_rng(6)
     session.register_optimizers(optimizer)
-    homes_LE = random_placement(rng, SHAPE.layers, SHAPE.experts, session.num_ranks).home
-    session.move(Placement(homes_LE))
     torch.manual_seed(7)
     weights = TinyMoE(SHAPE, torch.float64).state_dict()
     state = {
@@ -82,23 +78,20 @@ def test_any_homes_in_any_layer() -> None:
         }
         for name, value in weights.items()
     }
-    session.logical.load_weights(model, weights)
-    session.logical.load_optimizer_state(model, optimizer, state)
+    session.whole.load_weights(model, weights)
+    session.whole.load_optimizer_state(model, optimizer, state)
     for index, block in enumerate(model.moe_blocks()):
         assert block.layer is not None
         mine = block.layer.home_experts
-        assert set(mine) == set(np.flatnonzero(homes_LE[index] == session.rank))
         assert isinstance(block.down, torch.nn.Parameter)
         assert torch.equal(block.down.detach(), weights[f"blocks.{index}.down"][mine])
         rows = expert_state(optimizer, block.down, is_stack=True)
         assert rows.keys() == {"exp_avg", "exp_avg_sq"}
         assert torch.equal(rows["exp_avg"], state[f"blocks.{index}.down"]["exp_avg"][mine])
     assert_equal(whole(session, model, optimizer), (weights, state), 0.0)
-    session.move(random_placement(rng, SHAPE.layers, SHAPE.experts, session.num_ranks))
-    assert_equal(whole(session, model, optimizer), (weights, state), 0.0)
 
     with pytest.raises(InputError, match=r"there is optimizer state of 'head.scale'; this model has no such parameter"):
-        session.logical.load_optimizer_state(model, optimizer, {"head.scale": {}})
+        session.whole.load_optimizer_state(model, optimizer, {"head.scale": {}})
     for bad, message in (
         (weights | {"blocks.0.down": torch.zeros(9, 8, 6)}, r"'blocks.0.down' has shape \[9, 8, 6\]; .* 8 experts"),
         (weights | {"head.bias": torch.zeros(2)}, r"tensor 'head.bias' has shape \[2\]; this model has \[11\]"),
@@ -106,13 +99,13 @@ def test_any_homes_in_any_layer() -> None:
         (weights | {"extra": torch.zeros(2)}, "there is a tensor 'extra'; this model has none"),
     ):
         with pytest.raises(InputError, match=message):
-            session.logical.load_weights(model, bad)
+            session.whole.load_weights(model, bad)
 
     optimizer.state[model.get_parameter("blocks.1.down")]["step"] = torch.tensor(float(session.rank))
     with pytest.raises(
         InputError, match=r"AdamW: the state of 'blocks.1.down' is .*'step': 1.0.* on rank 1 and .* equal"
     ):
-        list(session.logical.optimizer_state(model, optimizer))
+        list(session.whole.optimizer_state(model, optimizer))
 
 
 @pytest.mark.parametrize(
@@ -128,3 +121,56 @@ def test_state_without_expert_rows_is_refused_with_its_name(value: object, found
         expert_state(optimizer, parameter, is_stack=True)
     del optimizer.state[parameter]["basis"]
     assert expert_state(optimizer, parameter, is_stack=True).keys() == {"rows"}
+
+
+def move_rows(cells: list[tuple[Any, Any]], rows_RH: torch.Tensor) -> None:
+    """Let all ranks' cells, a stack or one for each row, have the values that are in these rows of all."""
+    values = [holder[key] for holder, key in cells]
+    own = values[0] if len(values) == 1 and values[0].ndim > 2 else torch.stack(values)
+    parts = [torch.empty_like(own) for _ in rows_RH]
+    dist.all_gather(parts, own)
+    moved = torch.cat(parts)[rows_RH[dist.get_rank()]]
+    for (holder, key), value in zip(cells, [moved] if own is values[0] else moved, strict=True):
+        holder[key] = value
+
+
+@pytest.mark.parametrize("shape", [SHAPE, LISTED, MIXED], ids=["stacks", "lists", "both"])
+@runs_on_ranks()
+def test_state_dicts_of_experts_on_other_ranks_are_refused_until_they_are_put_in_order(shape: Shape) -> None:
+    """As versions saved them whose experts moved: rows of others, and the ids of all ranks' rows."""
+    session, model, optimizer = build("AdamW", 3, shape)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    session.register_optimizers(optimizer)
+    expected = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    weights, packed = copy.deepcopy(expected)
+    rng = np.random.default_rng(4)
+    names = {id(p): (name, number) for number, (name, p) in enumerate(model.named_parameters())}
+    for homes in session.homes:
+        rows_RH = torch.from_numpy(rng.permutation(shape.experts).reshape(session.num_ranks, -1))
+        for tensor in homes.tensors:
+            found = [names[id(p)] for p in ([tensor] if isinstance(tensor, torch.Tensor) else tensor)]
+            move_rows([(weights, name) for name, _ in found], rows_RH)
+            for key in ("exp_avg", "exp_avg_sq"):
+                move_rows([(packed["state"][number], key) for _, number in found], rows_RH)
+            for name, number in found:
+                weights[f"{name}.experts_of_rows"] = rows_RH
+                packed["param_groups"][0].setdefault("experts_of_rows", {})[number] = rows_RH
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=r"was saved while experts were on other ranks.*state_in_order"):
+            model.load_state_dict(weights, strict=strict)
+    late = OPTIMIZERS["AdamW"](model.parameters())
+    late.load_state_dict(packed)
+    for call in (late.step, partial(session.register_optimizers, late)):
+        with pytest.raises(RuntimeError, match=r"the state of AdamW was saved .*state_in_order"):
+            call()
+    model.load_state_dict(session.state_in_order(model, weights))
+    optimizer.load_state_dict(session.state_in_order(optimizer, packed))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in expected[0].items())
+    for number, values in expected[1]["state"].items():
+        for key, value in values.items():
+            assert torch.equal(optimizer.state_dict()["state"][number][key], value), key
+    weights = {name: value[:1] if name.endswith("experts_of_rows") else value for name, value in weights.items()}
+    with pytest.raises(InputError, match="was saved with experts on 1 ranks"):
+        session.state_in_order(model, weights)

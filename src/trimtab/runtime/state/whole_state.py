@@ -1,6 +1,6 @@
-"""`LogicalState`: weights and optimizer state with the experts of all ranks in logical order.
+"""`WholeState`: weights and optimizer state with the experts of all ranks.
 
-A stack of experts becomes one tensor `[E, ...]` of the same name. A list becomes E tensors `[...]`, with the logical
+A stack of experts becomes one tensor `[E, ...]` of the same name. A list becomes E tensors `[...]`, with the
 expert id in place of the row in their names.
 """
 
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from trimtab.errors import InputError
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.state.named_rows import IDS, names_of
 from trimtab.runtime.state.optimizer_rows import describe_state, expert_state
+from trimtab.runtime.state.owners import names_of
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 StateValue = torch.Tensor | int | float
@@ -100,17 +100,17 @@ class _Entry:
 
     @property
     def whole_names(self) -> list[str]:
-        """The names in the logical state: of the experts in this row of each rank, else one."""
+        """The names in the whole state: of the experts in this row of each rank, else one."""
         if self.layer is None or self.numbered is None:
             return [self.name]
         return [self.numbered.with_number(expert) for expert in self.layer.places.experts_RH[:, self.row].tolist()]
 
     def own_name(self, rank: int) -> str:
-        """The name of a rank's tensor in the logical state."""
+        """The name of a rank's tensor in the whole state."""
         return self.name if self.numbered is None else self.whole_names[rank]
 
     def whole(self, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The rows of the logical state by name, from the rows `[n, b]` of each rank: H of a stack, else one."""
+        """The rows of the whole state by name, from the rows `[n, b]` of each rank: H of a stack, else one."""
         if self.layer is None or not self.is_stack:
             return dict(zip(self.whole_names, parts, strict=True))
         experts_RH = self.layer.places.experts_RH
@@ -120,7 +120,7 @@ class _Entry:
         return {self.name: whole}
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor of the logical state: its rows `[H, ...]` of a stack, else all of it. Raises
+        """This rank's part of a tensor of the whole state: its rows `[H, ...]` of a stack, else all of it. Raises
         InputError if a stack has another number of experts."""
         if self.layer is None or not self.is_stack:
             return whole
@@ -138,24 +138,29 @@ class _Entry:
         return (self.own(value) if value.ndim else value).clone()
 
 
-class LogicalState:
-    """A model's weights and optimizer state, with the experts of all ranks in logical order.
+class WholeState:
+    """A model's weights and optimizer state, with the experts of all ranks.
 
     Methods are collective over the ranks of an expert-parallel group, unless they say otherwise.
 
     Args:
         layers: this rank's home experts of all layers.
+        in_order: the ranks of an expert-parallel group, in the order of their experts.
         changed: called when weights were loaded.
     """
 
     def __init__(
-        self, layers: Sequence[HomeExperts], topology: Topology, changed: Callable[[], None] = lambda: None
+        self,
+        layers: Sequence[HomeExperts],
+        topology: Topology,
+        in_order: dist.ProcessGroup,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._layers, self._changed = layers, changed
+        self._layers, self._in_order, self._changed = layers, in_order, changed
         self._topology = topology
 
     def weights(self, model: torch.nn.Module, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's state, name by name, with the experts of all ranks in logical order.
+        """The model's state, name by name, with the experts of all ranks.
 
         Every rank must iterate to the end. At a time, one gathered stack, or one expert of each rank, is in memory.
 
@@ -168,21 +173,26 @@ class LogicalState:
         Raises:
             InputError: if the names of a list's Parameters have no expert number; see `find_number`.
         """
-        for entry, value in self._entries(model, _tensors_of(model)):
+        for entry, value in self._entries(model, model.state_dict()):
             for name, whole in self._gather(entry, value, everywhere=everywhere).items():
                 yield name, whole if everywhere else whole.cpu()
 
     def checkpoint(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The model's state for `torch.distributed.checkpoint`; see `Session.dcp_state_dict`. Not a collective."""
-        from trimtab.runtime.state.distributed_checkpoint import whole_stack
+        # torch's modules take two seconds.
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
 
-        rank, group = self._topology.rank, self._topology.experts
-        return {
-            entry.own_name(rank): whole_stack(value.detach(), entry.layer.places, rank, group)
-            if entry.layer is not None and entry.is_stack
-            else value.detach()
-            for entry, value in self._entries(model, _tensors_of(model))
-        }
+        state = {}
+        for entry, value in self._entries(model, model.state_dict()):
+            rows = state[entry.own_name(self._topology.rank)] = value.detach()
+            if entry.layer is not None and entry.is_stack:
+                mesh = DeviceMesh.from_group(self._in_order, rows.device.type)
+                shape = torch.Size([len(entry.layer.home_E), *rows.shape[1:]])
+                state[entry.name] = DTensor.from_local(
+                    rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=rows.stride()
+                )
+        return state
 
     def load_weights(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         """Load this rank's rows of whole tensors, under the present homes. Not a collective.
@@ -193,7 +203,7 @@ class LogicalState:
         Raises:
             InputError: naming a tensor that is missing, unknown, or of another shape; as `weights`.
         """
-        entries = self._entries(model, _tensors_of(model))
+        entries = self._entries(model, model.state_dict())
         expected = {name for entry, _ in entries for name in entry.whole_names}
         if missing := sorted(expected - state.keys()):
             raise InputError(f"tensor {missing[0]!r} is missing; this model needs it")
@@ -212,7 +222,7 @@ class LogicalState:
     def optimizer_state(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> Iterator[tuple[str, dict[str, StateValue]]]:
-        """The optimizer's state, parameter by parameter, with the experts of all ranks in logical order.
+        """The optimizer's state, parameter by parameter, with the experts of all ranks.
 
         Every rank must iterate to the end; only the group's rank 0 yields.
 
@@ -348,11 +358,6 @@ class LogicalState:
                         f"{type(optimizer).__name__}: the state of {name!r} is {other[name]} on rank {rank} and "
                         f"{of_first} on rank 0; it should be equal"
                     )
-
-
-def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state without ids of rows, which logical order does not need."""
-    return {name: value for name, value in model.state_dict().items() if not name.endswith(IDS)}
 
 
 def _shape(tensor: torch.Tensor) -> list[int]:
