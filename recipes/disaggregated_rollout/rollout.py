@@ -193,7 +193,7 @@ class DisaggregatedRollout:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's part of the weights of a whole model, in logical expert order."""
+        """Copy this rank's part of the weights of a whole model."""
         for name, tensor in self.model.state_dict().items():
             if not tensor.is_meta:
                 tensor.copy_(weights[name])

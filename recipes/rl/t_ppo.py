@@ -149,10 +149,10 @@ class ValueHead:
         return {}
 
     def state(self) -> dict[str, Any]:
-        """For checkpoints, with experts in logical order; on ranks other than 0 it is empty. Collective."""
-        logical = self.session.whole
-        optimizer = dict(logical.optimizer_state(self.network, self.optimizer))
-        return {"weights": dict(logical.weights(self.network)), "optimizer": optimizer}
+        """For checkpoints, with the experts of all ranks; on ranks other than 0 it is empty. Collective."""
+        whole = self.session.whole
+        optimizer = dict(whole.optimizer_state(self.network, self.optimizer))
+        return {"weights": dict(whole.weights(self.network)), "optimizer": optimizer}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` returned, of a run with any number of ranks."""
@@ -178,7 +178,7 @@ class ValueTrunk(ValueHead):
         self.replicated = session.replicated_parameters(self.network)
 
     def start_from(self, policy: Mapping[str, torch.Tensor]) -> None:
-        """Take the weights of the policy's decoder, in logical expert order."""
+        """Take the weights of the policy's decoder, with all experts."""
         prefix = f"{self.network['trunk'].base_model_prefix}."
         trunk = {f"trunk.{name.removeprefix(prefix)}": policy[name] for name in policy if name.startswith(prefix)}
         head = {f"head.{name}": value for name, value in self.network["head"].state_dict().items()}

@@ -214,7 +214,7 @@ def _load(kind: Any, folder: Path, problem: str, **settings: Any) -> Any:
 
 
 def save_model(config: Any, state: dict[str, torch.Tensor], tokenizer: Any, folder: Path) -> None:
-    """Write weights in logical expert order, config and tokenizer, so that vanilla transformers loads them."""
+    """Write whole weights, config and tokenizer, so that vanilla transformers loads them."""
     disable_progress_bar()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=next(iter(state.values())).dtype)

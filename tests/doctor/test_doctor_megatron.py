@@ -77,9 +77,7 @@ def test_a_supported_configuration_has_no_problem(tmp_path: Path) -> None:
     assert found["layout"].text == "EP 8, TP 2, PP 4, CP 1; schedule: 1F1B"
     assert found["experts"].text.startswith("16 of 128 experts a rank")
     assert found["gradients"].text.endswith("use_distributed_optimizer")
-    assert "dp_reshardable bring them home before each save" in found["moves"].text
-    reshardable = findings_of(GOOD | {"dist_ckpt_optim_fully_reshardable": True}, tmp_path)["moves"].text
-    assert "dp_reshardable" not in reshardable
+    assert "register_optimizer" in found["renumbering"].text
     assert found["recompute"].text.startswith("full uniform; ")
 
 
@@ -98,8 +96,7 @@ def test_a_supported_configuration_has_no_problem(tmp_path: Path) -> None:
         ({"transformer_impl": ...}, "transformer_impl", "warning"),
         ({"tp_comm_overlap": True}, "tp_comm_overlap", "warning"),
         ({"optimizer": "muon"}, "optimizer", "warning"),
-        ({"optimizer_cpu_offload": True}, "moves", "warning"),
-        ({"ckpt_format": "torch"}, "moves", "warning"),
+        ({"optimizer_cpu_offload": True}, "renumbering", "warning"),
         ({"expert_model_parallel_size": "${EP}"}, "variables", "warning"),
     ],
 )

@@ -29,6 +29,7 @@ from helpers.random_choices import quotas_of_few, random_moves, random_quotas
 from helpers.random_slices import RELEASE, fails, in_time, random_delay, stalls
 from helpers.rank_pool import on_ranks
 from trimtab.runtime.live import balancer
+from trimtab.trace.numbering import Numbering
 
 ACTIONS = 30
 Call = Callable[..., None]
@@ -310,19 +311,23 @@ class Program:
         self.do(user_actions.write, self.draw("tensor", "data", "unnoticed" if checked else "data"))
 
     def store(self) -> None:
-        """Weights and optimizer state in order of experts, for other ranks."""
-        loop, logical = self.loop, self.loop.session.whole
+        """Weights, optimizer state and ids of experts, for other ranks."""
+        loop, parts = self.loop, self.loop.session.whole
+        if loop.seed % 3:
+            self.do(plans.renumber, self.seed())
         if loop.seed % 2:
             save_checkpoint(loop.session.dcp_state_dict(loop.model), checkpoint_id=self.folder / "weights")
-        state = dict(logical.weights(loop.model)), dict(logical.optimizer_state(loop.model, loop.optimizers[1]))
+        state = dict(parts.weights(loop.model)), dict(parts.optimizer_state(loop.model, loop.optimizers[1]))
         if state[0] and loop.session.topology.group == 0:
             whole = loop.reference.state_dict(), loop.optimizers[0].state_dict()
-            torch.save((*state, *whole), self.folder / "state.pt")
+            numbering = loop.session.numbering or Numbering()
+            torch.save((numbering.to_json(), *state, *whole), self.folder / "state.pt")
 
     def load(self) -> None:
         """Go on with what other ranks have stored."""
-        loop, logical = self.loop, self.loop.session.whole
-        weights, state, whole, whole_state = torch.load(self.folder / "state.pt")
+        loop, parts = self.loop, self.loop.session.whole
+        numbering, weights, state, whole, whole_state = torch.load(self.folder / "state.pt")
+        loop.session.numbering = Numbering.from_json(numbering, "state.pt")
         with torch.no_grad():
             for parameter in loop.model.parameters():
                 parameter.zero_()
@@ -330,8 +335,8 @@ class Program:
             load_checkpoint(loop.session.dcp_state_dict(loop.model), checkpoint_id=self.folder / "weights")
             loop.session.weights_changed()
         else:
-            logical.load_weights(loop.model, weights)
-        logical.load_optimizer_state(loop.model, loop.optimizers[1], state)
+            parts.load_weights(loop.model, weights)
+        parts.load_optimizer_state(loop.model, loop.optimizers[1], state)
         loop.reference.load_state_dict(whole)
         loop.optimizers[0].load_state_dict(whole_state)
         register_averages(loop)

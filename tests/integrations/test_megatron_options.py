@@ -22,10 +22,10 @@ from helpers.megatron_renumbering import (
 )
 from helpers.megatron_runs import NEED_GPU, case_of, compare_runs, layout_of, use_layout
 from helpers.rank_pool import on_ranks
-from trimtab.doctor.megatron_check import RESHARDABLE as IS_RESHARDABLE
 from trimtab.doctor.megatron_check import read_options
 from trimtab.integrations.megatron.option_tables import immovable, refusals
 
+IS_RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
 FILE = os.environ.get("OPTIONS", "")
 DISTRIBUTED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 RUNS: dict[str, dict[str, Any]] = {

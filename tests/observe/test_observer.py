@@ -71,7 +71,7 @@ def test_every_step_has_its_figures() -> None:
     assert [step for step, _ in found] == [0, 1, 2, 3]
     for step, figures in found:
         assert figures["rollout/moe/payload_mb"] == pytest.approx(payload_bytes[step] / 1e6)
-        assert ("rollout/moe/rehome_recovers" in figures) == (step > 0)
+        assert ("rollout/moe/renumber_recovers" in figures) == (step > 0)
         assert {"rollout/moe/idle_share", "rollout/moe/plan_gain", "perf/moe_observe_time"} <= set(figures)
 
 

@@ -98,10 +98,10 @@ def test_figures_of_a_step_that_is_easy_to_compute() -> None:
         assert found["tokens_per_micro_step"] == 40
         assert found["unknown_share"] == 0
         assert 0 < found["lost_share"] < 0.5
-    assert "rehome_recovers" not in first
+    assert "renumber_recovers" not in first
     # Past loads tell it: one of the two experts moves.
-    assert second["rehome_recovers"] == second["eplb_recovers"] == pytest.approx(1.0)
-    assert second["rehome_gain"] == pytest.approx(second["lost_share"])
+    assert second["renumber_recovers"] == second["eplb_recovers"] == pytest.approx(1.0)
+    assert second["renumber_gain"] == pytest.approx(second["lost_share"])
 
 
 def test_homes_and_plans_follow_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_homes_and_plans_follow_the_steps_before(monkeypatch: pytest.MonkeyPatch
         step = counted([trace_of(random_sequences(np.random.default_rng(seed), 12))], 4, 64)
         found, counts_MLE = figures.of(step), step.workload.token_counts_MLRE.sum(axis=2)
         assert pasts[-1] == [loads_LE.tolist() for loads_LE in loads_PLE[-step_figures.PAST_STEPS :]]
-        for name, slots in (("rehome", 0), ("eplb", 2)) if loads_PLE else ():
+        for name, slots in (("renumber", 0), ("eplb", 2)) if loads_PLE else ():
             before, after = (
                 loads_MLR.max(axis=2).sum() - loads_MLR.mean(axis=2).sum()
                 for loads_MLR in (home_loads(counts_MLE, 4), placed_loads(counts_MLE, loads_PLE[-1], 4, slots))
@@ -136,7 +136,7 @@ def test_one_hot_expert_is_divided_by_replicas_alone() -> None:
     figures.of(step)
     found = figures.of(step)
     assert found["idle_share"] == pytest.approx(0.5)
-    assert found["rehome_recovers"] == 0
+    assert found["renumber_recovers"] == 0
     assert found["eplb_recovers"] > 0.5
 
 
@@ -147,14 +147,14 @@ def test_even_routing_has_nothing_to_recover() -> None:
     for _ in range(2):
         found = figures.of(counted([trace_of([ids_TLK] * 4)], 2, 32))
     assert found["idle_share"] == found["max_vio"] == 0
-    assert {found[f"{name}_{what}"] for name in ("rehome", "eplb", "plan") for what in ("recovers", "gain")} == {0}
+    assert {found[f"{name}_{what}"] for name in ("renumber", "eplb", "plan") for what in ("recovers", "gain")} == {0}
 
 
 def test_figures_are_near_those_of_analyze() -> None:
     """Which sequences share a micro-step differs."""
     from trimtab import analyze
 
-    recovered: dict[str, float] = dict.fromkeys(("rehome", "eplb", "plan"), 0.0)
+    recovered: dict[str, float] = dict.fromkeys(("renumber", "eplb", "plan"), 0.0)
     for seed in range(4):
         trace = synthesize_preset(
             PRESETS["qwen3-30b-math"], num_sequences=256, mean_length=256, max_length=1024, num_layers=6,
@@ -168,9 +168,9 @@ def test_figures_are_near_those_of_analyze() -> None:
         assert found["idle_share"] == pytest.approx(expected.total.lost, rel=0.1)
         assert found["max_vio"] == pytest.approx(expected.total.max_vio.mean, rel=0.1)
         past = {each.name: each.recovered_fraction for each in expected.placements.strategies}
-        assert found["rehome_recovers"] == pytest.approx(past["homes_from_past"], abs=0.05)
+        assert found["renumber_recovers"] == pytest.approx(past["homes_from_past"], abs=0.05)
         assert found["eplb_recovers"] == pytest.approx(past["replicas_from_past"], abs=0.05)
         for name in recovered:
             recovered[name] += found[f"{name}_recovers"] / 4
     assert recovered["plan"] > 0.98
-    assert recovered["eplb"] > recovered["rehome"] + 0.03
+    assert recovered["eplb"] > recovered["renumber"] + 0.03

@@ -19,6 +19,7 @@ from trimtab import InputError
 from trimtab.array_type import Array
 from trimtab.errors import RanksDisagreeError
 from trimtab.runtime import Session, gated_experts
+from trimtab.trace import RoutingTrace
 from trimtab.trace.numbering import Numbering, random_orders
 
 
@@ -189,3 +190,28 @@ def test_old_weights_replay_recorded_ids_in_their_own_numbering() -> None:
     for block in loop.model.moe_blocks():
         block.run_in(other)
     assert other.numbering == numbering
+
+
+@runs_on_ranks()
+def test_parts_of_a_response_from_before_and_after_are_mapped_apart() -> None:
+    """As windows of T-PPO have them."""
+    loop = start()
+    session, mine = loop.session, loop.trace.select(loop.schedule.sequences_of(loop.data_rank))
+    session.renumber(some_order(session))
+    assert session.numbering is not None
+    now = replace(mine, numbering=Numbering()).in_numbering(session.numbering)
+    joined = []
+    for index in range(mine.num_sequences):
+        rows, known = mine.sequence(index), len(mine.sequence(index)) // 2
+        before = replace(
+            RoutingTrace.from_sequences([rows[:known]], num_experts=mine.num_experts), numbering=Numbering()
+        )
+        joined.append(np.concatenate([before.in_numbering(session.numbering).expert_ids, now.sequence(index)[known:]]))
+    trace = RoutingTrace.from_sequences(joined, num_experts=mine.num_experts)
+    assert np.array_equal(trace.expert_ids, now.expert_ids)
+    session.plan(replace(trace, numbering=session.numbering), loop.schedule)
+    tokens = loop.rows(0, loop.data_rank)
+    with torch.no_grad(), session.micro_step(0):
+        logits = loop.model(loop.tokens[tokens])
+    _, expected = loop.expect(tokens, "plain", live=False)
+    assert relative_error(logits, expected) < 1e-12

@@ -156,7 +156,6 @@ def _expand(word: str, variables: dict[str, str]) -> str:
 
 
 TESTED = ("0.16.1", "0.18.2", "0.19.2")
-RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
 SIZES = {
     "EP": "expert_model_parallel_size",
     "TP": "tensor_model_parallel_size",

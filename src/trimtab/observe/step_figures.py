@@ -133,7 +133,7 @@ class StepFigures:
     def of(self, step: CountedStep) -> dict[str, float]:
         """The figures of a step; `docs/observe.md` explains each.
 
-        Those of `rehome` and `eplb` need the step before; those of the step's time need a model.
+        Those of `renumber` and `eplb` need the step before; those of the step's time need a model.
         """
         workload, ranks = step.workload, self._cluster.ranks
         counts_MLE = workload.token_counts_MLRE.sum(axis=2, dtype=np.int64)
@@ -150,7 +150,7 @@ class StepFigures:
         homes = Placement.contiguous(workload.num_layers, workload.num_experts, ranks)
         recovered = {}
         if self._past:
-            for name, slots in (("rehome", 0), ("eplb", SLOTS)):
+            for name, slots in (("renumber", 0), ("eplb", SLOTS)):
                 recovered[name] = _recovered(loads_MLR, placed_loads(counts_MLE, self._past[-1], ranks, slots))
         costs = StepCosts.of(self._cluster, self._model, moe_layers=workload.num_layers) if self._model else None
         planned = plan_schedule(
