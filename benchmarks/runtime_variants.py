@@ -116,7 +116,7 @@ def build_variants(settings: RuntimeBenchmark) -> RuntimeVariants:
             one_node, session.homes, replace(session.settings, rates=None), top_k=settings.top_k
         )
         trace = skewed.select(mine)
-        planned, _ = planner.for_schedule(trace, schedule, session.placement)
+        planned, _ = planner.for_schedule(trace, schedule)
         session.apply_plan(replace(planned, plans=(replace(planned.plan, ranks_per_node=per_node),)), trace)
 
     def step() -> None:

@@ -58,17 +58,24 @@ def on_megatron(function: Any, *args: Any, ranks: int, ways: str = "") -> None:
 )  # fmt: skip
 def test_renumbered_models_train_as_models_with_first_ids(layout: str, ways: str) -> None:
     cases = examples(short=CASES_OF[layout][: 1 if ways else None], long=CASES + MORE)
+    if ways:
+        # Simulated devices know no reduce-scatter, and no autocast of late operations.
+        cases = [case for case in cases if not (case.distributed_optimizer or case.bf16)]
     on_megatron(train, LAYOUTS[layout], cases, ranks=LAYOUTS[layout].ranks, ways=ways)
 
 
 def train(layout: Layout, cases: list[MegatronCase]) -> None:
     """Live steps and planned ones with replicas; experts get other ids before some of them."""
+    from megatron import core
+
     use_layout(layout)
     for case in cases:
         pair = Pair(layout, case)
         pair.train(STEPS)
-        most = 1e-12 if case.double else 2e-2 if case.bf16 else 1e-5
-        assert pair.weights_error() < most, (case, pair.weights_error())
+        # Megatron 0.19 computes auxiliary losses in float32.
+        exact = 2e-7 if case.balanced_routers and not core.__version__.startswith("0.16") else 1e-12
+        of_weights, most = (exact, exact) if case.double else (2e-2, 2e-2) if case.bf16 else (2e-7, 1e-5)
+        assert pair.weights_error() < of_weights, (case, pair.weights_error())
         has_experts = pair.session.session is not None
         assert pair.renumbered > 0 or not has_experts
         assert pair.replicas > 0 or not has_experts
@@ -90,7 +97,7 @@ def test_plain_megatron_loads_checkpoints_of_renumbered_models(saved: str, kind:
     layout = LAYOUTS[saved.removesuffix(", Adam")]
     case = MegatronCase(distributed_optimizer="Adam" not in saved, adam=True, pipelined_layers=True)
     on_megatron(save_checkpoints, layout, case, str(tmp_path), 2, kind, ranks=layout.ranks)
-    others = [Layout(2, 2), Layout(4, 2), Layout(4, 4), Layout(4, 2, pipeline=2), Layout(4, 1, pipeline=2)]
+    others = [Layout(2, 2), Layout(4, 2), Layout(4, 4), Layout(4, 2, pipeline=2)]
     is_fixed = "Adam" in saved or kind == BY_POSITION
     for each in [layout] if is_fixed else examples(short=[Layout(4, 4)], long=others):
         on_megatron(compare_checkpoints, each, case, str(tmp_path), kind, ranks=each.ranks)

@@ -261,13 +261,15 @@ def peak_of_planning(groups: int, counts_mb: int) -> tuple[float, float]:
         np.zeros(shape[0], np.int32), groups,
     )  # fmt: skip
     cluster = ClusterSpec(1, 1, 0)
-    planner = SessionPlanner(topology, cluster, StepCosts.of(cluster, MODEL, moe_layers=4), PlanSettings(), "off")
     placement = Placement.contiguous(shape[1], shape[2], 1)
+    planner = SessionPlanner(
+        topology, cluster, placement, StepCosts.of(cluster, MODEL, moe_layers=4), PlanSettings(), "off"
+    )
     # Never stopped: Python 3.11 can crash if another thread allocates while the tracing of memory is stopped.
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     tracemalloc.reset_peak()
-    _, load = planner.for_schedule(trace, schedule, placement)
+    _, load = planner.for_schedule(trace, schedule)
     _, peak = tracemalloc.get_traced_memory()
     assert load.counts_MLE.sum() == shape[0] * shape[1]
     topology.drop_groups()

@@ -32,14 +32,12 @@ class PlanReport:
     memory: RankMemory
     is_sliced: bool = measured("whether replicas and split follow while the step runs")
     planning_s: float = measured("from counting to the end of the plan's broadcast", "s", key="planning_s")
-    waited_s: float = measured(
-        "for which the step waited: `planning_s`, and applying the plan without moves", "s", key="waited_s"
-    )
+    waited_s: float = measured("for which the step waited: `planning_s`, and applying the plan", "s", key="waited_s")
     ahead_s: float = measured(
         "of counting and planning ahead of the step, during the rollout, on the first rank", "s", key="ahead_s"
     )
     known_ahead: float = measured(
-        "part of the step's tokens from which homes and strategy were chosen ahead of the step; if it is 0, they were "
+        "part of the step's tokens from which the strategy was chosen ahead of the step; if it is 0, they were "
         "chosen from all, or doing nothing was; the schedule always is of all",
         key="known_ahead",
     )
@@ -52,7 +50,7 @@ class PlanReport:
         key="moe/predicted_gain",
     )
     max_vio_before: float = measured(
-        "max/mean - 1 of rank loads, mean over instances, at the present homes", key="moe/max_vio_before"
+        "max/mean - 1 of rank loads, mean over instances, without the plan", key="moe/max_vio_before"
     )
     max_vio_after: float = measured("the same under the plan", key="moe/max_vio_after")
     replicas: int = measured("replicas in all instances; expected ones if `is_sliced`", key="moe/replicas")
@@ -60,7 +58,7 @@ class PlanReport:
     unplanned_micro_steps: int = measured("micro-steps that run without a plan")
     mixed_instances: int = measured("instances with unknown routes, whose counts the ranks exchange")
     peak_rows_before: int = measured(
-        "of the busiest rank in its busiest instance, at the present homes", "rows", key="moe/peak_rows_before"
+        "of the busiest rank in its busiest instance, without the plan", "rows", key="moe/peak_rows_before"
     )
     peak_rows_after: int = measured("the same under the plan", "rows", key="moe/peak_rows_after")
 

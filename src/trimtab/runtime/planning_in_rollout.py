@@ -1,4 +1,4 @@
-"""`PlanningInRollout`: finished sequences are counted, and homes and strategy chosen, while other sequences generate.
+"""`PlanningInRollout`: finished sequences are counted, and a strategy is chosen, while other sequences generate.
 
 The work is done on the planner's thread. The first data rank keeps the counts of all ranks by the hash of the sequence,
 so that only counts of later sequences are sent when the step is planned.
@@ -17,11 +17,11 @@ import numpy as np
 import torch.distributed as dist
 
 from trimtab.array_type import Array
-from trimtab.planner import Placement, PlannedStep, SequenceCounts
+from trimtab.planner import PlannedStep, SequenceCounts
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.trace import RoutingTrace
 
-# Homes and strategy are chosen again if less than this part of a step's tokens was counted ahead.
+# A strategy is chosen again if less than this part of a step's tokens was counted ahead.
 KNOWN_AHEAD = 0.5
 
 
@@ -43,7 +43,7 @@ class PlannedAhead(NamedTuple):
     """What was planned before a step.
 
     Attributes:
-        planned: headers whose homes and rules the step follows; None if there are none.
+        planned: headers whose rules the step follows; None if there are none.
         seconds: of counting and planning, during the rollout.
         known: the part of the step's tokens from which it was planned.
     """
@@ -63,7 +63,6 @@ class PlanningInRollout:
 
     Attributes:
         planned: on the first data rank, planned from the sequences counted so far; None if there were none.
-        homes: when that was planned.
         tokens: of these sequences; of those of them that are in the step, once it is known.
         seconds: of counting and planning, during the rollout.
     """
@@ -76,7 +75,6 @@ class PlanningInRollout:
         self._has_failed = False
         self._changed = threading.Condition()
         self.planned: PlannedStep | None = None
-        self.homes: Placement | None = None
         self.tokens = 0
         self.seconds = 0.0
 
@@ -85,12 +83,8 @@ class PlanningInRollout:
         with self._changed:
             self._waiting += 1
 
-    def run(self, trace: RoutingTrace, placement: Placement, plan: Callable[[SequenceCounts], PlannedStep]) -> None:
-        """Count sequences, gather the counts on the first data rank, and plan there. Collective over the threads.
-
-        Args:
-            placement: the present homes.
-        """
+    def run(self, trace: RoutingTrace, plan: Callable[[SequenceCounts], PlannedStep]) -> None:
+        """Count sequences, gather the counts on the first data rank, and plan there. Collective over the threads."""
         start, is_gathered = time.perf_counter(), False
         try:
             self._gather(trace)
@@ -98,7 +92,6 @@ class PlanningInRollout:
             if self._known:
                 # In an order that does not depend on that of arrival.
                 self.planned = plan(SequenceCounts.concatenate([self._known[key] for key in sorted(self._known)]))
-            self.homes = placement
             self.tokens = sum(int(counts.lengths.sum()) for counts in self._known.values())
             self.seconds += time.perf_counter() - start
         except BaseException as error:
@@ -121,14 +114,14 @@ class PlanningInRollout:
         new = trace if is_new.all() else trace.select(np.flatnonzero(is_new))
         return RankSequences(trace.sequence_hashes, is_new, SequenceCounts.from_trace(new))
 
-    def result(self, placement: Placement, tokens: int) -> PlannedAhead:
-        """What was planned, with a plan if that was from enough of the step's tokens, and homes are still the same.
+    def result(self, tokens: int) -> PlannedAhead:
+        """What was planned, with a plan if that was from enough of the step's tokens.
 
         Args:
             tokens: of the step.
         """
-        planned, is_same = self.planned, self.homes is not None and np.array_equal(self.homes.home, placement.home)
-        if planned is not None and is_same and self.tokens >= KNOWN_AHEAD * tokens:
+        planned = self.planned
+        if planned is not None and self.tokens >= KNOWN_AHEAD * tokens:
             # The other groups' plans are not followed.
             planned = replace(planned, plans=planned.plans[:1])
         else:

@@ -195,7 +195,7 @@ class Session(SessionSteps, SessionGradients):
         assert step.schedule is not None
         trace = step.completed_trace
         planned, _ = self._planner(trace, values_RV[:, 0].max() * 1e-12 or None).for_schedule(
-            trace, step.schedule, self._experts.placement, may_move=True
+            trace, step.schedule, may_move=True
         )
         # Ids are contiguous in the order of the framework's group.
         return np.argsort(np.array(self.topology.positions)[planned.placement.home], axis=1, kind="stable")
@@ -335,8 +335,8 @@ class Session(SessionSteps, SessionGradients):
         self._experts.need_own("collect or load them")
         self._lockstep.need_groups()
         given = self.settings.expert_group
-        in_order = self.topology.experts if given is None else inner_group(given)
-        return WholeState(self.homes, self.topology, in_order, self.weights_changed)
+        group = self.topology.experts if given is None else inner_group(given)
+        return WholeState(self.homes, group, self.weights_changed)
 
     def close(self) -> None:
         """Release threads and shared memory. Not needed before a process ends. Not a collective: other ranks may still

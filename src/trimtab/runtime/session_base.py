@@ -196,6 +196,7 @@ class SessionBase:
         dispatch_forwards: bool = False,
         expert_groups: tuple[int, int] = (1, 1),
         equal_tokens: str = "",
+        by_expert: ByExpert | None = None,
     ) -> FrameworkLayer:
         """Add the next MoE layer, which a framework's own dispatcher and matrix products run. Not a collective.
 
@@ -211,6 +212,7 @@ class SessionBase:
             expert_groups: groups of experts, and to how many of them the router limits a token's; see `ModelSpec`.
             equal_tokens: the name of a dispatcher that needs the same number of tokens on all ranks; micro-steps with
                 others raise RanksDisagreeError.
+            by_expert: see `add_layer`.
 
         Raises:
             InputError: as `add_layer`, and if the policy is `feplb`.
@@ -222,7 +224,7 @@ class SessionBase:
             )
         homes = self._experts.add_layer(parameters, self._initial_E, joins_in_backward=True)
         homes.sends_rows, homes.dispatch_forwards, homes.expert_groups = False, dispatch_forwards, expert_groups
-        homes.equal_tokens = equal_tokens
+        homes.equal_tokens, homes.by_expert = equal_tokens, by_expert
         self._take_numbering(homes)
         return FrameworkLayer(self._calls, homes)
 

@@ -155,13 +155,13 @@ class SessionSteps(SessionMicroSteps):
         # The other ranks wait for this one's counts.
         mine = trace.part(0, 0) if counted is None else counted
         in_rollout = self._in_rollout = self._in_rollout or PlanningInRollout(self.topology)
-        planner, placement = self._planner(mine), self._experts.placement
+        planner = self._planner(mine)
 
         def plan(sequences: SequenceCounts) -> PlannedStep:
-            return planner.plan_ahead(sequences, placement, token_budget=token_budget)
+            return planner.plan_ahead(sequences, token_budget=token_budget)
 
         in_rollout.expect()
-        planner_thread(self.topology).start(lambda: in_rollout.run(mine, placement, plan))
+        planner_thread(self.topology).start(lambda: in_rollout.run(mine, plan))
         if problem is not None:
             raise problem
 
@@ -186,7 +186,7 @@ class SessionSteps(SessionMicroSteps):
         sliced = self._agree(PLAN_SEQUENCES, same, problem)
         assert mine is not None
         planned = self._planner(mine).for_sequences(
-            mine, self._experts.placement, sliced=sliced, token_budget=token_budget, mini_batch=mini_batch,
+            mine, sliced=sliced, token_budget=token_budget, mini_batch=mini_batch,
             in_rollout=self._take_in_rollout(sliced=sliced),
         )  # fmt: skip
         prints_D: list[Any] = [None] * self.topology.num_data_ranks
@@ -254,7 +254,7 @@ class SessionSteps(SessionMicroSteps):
         unread_T: Array | None = None,
     ) -> PlanReport:
         planned, load = self._planner(trace).for_schedule(
-            trace, schedule, self._experts.placement, sliced=sliced, in_rollout=self._take_in_rollout(sliced=sliced)
+            trace, schedule, sliced=sliced, in_rollout=self._take_in_rollout(sliced=sliced)
         )
         return self._apply_planned(planned, trace, schedule, load=load, unread_T=unread_T)
 

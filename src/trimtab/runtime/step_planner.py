@@ -45,6 +45,7 @@ class SessionPlanner:
 
     Attributes:
         cluster: the ranks of one expert-parallel group, and the number of cores that rank 0 plans with.
+        placement: the homes of the session.
         costs: costs that the planner minimises.
         settings: settings of the planner.
         mode: mode of the session.
@@ -53,6 +54,7 @@ class SessionPlanner:
 
     topology: Topology
     cluster: ClusterSpec
+    placement: Placement
     costs: StepCosts
     settings: PlanSettings
     mode: Mode
@@ -112,13 +114,13 @@ class SessionPlanner:
             cluster = replace(cluster, node_bytes_per_s=0.0, network_bytes_per_s=0.0)
         if settings.mirror_bytes is not None:
             cluster = replace(cluster, mirror_experts=settings.mirror_bytes // first.expert_bytes)
-        return cls(topology, cluster, costs, settings.plan_settings, settings.mode, excluded)
+        placement = Placement(np.stack([layer.home_E for layer in layers]))
+        return cls(topology, cluster, placement, costs, settings.plan_settings, settings.mode, excluded)
 
     def for_schedule(
         self,
         trace: RoutingTrace,
         schedule: Schedule,
-        placement: Placement,
         *,
         sliced: bool = False,
         in_rollout: PlanningInRollout | None = None,
@@ -127,7 +129,6 @@ class SessionPlanner:
         """Plan a step with a given schedule; `trace` has this rank's sequences of it. Returns also this rank's load.
 
         Args:
-            placement: the homes of the session.
             sliced: replicas may follow while the step runs.
             in_rollout: what was planned ahead of the step; None if nothing was.
             may_move: the plan may have other homes, if experts come there in less time than that saves. It tells in
@@ -148,13 +149,13 @@ class SessionPlanner:
                 leaders.gather,
             )  # fmt: skip
             if self.mode in ("static", "off"):
-                return self._static(loads, [of_group], schedule, placement)
+                return self._static(loads, [of_group], schedule)
             ahead = PlannedAhead()
             if in_rollout is not None:
                 tokens = sum(leaders.gather([int(lengths.sum())]))
                 # The first data rank has planned ahead.
-                ahead = leaders.gather([in_rollout.result(placement, tokens)])[0]
-            planned = self._with_schedule(loads, schedule, placement, ahead, sliced=sliced, may_move=may_move)
+                ahead = leaders.gather([in_rollout.result(tokens)])[0]
+            planned = self._with_schedule(loads, schedule, ahead, sliced=sliced, may_move=may_move)
             if len(set(leaders.gather([digest(planned.placement.home)]))) > 1:
                 raise RuntimeError("the planners of the expert-parallel groups have chosen different homes")
             return ahead.credited(planned)
@@ -172,7 +173,6 @@ class SessionPlanner:
     def for_sequences(
         self,
         trace: RoutingTrace,
-        placement: Placement,
         *,
         sliced: bool,
         token_budget: int,
@@ -195,7 +195,7 @@ class SessionPlanner:
         def plan() -> list[PlannedStep]:
             assert gathered is not None
             sequences = counting.join([part for part in gathered if part is not None])
-            planned = self._plan_all(sequences, placement, counting, token_budget, mini_batch, sliced=sliced)
+            planned = self._plan_all(sequences, counting, token_budget, mini_batch, sliced=sliced)
             return [replace(planned, plans=(plan,)) for plan in planned.plans]
 
         leaders = Leaders(self.topology.leaders)
@@ -204,7 +204,6 @@ class SessionPlanner:
     def _plan_all(
         self,
         sequences: SequenceCounts,
-        placement: Placement,
         counting: PlanningInRollout,
         token_budget: int,
         mini_batch: Array | None,
@@ -214,10 +213,10 @@ class SessionPlanner:
         """The plans of all groups, on the first data rank."""
         groups, ranks = self.topology.groups, self.topology.num_ranks
         if self.mode == "plan":
-            ahead = counting.result(placement, int(sequences.lengths.sum()))
+            ahead = counting.result(int(sequences.lengths.sum()))
             planned = plan_sequences(
-                sequences, placement, self.cluster, token_budget=token_budget, mini_batch=mini_batch, groups=groups,
-                ahead=ahead.planned, **self._options(sliced=sliced),
+                sequences, self.placement, self.cluster, token_budget=token_budget, mini_batch=mini_batch,
+                groups=groups, ahead=ahead.planned, **self._options(sliced=sliced),
             )  # fmt: skip
             return ahead.credited(planned)
         packed = pack_by_length(
@@ -227,14 +226,14 @@ class SessionPlanner:
         if self.mode in ("static", "off"):
             parts = (packed.of_group(group, ranks) for group in range(groups))
             by_expert = [ExpertLoads.from_sequences(sequences.select(mine), part) for mine, part in parts]
-            return self._static(loads, by_expert, packed, placement)
-        return self._with_schedule(loads, packed, placement, PlannedAhead(), sliced=False)
+            return self._static(loads, by_expert, packed)
+        return self._with_schedule(loads, packed, PlannedAhead(), sliced=False)
 
-    def plan_ahead(self, sequences: SequenceCounts, placement: Placement, *, token_budget: int) -> PlannedStep:
+    def plan_ahead(self, sequences: SequenceCounts, *, token_budget: int) -> PlannedStep:
         """Plans for a part of a step's sequences. Not a collective."""
         budget = max(token_budget, int(sequences.lengths.max(initial=0)))
         return plan_sequences(
-            sequences, placement, self.cluster, token_budget=budget, groups=self.topology.groups,
+            sequences, self.placement, self.cluster, token_budget=budget, groups=self.topology.groups,
             **self._options(sliced=True),
         )  # fmt: skip
 
@@ -258,14 +257,13 @@ class SessionPlanner:
         self,
         loads: StepLoads,
         schedule: Schedule,
-        placement: Placement,
         ahead: PlannedAhead,
         *,
         sliced: bool,
         may_move: bool = False,
     ) -> PlannedStep:
         return plan_schedule(
-            loads, schedule, placement, self.cluster, ahead=ahead.planned,
+            loads, schedule, self.placement, self.cluster, ahead=ahead.planned,
             **self._options(sliced=sliced, may_move=may_move),
         )  # fmt: skip
 
@@ -280,12 +278,10 @@ class SessionPlanner:
             "sliced": sliced,
         }
 
-    def _static(
-        self, loads: StepLoads, by_expert_G: Sequence[ExpertLoads], schedule: Schedule, placement: Placement
-    ) -> PlannedStep:
+    def _static(self, loads: StepLoads, by_expert_G: Sequence[ExpertLoads], schedule: Schedule) -> PlannedStep:
         """Plans without replicas."""
         plans = tuple(
-            plan_homes(by_expert, part, placement, self.cluster, self.settings)
+            plan_homes(by_expert, part, self.placement, self.cluster, self.settings)
             for by_expert, part in zip(by_expert_G, loads.schedules, strict=True)
         )
         pairs = zip(plans, by_expert_G, strict=True)

@@ -43,10 +43,9 @@ class BalancedLayer:
         equal_tokens = "HybridEP" if forwards and config.moe_flex_dispatcher_backend == "hybridep" else ""
         groups_of = (config.moe_router_num_groups or 1, config.moe_router_group_topk or 1)
         self._layer: FrameworkLayer = session.add_framework_layer(
-            experts.tensors, dispatch_forwards=forwards, expert_groups=groups_of, equal_tokens=equal_tokens
-        )
-        if is_known(moe_layer.router):
-            self._layer.homes.by_expert = partial(tensors_by_expert, moe_layer.router)
+            experts.tensors, dispatch_forwards=forwards, expert_groups=groups_of, equal_tokens=equal_tokens,
+            by_expert=partial(tensors_by_expert, moe_layer.router) if is_known(moe_layer.router) else None,
+        )  # fmt: skip
         self.decoder_layer: int = moe_layer.layer_number - 1
         self.number, self.layers_of_model = numbers.index(self.decoder_layer), len(numbers)
         # Megatron before 0.16 and forks of it have none; their routers have to ask `SessionReplay` in another way.

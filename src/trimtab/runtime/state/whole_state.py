@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from trimtab.errors import InputError
-from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.state.optimizer_rows import describe_state, expert_state
 from trimtab.runtime.state.owners import names_of
@@ -100,24 +99,24 @@ class _Entry:
 
     @property
     def whole_names(self) -> list[str]:
-        """The names in the whole state: of the experts in this row of each rank, else one."""
-        if self.layer is None or self.numbered is None:
+        """The names in the whole state: of the experts in this row of each rank, in order, else one."""
+        if self.layer is None or self.row is None or self.numbered is None:
             return [self.name]
-        return [self.numbered.with_number(expert) for expert in self.layer.places.experts_RH[:, self.row].tolist()]
+        num_rows = len(self.layer.home_experts)
+        return [self.numbered.with_number(e) for e in range(self.row, len(self.layer.home_E), num_rows)]
 
-    def own_name(self, rank: int) -> str:
-        """The name of a rank's tensor in the whole state."""
-        return self.name if self.numbered is None else self.whole_names[rank]
+    @property
+    def own_name(self) -> str:
+        """The name of this rank's tensor in the whole state."""
+        if self.layer is None or self.row is None or self.numbered is None:
+            return self.name
+        return self.numbered.with_number(int(self.layer.home_experts[self.row]))
 
     def whole(self, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The rows of the whole state by name, from the rows `[n, b]` of each rank: H of a stack, else one."""
-        if self.layer is None or not self.is_stack:
+        if not self.is_stack:
             return dict(zip(self.whole_names, parts, strict=True))
-        experts_RH = self.layer.places.experts_RH
-        whole = parts[0].new_empty(experts_RH.size, parts[0].shape[1])
-        for experts_H, part in zip(experts_RH, parts, strict=True):
-            whole[torch.from_numpy(experts_H).to(whole.device)] = part
-        return {self.name: whole}
+        return {self.name: torch.cat([*parts])}
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor of the whole state: its rows `[H, ...]` of a stack, else all of it. Raises
@@ -145,19 +144,17 @@ class WholeState:
 
     Args:
         layers: this rank's home experts of all layers.
-        in_order: the ranks of an expert-parallel group, in the order of their experts.
+        group: the ranks of an expert-parallel group, in the order of their experts.
         changed: called when weights were loaded.
     """
 
     def __init__(
         self,
         layers: Sequence[HomeExperts],
-        topology: Topology,
-        in_order: dist.ProcessGroup,
+        group: dist.ProcessGroup,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._layers, self._in_order, self._changed = layers, in_order, changed
-        self._topology = topology
+        self._layers, self._group, self._changed = layers, group, changed
 
     def weights(self, model: torch.nn.Module, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's state, name by name, with the experts of all ranks.
@@ -185,9 +182,9 @@ class WholeState:
 
         state = {}
         for entry, value in self._entries(model, model.state_dict()):
-            rows = state[entry.own_name(self._topology.rank)] = value.detach()
+            rows = state[entry.own_name] = value.detach()
             if entry.layer is not None and entry.is_stack:
-                mesh = DeviceMesh.from_group(self._in_order, rows.device.type)
+                mesh = DeviceMesh.from_group(self._group, rows.device.type)
                 shape = torch.Size([len(entry.layer.home_E), *rows.shape[1:]])
                 state[entry.name] = DTensor.from_local(
                     rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=rows.stride()
@@ -212,7 +209,7 @@ class WholeState:
         # Before anything is written, since it may raise.
         self._changed()
         for entry, target in entries:
-            name = entry.own_name(self._topology.rank)
+            name = entry.own_name
             value = entry.own(state[name])
             if value.shape != target.shape:
                 raise InputError(f"tensor {name!r} has shape {_shape(value)}; this model has {_shape(target)}")
@@ -252,7 +249,7 @@ class WholeState:
                 for key in sorted(rows):
                     for name, value in self._gather(entry, rows[key]).items():
                         whole[name][key] = value
-            if self._topology.rank == 0:
+            if self._group.rank() == 0:
                 for name, of_name in whole.items():
                     yield (
                         name,
@@ -283,7 +280,7 @@ class WholeState:
         mine = {
             parameter: {key: entry.own_value(value) for key, value in state[name].items()}
             for entry, parameter in entries
-            if (name := entry.own_name(self._topology.rank)) in state
+            if (name := entry.own_name) in state
         }
         packed = optimizer.state_dict()
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -321,7 +318,7 @@ class WholeState:
     def _gather(self, entry: _Entry, value: torch.Tensor, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
         """The tensors of all ranks in one entry, by name; empty on ranks other than 0 unless `everywhere`."""
         if entry.layer is None:
-            return {entry.name: value} if everywhere or self._topology.rank == 0 else {}
+            return {entry.name: value} if everywhere or self._group.rank() == 0 else {}
         rows = value if entry.is_stack else value[None]
         parts = self._exchange(rows, everywhere=everywhere)
         if parts is None:
@@ -333,13 +330,12 @@ class WholeState:
         """All ranks' `rows [n, ...]` as bytes `[n, b]`, everywhere or on rank 0."""
         # As bytes, since backends do not support all dtypes of optimizer state.
         data = rows.detach().reshape(len(rows), -1).contiguous().view(torch.uint8)
-        group = self._topology.experts
-        is_here = everywhere or self._topology.rank == 0
-        parts = [torch.empty_like(data) for _ in range(self._topology.num_ranks)] if is_here else None
+        is_here = everywhere or self._group.rank() == 0
+        parts = [torch.empty_like(data) for _ in range(self._group.size())] if is_here else None
         if everywhere:
-            dist.all_gather(parts, data, group=group)
+            dist.all_gather(parts, data, group=self._group)
         else:
-            dist.gather(data, parts, group=group, group_dst=0)
+            dist.gather(data, parts, group=self._group, group_dst=0)
         return parts
 
     def _check_ranks_agree(
@@ -349,8 +345,8 @@ class WholeState:
         mine = {
             entry.name: describe_state(optimizer, parameter, is_stack=entry.is_stack) for entry, parameter in experts
         }
-        described: list[dict[str, dict[str, object]]] = [{}] * self._topology.num_ranks
-        dist.all_gather_object(described, mine, group=self._topology.experts)
+        described: list[dict[str, dict[str, object]]] = [{}] * self._group.size()
+        dist.all_gather_object(described, mine, group=self._group)
         for rank, other in enumerate(described):
             for name, of_first in described[0].items():
                 if other[name] != of_first:
