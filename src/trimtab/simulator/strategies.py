@@ -75,8 +75,7 @@ def _plugins(mode: str) -> tuple[str, ...]:
 NOTHING = RunStrategy("nothing", "contiguous homes, sequences packed by length", "", (), lambda: POLICIES["static"])
 ALL = RunStrategy(
     "all", "sequences, homes and replicas, whatever pays", f"{RECORDED} and memory for replicas",
-    (OWN_LOOP, IN_RUN),
-    lambda: POLICIES["trimtab"], has_slots=True,
+    (OWN_LOOP, IN_RUN), lambda: POLICIES["trimtab"], has_slots=True,
 )  # fmt: skip
 REPLICAS = RunStrategy(
     "replicas", "replicas planned before each micro-step", f"{RECORDED} and memory for replicas", _plugins("plan"),
