@@ -214,7 +214,7 @@ def test_price_is_that_of_the_slowest_rank_and_of_most_bytes() -> None:
         mock.patch.object(dist, "all_to_all_single", wait_for_others),
     ):
         assert measure(50) == pytest.approx(0.1 / 100)
-        # Small moves do not change it.
+        # Small ones do not change it.
         assert [measure(1000), measure(10)] == pytest.approx([0.1 / 2000] * 2)
 
 
@@ -239,7 +239,9 @@ def test_measured_price_reaches_the_planner(lists: tuple[str, ...]) -> None:
     with (
         mock.patch("trimtab.runtime.step_planner.plan_schedule", plan),
         mock.patch.object(MovePrice, "measure", autospec=True, side_effect=MovePrice.measure) as measure,
-        mock.patch.object(MovePrice, "s_per_byte", property(lambda _: 1e-6 if measure.called else None)),
+        mock.patch.object(
+            MovePrice, "s_per_byte", property(lambda _: 1e-6 if measure.called else None, lambda *_: None)
+        ),
     ):
         choose()
         session.renumber([np.arange(session.num_experts)[::-1]] * len(session.layers))

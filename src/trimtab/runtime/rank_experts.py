@@ -4,7 +4,6 @@ and `MovePrice`: what an expert costs that changes its rank, as measured in past
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -129,11 +128,6 @@ class RankExperts:
     def parameters(self) -> list[torch.nn.Parameter]:
         """Parameters whose gradients accumulate in `.grad`."""
         return [p for layer in self._own_layers() for p in layer.parameters]
-
-    @property
-    def has_framework(self) -> bool:
-        """Whether a framework trains the experts of a layer."""
-        return self._framework_state is not None or any(layer.joins_in_backward for layer in self.layers)
 
     def need_own(self, purpose: str) -> None:
         """Raises InputError if the framework trains the experts of a layer."""
@@ -296,30 +290,20 @@ class RankExperts:
         self._with_transfers(lambda transfers: transfers.returns.abandon())
 
 
-# Past exchanges that the price is taken from.
-KEPT_MOVES = 16
-
-
 class MovePrice:
-    """Seconds per byte that the busiest rank sends, equal on all ranks of an expert-parallel group."""
+    """Seconds per byte that the busiest rank sends, equal on all ranks of an expert-parallel group.
+
+    Attributes:
+        s_per_byte: of the exchange of most bytes, since small ones take a minimum time; None before the first.
+    """
+
+    s_per_byte: float | None = None
 
     def __init__(self, topology: Topology) -> None:
-        self._topology = topology
-        self._moves: deque[tuple[float, int]] = deque(maxlen=KEPT_MOVES)
-
-    @property
-    def s_per_byte(self) -> float | None:
-        """The median over the bytes of past moves; None before the first.
-
-        Bytes count, not moves, since small moves take a minimum time.
-        """
-        if not self._moves:
-            return None
-        prices, nbytes = zip(*sorted((seconds / nbytes, nbytes) for seconds, nbytes in self._moves), strict=True)
-        return float(prices[np.searchsorted(np.cumsum(nbytes), sum(nbytes) / 2)])
+        self._topology, self._most = topology, 0
 
     def measure(self, move: Callable[[], Array], device: torch.device) -> Array:
-        """Measure a move of at least one expert. Collective over the ranks of the group.
+        """Measure an exchange of at least one expert. Collective over the ranks of the group.
 
         Args:
             move: returns the bytes `[R]` that each rank sent.
@@ -332,7 +316,9 @@ class MovePrice:
         sent_R = move()
         slowest = torch.tensor(_now(device) - start, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._topology.expert_control)
-        self._moves.append((float(slowest), int(sent_R.max())))
+        if sent_R.max() >= self._most:
+            self._most = int(sent_R.max())
+            self.s_per_byte = float(slowest) / self._most
         return sent_R
 
 
