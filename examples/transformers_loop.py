@@ -36,7 +36,7 @@ def train(rl_steps: int = 2) -> None:
     distribute_experts(model, session)
     replicated = session.replicated_parameters(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    session.register_optimizers(optimizer)  # so that experts can move with their state
+    session.register_optimizers(optimizer)  # so that renumber() knows their state
 
     # The rank and micro-step of every sequence. Here each rank trains on the sequences that it generated, in order.
     ranks = dist.get_world_size()

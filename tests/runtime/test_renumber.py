@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.actions import STALE, forward, live, update
+from helpers.actions import STALE, forward, live, step, update
 from helpers.equality import relative_error
 from helpers.plans import start
 from helpers.rank_tests import runs_on_ranks
@@ -113,8 +113,8 @@ def test_ids_without_a_numbering_are_refused_after_a_renumbering() -> None:
     tagged = replace(mine, numbering=session.numbering)
     with pytest.raises(InputError, match="the session was renumbered with"):
         session.plan(tagged, loop.schedule)
-    with pytest.raises(InputError, match="when the session renumbered before"):
-        session.renumber(some_order(session))
+    with pytest.raises(InputError, match="in this session"):
+        session.renumber(some_order(session), decoder_layers=range(len(layers)))
     session.plan(replace(tagged, layer_indices=layers.astype(np.int32)), loop.schedule)
     # The order of the start is first ids again.
     session.renumber(np.argsort(some_order(session), axis=1), decoder_layers=layers)
@@ -215,3 +215,46 @@ def test_parts_of_a_response_from_before_and_after_are_mapped_apart() -> None:
         logits = loop.model(loop.tokens[tokens])
     _, expected = loop.expect(tokens, "plain", live=False)
     assert relative_error(logits, expected) < 1e-12
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As Accelerate's: an optimizer with the state of another one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+
+@runs_on_ranks()
+def test_state_of_a_wrapped_optimizer_is_permuted_once() -> None:
+    loop = start()
+    update(loop)
+    step(loop)
+    loop.model.zero_grad()
+    wrapped, router = Wrapped(loop.optimizers[1]), loop.model.moe_blocks()[0].router.weight
+    before, order_LE = wrapped.state[router]["exp_avg"].clone(), some_order(loop.session)
+    assert loop.session.renumber(order_LE)
+    assert torch.equal(wrapped.state[router]["exp_avg"], before[torch.from_numpy(order_LE[0])])
+
+
+@runs_on_ranks()
+def test_a_plan_for_other_weights_is_not_completed() -> None:
+    loop = start()
+    session, mine = loop.session, loop.trace.select(loop.schedule.sequences_of(loop.data_rank))
+    first = Numbering()
+    session.numbering = first
+    session.plan(replace(mine, numbering=first), loop.schedule)
+    session.numbering = first.then(some_order(session), np.arange(len(session.layers)))
+    for call in (session.complete_plan, session.renumber):
+        with pytest.raises(RuntimeError, match="was planned for weights of another numbering"):
+            call()
+    # Ids as they are leave everything as it is.
+    session.numbering = None
+    session.plan(mine, loop.schedule)
+    assert not session.renumber([np.arange(session.num_experts)] * len(session.layers))
+    assert session.numbering is None
+    with session.micro_step(0):
+        pass

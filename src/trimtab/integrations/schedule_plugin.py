@@ -22,8 +22,7 @@ class SchedulePlugin(ABC):
     """A framework that runs Megatron's schedule and replays recorded routing.
 
     Passes of the schedule that replay routing are planned; in mode `live` all are balanced that may be. Other passes
-    run as without Trimtab. Experts keep their homes: these frameworks export weights by position, or copy those of
-    other models into the same Parameters.
+    run as without Trimtab.
 
     Attributes:
         package, fits: the framework's package, and its versions for which the plugin was written.

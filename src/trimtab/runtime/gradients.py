@@ -240,17 +240,13 @@ def _sum_bucket(bucket: list[torch.Tensor], group: dist.ProcessGroup | None) -> 
 
 
 def expert_gradients(layers: Sequence[HomeExperts]) -> list[torch.Tensor]:
-    """The gradients of single experts, in an order that depends on their homes but not on their rows.
-
-    Sums over them are therefore equal in a run that was resumed.
-    """
+    """The gradients of single experts, in the order of their ids."""
     gradients: list[torch.Tensor] = []
     for layer in layers:
-        rows = np.argsort(layer.home_experts).tolist()
         for tensor in layer.tensors:
             of_rows = tensor.grad if isinstance(tensor, torch.Tensor) else [parameter.grad for parameter in tensor]
             if of_rows is not None:
-                gradients += [gradient for row in rows if (gradient := of_rows[row]) is not None]
+                gradients += [gradient for gradient in of_rows if gradient is not None]
     return gradients
 
 

@@ -144,7 +144,7 @@ class Session(SessionSteps, SessionGradients):
         Args:
             order_LE: `[L, E]`, of each new id the id now, as of `order_experts`; the same on all ranks. By default the
                 homes that the planner chooses for the present step, if moving there pays in the steps that homes last.
-            decoder_layers: `[L]`, of traces; 0 to L - 1 by default.
+            decoder_layers: `[L]`, those of the attribute by default.
 
         Returns:
             Whether any expert has another id.
@@ -158,9 +158,8 @@ class Session(SessionSteps, SessionGradients):
         self._calls.require_between_micro_steps("renumber")
         if order_LE is None:
             order_LE = self._chosen_order()
-            if (np.diff(order_LE) == 1).all():
-                return False
-        layers = np.arange(len(self.homes)) if decoder_layers is None else np.asarray(decoder_layers)
+        known = np.arange(len(self.homes)) if self.decoder_layers is None else self.decoder_layers
+        layers = known if decoder_layers is None else np.asarray(decoder_layers)
         order, problem = attempt(self._checked_order, order_LE, layers)
         same: dict[str, object] = {}
         if order is not None:
@@ -173,15 +172,18 @@ class Session(SessionSteps, SessionGradients):
         self._lockstep.agree(RENUMBER, must_match=same, problem=problem, all_data_ranks=True)
         assert order is not None
         assert others_L is not None
+        if (np.diff(order) == 1).all():
+            return False
         self._drop_step()
         self._experts.renumber(places_L, order, others_L)
-        self._decoder_layers = layers
+        self.decoder_layers = layers
         self.numbering = (self.numbering or Numbering()).then(order, layers)
-        numberings.update(dict.fromkeys(self.homes[0].parameters, (self.numbering, layers)))
-        for layer, order_E in enumerate(order):
+        for layer, number in zip(self.homes, layers.tolist(), strict=True):
+            numberings.update(dict.fromkeys(layer.parameters, (self.numbering, number)))
+        for index, order_E in enumerate(order):
             for callback in self._on_renumber:
-                callback(layer, order_E)
-        return bool((np.diff(order) != 1).any())
+                callback(index, order_E)
+        return True
 
     def _chosen_order(self) -> Array:
         """The order with which contiguous homes are those that the planner chooses for the present step."""
@@ -204,18 +206,23 @@ class Session(SessionSteps, SessionGradients):
         self._require_plans()
         if self._step is None or self._step.schedule is None:
             raise RuntimeError("renumber() without an order needs a step that this session has planned")
+        if self._step.numbering != self.numbering:
+            raise RuntimeError("the step was planned for weights of another numbering; plan it again")
         if not self._experts.state.may_move:
             raise InputError("renumber() needs the optimizers of the experts: register_optimizers()")
         if any(layer.expert_groups[0] > 1 for layer in self.homes):
             raise InputError("the planner's homes split groups of experts; give renumber() an order that keeps them")
 
     def _checked_order(self, order_LE: npt.ArrayLike, layers: Array) -> Array:
-        order = np.asarray(order_LE)
+        try:
+            order = np.asarray(order_LE)
+        except ValueError:
+            raise InputError("order_LE should have a row of as many ids for each layer") from None
         check_order(order, self._experts.shape, [layer.expert_groups[0] for layer in self.homes])
         if layers.shape != order.shape[:1] or len(np.unique(layers)) != len(layers):
             raise InputError(f"decoder_layers should be {len(order)} different numbers")
-        if self._decoder_layers is not None and not np.array_equal(layers, self._decoder_layers):
-            raise InputError(f"decoder_layers were {self._decoder_layers.tolist()} when the session renumbered before")
+        if self.decoder_layers is not None and not np.array_equal(layers, self.decoder_layers):
+            raise InputError(f"decoder_layers are {self.decoder_layers.tolist()} in this session")
         if self.rollout_placement is not None:
             raise InputError("renumber() can't follow counts of experts by id; take away session.rollout_placement")
         return order.astype(np.int64)
@@ -238,7 +245,7 @@ class Session(SessionSteps, SessionGradients):
             exchanging on the thread; `moe/planned_replicas`: of all slices so far; if all are there,
             `moe/planned_max_vio`: max/mean - 1 of rank loads, mean over instances, and `moe/max_vio_error`: that above
             the expectation in `PlanReport`. Of the last complete step: `plan/predicted_s` and `plan/measured_s`,
-            without moves and optimizer; `plan/cost_scale`: factor of the planner's costs for the next;
+            without the optimizer; `plan/cost_scale`: factor of the planner's costs for the next;
             `plan/measured_gain`: of the best strategy over doing nothing, if that was measured; in mode `live`:
             `live/calls` of layers; `live/replicas` in them, and `live/used_replicas`, the part with rows;
             `live/max_vio_before` and `live/max_vio_after`, max/mean - 1 of rank loads without and with them, mean over
@@ -278,7 +285,7 @@ class Session(SessionSteps, SessionGradients):
 
         `save` it, or `load` it, which writes the parameters, on any number of ranks; then call `weights_changed`. A
         process without a session loads it as that of the whole model. Stacks are DTensors, `Shard(0)` over the
-        expert-parallel group. While experts are in another order than these need, they can only be saved and loaded.
+        expert-parallel group.
 
         Raises:
             InputError: if a layer was added with `weights`, or the names of a list have no expert number.

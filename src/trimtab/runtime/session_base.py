@@ -48,6 +48,8 @@ class SessionBase:
         numbering: of the weights that the model has now; None if it was never renumbered. Assign that of a renumbered
             checkpoint, `Numbering.of_checkpoint(folder)`, and, while older weights stand in for the model's to replay
             recorded ids, the numbering of these.
+        decoder_layers: `[L]`, the layers of the model that the session's are, as traces and numberings count them; None
+            for 0 to L - 1. Integrations set them, and the first `renumber`.
         rollout_placement: counts the routing of every plan, for `Session.sync_placement`; None by default.
         auxiliary_loss: returns the model options that make a loss or a bias depend on the routes of all tokens; empty
             if there are none. Set by integrations, which know the model.
@@ -63,8 +65,7 @@ class SessionBase:
         self.auxiliary_loss: Callable[[], str] = str
         self.rollout_placement: RolloutPlacement | None = None
         self.numbering: Numbering | None = None
-        # Decoder layers of the session's, once it has renumbered.
-        self._decoder_layers: Array | None = None
+        self.decoder_layers: Array | None = None
         self._on_renumber: list[OnRenumber] = []
         self._initial_E: Array = self.topology.initial_placement(1, num_experts).home[0]
         physical = num_experts + self.topology.num_ranks * num_slots
@@ -229,9 +230,13 @@ class SessionBase:
         return FrameworkLayer(self._calls, homes)
 
     def _take_numbering(self, homes: HomeExperts) -> None:
-        """Take over the numbering of experts that an earlier session has renumbered."""
+        """Take over the numbering of experts that an earlier session has renumbered, and their decoder layers if all
+        are."""
         if homes.parameters[0] in numberings:
-            self.numbering, self._decoder_layers = numberings[homes.parameters[0]]
+            self.numbering, number = numberings[homes.parameters[0]]
+            before = np.empty(0, np.int64) if self.decoder_layers is None else self.decoder_layers
+            if len(before) == homes.index:
+                self.decoder_layers = np.append(before, number)
 
     def replicated_parameters(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
         """The model's parameters that every rank holds: all but the experts, and DTensors of FSDP. Not a collective.

@@ -103,7 +103,7 @@ class SessionSettings:
         ranks_per_node: neighbouring ranks that share a node; all ranks of a group by default.
         expert_group: a framework's process group of any ranks that together hold all experts; instead of `group`,
             `groups` and `ranks_per_node`. The rank at position i of R in it is home to experts i * E / R up to
-            (i + 1) * E / R at the start. Creating the session is then a collective over the ranks of all
+            (i + 1) * E / R. Creating the session is then a collective over the ranks of all
             expert-parallel groups that `expert_dp_group` joins: the data ranks.
         expert_dp_group: with `expert_group`, the process group of the ranks that hold the same experts as this one. A
             rank's position in it is the number of its expert-parallel group. None for one expert-parallel group.

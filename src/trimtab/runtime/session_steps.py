@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,8 +96,9 @@ class SessionSteps(SessionMicroSteps):
         shape = self._experts.shape
         trace, wrong = (None, problem) if problem else attempt(trace_of_micro_steps, rows, *shape, unread)
         if trace is not None:
-            layers = trace.layer_indices if self._decoder_layers is None else self._decoder_layers
-            trace, wrong = attempt(self._present, replace(trace, numbering=numbering, layer_indices=layers))
+            layers = trace.layer_indices if self.decoder_layers is None else self.decoder_layers
+            of_layers = partial(replace, trace, numbering=numbering, layer_indices=layers)
+            trace, wrong = attempt(lambda: self._present(of_layers()))
         same = {"number of micro-steps": len(rows), "top_k": trace and trace.top_k}
         sliced = self._agree(PLAN, same | {"unread is given": unread is not None}, wrong)
         assert trace is not None
@@ -126,9 +128,12 @@ class SessionSteps(SessionMicroSteps):
         step = self._step
         if step is None or step.schedule is None:
             raise RuntimeError("complete_plan() needs a step that this session has planned")
+        problem = None
+        if step.numbering != self.numbering:
+            problem = RuntimeError("the step was planned for weights of another numbering; plan it again")
         # Its micro-steps have run forward only.
         self._feedback.begin(None)
-        sliced = self._agree(PLAN, {}, None)
+        sliced = self._agree(PLAN, {}, problem)
         report = self._plan(step.completed_trace, step.schedule, sliced=sliced, unread_T=step.unread_T)
         self._feedback.begin(None)
         return report
@@ -231,7 +236,7 @@ class SessionSteps(SessionMicroSteps):
         super()._drop_step()
 
     def _present(self, trace: RoutingTrace) -> RoutingTrace:
-        return in_present_ids(trace, self.numbering, self._decoder_layers)
+        return in_present_ids(trace, self.numbering, self.decoder_layers)
 
     def _checked(self, trace: RoutingTrace, *of_schedule: Any) -> RoutingTrace:
         """This rank's trace by present ids, as `own_trace`."""

@@ -96,6 +96,7 @@ def balance(
     )  # fmt: skip
     session.auxiliary_loss = partial(auxiliary_loss, config)
     balanced = [BalancedLayer(layer, numbers, session, groups) for layer in layers]
+    session.decoder_layers = np.array([layer.decoder_layer for layer in balanced])
     return MegatronSession(session, chunks, balanced)
 
 
@@ -201,7 +202,7 @@ class MegatronSession:
             raise InputError("the session was removed from its model; call balance() again")
 
     def plan_ahead(self, trace: RoutingTrace, *, token_budget: int) -> None:
-        """Plan homes and strategy of the next step from its finished sequences, while others generate.
+        """Choose a strategy for the next step from its finished sequences, while others generate.
 
         See `Session.plan_ahead`. Call it equally often on all ranks.
 
@@ -293,7 +294,7 @@ class MegatronSession:
         if self.session is None:
             return False
         self._gather_parameters()
-        return self.session.renumber(order_LE, decoder_layers=[layer.decoder_layer for layer in self._layers])
+        return self.session.renumber(order_LE)
 
     def take_metrics(self) -> dict[str, float]:
         """See `Session.take_metrics`."""

@@ -137,7 +137,7 @@ IMMOVABLE = (
     Option("optimizer_cpu_offload", OFF, "the state of experts is on the host", "switch it off"),
     Option("use_precision_aware_optimizer", OFF, "the state of experts is scaled", "switch it off"),
 )
-"""Options whose other values keep experts at home."""
+"""Options whose other values keep the ids of experts in a run."""
 
 _OFFLOADS_OF_EXPERTS = {"expert_fc1", "moe_act", "fused_group_mlp"}
 _GRAPH_MODULES_OUTSIDE = {"attn", "mlp", "mamba"}
@@ -194,7 +194,7 @@ def never_run(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def immovable(values: Mapping[str, Any]) -> dict[str, str]:
-    """Which options keep experts at home, one line each, by name."""
+    """Which options keep the ids of experts in a run, one line each, by name."""
     return {
         option.name: f"{option.name}={_text(value)}: {option.reason}; {option.remedy}"
         for option in IMMOVABLE

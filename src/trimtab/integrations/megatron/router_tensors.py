@@ -23,9 +23,10 @@ def tensors_by_expert(router: nn.Module) -> list[torch.Tensor]:
     named = _named(router)
     tensors = [named[name] for name in BY_EXPERT if name in named]
     # Not the parts of a distributed optimizer, see `MegatronState`.
-    main: list[Any] = [getattr(tensor, "main_param", None) for tensor in tensors]
-    same = [each is not None and each.shape == like.shape for each, like in zip(main, tensors, strict=True)]
-    return tensors + [each for each, is_whole in zip(main, same, strict=True) if is_whole]
+    main: list[Any] = [
+        getattr(tensor, "main_param", None) for tensor in tensors if not getattr(tensor, "main_param_sharded", False)
+    ]
+    return tensors + [each for each in main if each is not None]
 
 
 def _named(router: nn.Module) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ class TrimtabGRPOTrainer(GRPOTrainer):
     """`trl.GRPOTrainer` under DDP, with experts shared over the ranks and every optimizer step planned.
 
     Losses, gradients, files and pushed weights are those of `GRPOTrainer`. Each rank keeps its rows of every batch;
-    homes of experts, replicas and splits of rows are planned, from the routing that is already known:
+    replicas and splits of rows are planned, from the routing that is already known:
 
     * a `rollout_func` may return `routed_experts`, for every completion the ids `[n, L, K]` of its n tokens, prompt
       included, with or without the last one, in the model's L MoE layers. Negative ids are unknown. All forwards of

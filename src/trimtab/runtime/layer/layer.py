@@ -68,7 +68,7 @@ class RoutedLayer:
 
     @property
     def home_experts(self) -> Array:
-        """Logical ids `[E / R]` of this rank's home experts, in the order of rows in the tensors."""
+        """Ids `[E / R]` of this rank's home experts, in the order of rows in the tensors."""
         return self.homes.home_experts
 
     def route(self, live_ids: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,6 @@ class LayerCall:
         self._calls = calls
         self._layout: Layout | None = layout
         self._splits = layout.send_splits, layout.recv_splits
-        self._home_E = homes.home_E
         # Identifies the forward in logs, if a micro-step has several. Equal on all ranks.
         self._forward = calls.lockstep.count
         self._recorder = calls.counters.recorder
@@ -215,10 +214,10 @@ class LayerCall:
         """Call it when the layer's backward begins: prefetches replicas.
 
         Raises:
-            RuntimeError: if experts have moved since the forward, or another plan was applied.
+            RuntimeError: if another plan was applied since the forward.
         """
         transfers = self._transfers
-        if self._home_E is not self.homes.home_E or (transfers and transfers.plan_number != self._plan_number):
+        if transfers and transfers.plan_number != self._plan_number:
             which = "a forward" if self.index < 0 else f"the forward of micro-step {self.index}"
             raise RuntimeError(
                 f"MoE layer {self.homes.index}: another plan was applied between {which} and its backward; call "

@@ -43,7 +43,7 @@ class Topology:
         ranks_per_node: ranks of `experts` on each node.
         group, groups: number of this expert-parallel group, and number of groups.
         positions: position of every rank of `experts` in the framework's group. The rank at position i is home to the
-            i-th part of the experts at the start.
+            i-th part of the experts.
         timeout: timeout of all groups that are created here.
     """
 
@@ -255,7 +255,7 @@ class Topology:
         return [ranks[rank] for rank in np.argsort(self.positions)]
 
     def initial_placement(self, num_layers: int, num_experts: int) -> Placement:
-        """Homes at the start: the i-th part of the experts is on the rank at position i.
+        """Homes: the i-th part of the experts is on the rank at position i.
 
         Raises:
             InputError: if the ranks don't divide the experts.

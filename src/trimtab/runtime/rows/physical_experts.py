@@ -70,7 +70,7 @@ class InstanceReplicas:
         return len(self.experts)
 
     def located(self, layer: HomeExperts) -> list[Replica]:
-        """The replicas with their places, in plan order, under the present homes of a layer."""
+        """The replicas with their places, in plan order."""
         homes, rows = layer.home_E[self.experts], layer.rows_E[self.experts]
         columns = (self.experts, homes, rows, self.ranks, self.slots, self.paths)
         return [Replica(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
@@ -155,7 +155,7 @@ class PhysicalExperts:
 
     @classmethod
     def of(cls, homes: HomeExperts, rank: int, positions: Sequence[int], num_slots: int) -> PhysicalExperts:
-        """The physical experts of a layer under its present homes.
+        """The physical experts of a layer.
 
         Args:
             positions: the position of every rank in the framework's group.

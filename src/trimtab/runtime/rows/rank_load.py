@@ -167,7 +167,7 @@ def assign_unread(trace: RoutingTrace, unread_T: Array, layers: Sequence[HomeExp
     """Give this rank's unread tokens distinct experts in every layer, in place.
 
     Collective over the expert-parallel group. The rows of all ranks' unread tokens go to the ranks with the fewest
-    other rows, at the present homes, and evenly to the experts of a rank.
+    other rows, and evenly to the experts of a rank.
 
     Args:
         trace: each micro-step as one sequence; unread tokens have unknown routes.

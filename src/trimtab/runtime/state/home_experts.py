@@ -143,7 +143,7 @@ class HomeExperts:
 
     @property
     def home_experts(self) -> Array:
-        """Logical ids `[E / R]` of this rank's home experts, in the order of rows in the tensors."""
+        """Ids `[E / R]` of this rank's home experts, in the order of rows in the tensors."""
         experts_H: Array = self.places.experts_RH[self._rank]
         return experts_H
 

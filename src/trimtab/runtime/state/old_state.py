@@ -21,30 +21,35 @@ def state_in_order(
     """See `Session.state_in_order`."""
     # Everything as the tensors of Parameters, by name or number.
     if isinstance(holder, nn.Module):
-        keys: dict[int, Any] = {each: names[0] for each, names in names_of(holder).items()}
+        keys: dict[int, list[Any]] = dict(names_of(holder))
         values = {name: {"": value} for name, value in state.items() if not name.endswith("." + IDS)}
         ids = {name.removesuffix("." + IDS): value for name, value in state.items() if name.endswith("." + IDS)}
     else:
-        keys = {id(p): n for n, p in enumerate(p for group in holder.param_groups for p in group["params"])}
+        keys = {id(p): [n] for n, p in enumerate(p for group in holder.param_groups for p in group["params"])}
         values = {number: dict(of_one) for number, of_one in state["state"].items()}
         ids = {number: each for group in state["param_groups"] for number, each in group.get(IDS, {}).items()}
     for layer in layers:
         for tensor in layer.tensors:
-            names = [keys[id(parameter)] for parameter in parameters_of(tensor) if id(parameter) in keys]
+            every = [keys[id(parameter)] for parameter in parameters_of(tensor) if id(parameter) in keys]
+            names = [some[0] for some in every]
             if not names or names[0] not in ids:
                 continue
             experts_RH = ids[names[0]].cpu()
             if experts_RH.shape != layer.places.experts_RH.shape:
                 raise InputError(f"{names[0]!r} was saved with experts on {len(experts_RH)} ranks, not on these")
             rows = experts_RH.flatten().argsort()[torch.from_numpy(layer.home_experts)]
-            for entry in sorted(key for key, value in values[names[0]].items() if getattr(value, "ndim", 0)):
+            of_first = values.get(names[0], {})
+            for entry in sorted(key for key, value in of_first.items() if getattr(value, "ndim", 0)):
                 is_stack = isinstance(tensor, torch.Tensor)
-                own = values[names[0]][entry] if is_stack else torch.stack([values[name][entry] for name in names])
-                parts = [torch.empty_like(own, device=layer.device) for _ in experts_RH]
-                dist.all_gather(parts, own.to(layer.device), group=topology.experts)
-                own = torch.cat(parts)[rows.to(layer.device)].to(own.device)
-                for name, value in zip(names, [own] if is_stack else own, strict=True):
-                    values[name][entry] = value
+                own = of_first[entry] if is_stack else torch.stack([values[name][entry] for name in names])
+                # As bytes, since backends do not support all dtypes.
+                data = own.to(layer.device).reshape(len(own), -1).contiguous().view(torch.uint8)
+                parts = [torch.empty_like(data) for _ in experts_RH]
+                dist.all_gather(parts, data, group=topology.experts)
+                own = torch.cat(parts)[rows.to(data.device)].view(own.dtype).view(own.shape).to(own.device)
+                for some, value in zip(every, [own] if is_stack else own, strict=True):
+                    for name in some:
+                        values[name][entry] = value
     if isinstance(holder, nn.Module):
         return {name: value[""] for name, value in values.items()}
     groups = [{key: value for key, value in group.items() if key != IDS} for group in state["param_groups"]]

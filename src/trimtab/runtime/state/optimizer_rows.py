@@ -1,4 +1,4 @@
-"""Optimizer state of single experts, which moves and is saved with them. `ExpertState`: all that moves.
+"""Optimizer state of single experts, which is renumbered and saved with them: `ExpertState`.
 
 `check_elementwise` tests whether an optimizer updates each expert of a stack as it would without the others.
 """
@@ -53,18 +53,18 @@ class ExpertState:
 
     @property
     def may_move(self) -> bool:
-        """Whether the state is known and on the device; equal on all ranks."""
+        """Whether the state is known; equal on all ranks."""
         return bool(self._optimizers)
 
     def gradients_wait(self, layer: HomeExperts) -> bool:
-        """Whether this rank's experts have gradients that no optimizer has used, which a move would lose."""
+        """Whether this rank's experts have gradients that no optimizer has used, which would be lost."""
         return any_nonzero(layer.gradients)
 
     def form(self, layer: HomeExperts, t: int) -> object:
-        """What has to be equal on all ranks before experts move: the form of the state for tensor number t.
+        """What has to be equal on all ranks before experts are exchanged: the form of the state for tensor number t.
 
         Raises:
-            InputError: if the state can't move.
+            InputError: if the state can't be exchanged.
         """
         tensor = self._held(layer, t)
         is_stack, first = isinstance(tensor, torch.Tensor), parameters_of(tensor)[0]
@@ -172,7 +172,7 @@ def state_by_row(
             if other != first:
                 raise InputError(
                     f"{type(optimizer).__name__}: the {kind} of {where} is {other or 'empty'} for expert {expert} and "
-                    f"{first or 'empty'} for expert {home[0]}; experts can move only if it is equal"
+                    f"{first or 'empty'} for expert {home[0]}; it should be equal"
                 )
     return [[state[key] for state in states] for key in sorted(states[0])]
 
@@ -213,8 +213,9 @@ TOLERANCE = 1e-3
 def check_elementwise(optimizer: torch.optim.Optimizer, layers: Sequence[HomeExperts]) -> None:
     """Check how an optimizer updates stacks of experts. Lists are updated expert by expert.
 
-    Homes decide which experts share a stack, so an optimizer that uses norms or ranks of a whole stack (Adafactor,
-    LAMB, Muon) gives other results after each move. It is tested by what a copy of the optimizer does to a small stack.
+    Ids decide which experts share a stack, so an optimizer that uses norms or ranks of a whole stack (Adafactor,
+    LAMB, Muon) gives other results after a renumbering. It is tested by what a copy of the optimizer does to a small
+    stack.
 
     An optimizer of which no copy can be made is not checked here.
 
@@ -236,7 +237,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, layers: Sequence[HomeExp
             if not is_elementwise:
                 raise InputError(
                     f"{name_of_tensor(layer, t)}: {type(optimizer).__name__} updates an expert by the other experts of "
-                    "its stack, which change when experts move; use an elementwise optimizer (AdamW, SGD, Lion), or a "
+                    "its stack, which a renumbering changes; use an elementwise optimizer (AdamW, SGD, Lion), or a "
                     "list of Parameters instead of the stack"
                 )
 

@@ -1,4 +1,4 @@
-"""Renumbering: what every rank holds of all experts, router rows say, gets the order that moving experts get."""
+"""Renumbering: what every rank holds of all experts, router rows say, gets the order of the experts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.state.owners import check_owners, instances_of
 from trimtab.trace.numbering import Numbering
 
-# By Parameter of experts that were renumbered, the numbering and the decoder layers of its session.
-numberings: MutableMapping[torch.Tensor, tuple[Numbering, Array]] = WeakIdKeyDictionary()
+# By Parameter of experts that were renumbered, the numbering, and the decoder layer.
+numberings: MutableMapping[torch.Tensor, tuple[Numbering, int]] = WeakIdKeyDictionary()
 
 OnRenumber = Callable[[int, Array], None]
 """Called with the number of a layer and its order `[E]`, old ids by new ones."""
@@ -58,8 +58,9 @@ def tensors_by_expert(layer: HomeExperts) -> list[torch.Tensor]:
     num_experts, declared = len(layer.home_E), layer.declared
     if layer.by_expert is None:
         raise InputError(
-            f"MoE layer {layer.index} can't be renumbered: nothing says what its router has of each expert; add it "
-            "with add_layer(..., by_expert=[router.weight, ...]), or renumber the checkpoint (trimtab renumber)"
+            f"MoE layer {layer.index} can't be renumbered: nothing says what its router has of each expert. In a "
+            "loop of your own, add it with add_layer(..., by_expert=[router.weight, ...]); Megatron's routers with "
+            "tensors of their own are not known. Or renumber the checkpoint (trimtab renumber)"
         )
     check_owners(layer.index, declared)
     for tensor in declared:
@@ -73,9 +74,11 @@ def tensors_by_expert(layer: HomeExperts) -> list[torch.Tensor]:
                 f"MoE layer {layer.index}: by_expert has a tensor of shape {list(tensor.shape)}; it should have "
                 f"{num_experts} rows, one for each expert"
             )
+    # Wrappers of an optimizer, such as Accelerate's, have its state, too.
+    optimizers = {id(each.state): each for each in instances_of(torch.optim.Optimizer) if hasattr(each, "state")}
     return declared + [
         value
-        for optimizer in instances_of(torch.optim.Optimizer)
+        for optimizer in optimizers.values()
         for tensor in declared
         for value in _state_of(optimizer, tensor, layer.index)
     ]

@@ -47,7 +47,7 @@ class Counters:
         "replica gradients that this rank sent to home ranks", "bytes", key="transfer/gradient_bytes", default=0
     )
     moved_bytes: int = measured(
-        "rows of experts that this rank sent to new homes", "bytes", key="transfer/moved_bytes", default=0
+        "rows of experts that this rank sent in renumberings", "bytes", key="transfer/moved_bytes", default=0
     )
     unplanned_micro_steps: int = measured(
         "micro-steps that ran without a plan", key="moe/unplanned_micro_steps", default=0
