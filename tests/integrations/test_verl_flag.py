@@ -120,7 +120,7 @@ def test_options_are_in_the_actor_s_config(trimtab: Any, options: PluginOptions)
 @pytest.mark.parametrize(
     ("trimtab", "message"),
     [
-        ({"moves": True}, "has no option 'moves'"),
+        ({"moves": True}, "has moves or mode=rehome: .* renumber the checkpoint"),
         ({"mode": "static"}, "has mode=static; it should be one of plan, "),
         ({"mode": False}, "has mode=False; "),
         ({"fill": True}, "has no option 'fill'"),
