@@ -67,10 +67,8 @@ def read_options(engine_config: Any) -> PluginOptions:
     """The options of the actor's Megatron config. Raises InputError."""
     values = dict(engine_config.override_mcore_model_config.get("trimtab", None) or {})
     if "moves" in values or values.get("mode") == "rehome":
-        raise InputError(
-            f"{OPTIONS} has moves or mode=rehome: experts do not change their ranks in a run of verl, since recorded "
-            "ids do not say of which weights they are; renumber the checkpoint instead (trimtab renumber)"
-        )
+        text = "experts keep their ranks in a run of verl; renumber the checkpoint instead (trimtab renumber)"
+        raise InputError(f"{OPTIONS} has moves or mode=rehome: {text}")
     options = PluginOptions.from_mapping(values, source=OPTIONS)
     return PluginOptions(mode="off") if is_switched_off() else options
 

@@ -146,6 +146,11 @@ class RankExperts:
     def state(self, state: ExpertState) -> None:
         self._framework_state = state
 
+    @property
+    def knows_optimizers(self) -> bool:
+        """Whether it is known which optimizers train the experts."""
+        return self._framework_state is not None or bool(self.optimizers.registered)
+
     def num_moved(self, placement: Placement) -> int:
         """Number of experts whose home differs; 0 if the placement has another shape."""
         fits = placement.home.shape == self.shape

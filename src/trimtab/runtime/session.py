@@ -208,7 +208,7 @@ class Session(SessionSteps, SessionGradients):
             raise RuntimeError("renumber() without an order needs a step that this session has planned")
         if self._step.numbering != self.numbering:
             raise RuntimeError("the step was planned for weights of another numbering; plan it again")
-        if not self._experts.state.may_move:
+        if not self._experts.knows_optimizers:
             raise InputError("renumber() needs the optimizers of the experts: register_optimizers()")
         if any(layer.expert_groups[0] > 1 for layer in self.homes):
             raise InputError("the planner's homes split groups of experts; give renumber() an order that keeps them")

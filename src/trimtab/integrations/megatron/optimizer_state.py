@@ -89,10 +89,6 @@ class MegatronState(ExpertState):
         # Gradients that the last optimizer step has used, as long as nothing is added to them.
         self._used: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
 
-    @property
-    def may_move(self) -> bool:
-        return True
-
     def gradients_wait(self, layer: HomeExperts) -> bool:
         return any_nonzero(each for each in layer.gradients if self._used.get(each) != each._version)
 

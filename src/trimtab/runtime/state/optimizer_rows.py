@@ -51,11 +51,6 @@ class ExpertState:
     ) -> None:
         self._optimizers, self._held = optimizers, held
 
-    @property
-    def may_move(self) -> bool:
-        """Whether the state is known; equal on all ranks."""
-        return bool(self._optimizers)
-
     def gradients_wait(self, layer: HomeExperts) -> bool:
         """Whether this rank's experts have gradients that no optimizer has used, which would be lost."""
         return any_nonzero(layer.gradients)
