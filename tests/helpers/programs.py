@@ -73,12 +73,12 @@ def run_on_rank(
             if goes_on:
                 program.load()
             program.run()
+            metrics = loop.session.take_metrics()
             if options.between == "other ranks" and not goes_on:
                 program.store()
         except BaseException as error:
             error.add_note(f"{case}; done: {', '.join(loop.done)}")
             raise
-        metrics = loop.session.take_metrics()
         loop.session.close()
     return metrics
 

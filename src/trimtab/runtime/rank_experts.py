@@ -25,7 +25,7 @@ from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.home_experts import HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.state.moving import check_movable, expert_state_bytes, move_experts, state_to_move
 from trimtab.runtime.state.optimizer_rows import ExpertState
-from trimtab.runtime.state.owners import follow_owners
+from trimtab.runtime.state.owners import follow_owners, note_owners
 from trimtab.runtime.state.parameter_checks import check_compute_dtype, check_new_parameters
 from trimtab.runtime.state.renumbering import permute
 from trimtab.runtime.state.weight_watch import OptimizerWatch
@@ -47,6 +47,7 @@ class RankExperts:
     """
 
     def __init__(self, settings: SessionSettings, topology: Topology, lockstep: Lockstep, counters: Counters) -> None:
+        note_owners()
         self._settings, self._topology = settings, topology
         self._lockstep, self._counters = lockstep, counters
         self._transfers: Transfers | None = None

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -21,8 +22,20 @@ T = TypeVar("T")
 
 # Modules that hold each Parameter, and its name there, as far as they are known.
 _owners = WeakIdKeyDictionary()
+_hooks: list[Any] = []
 # By module, the names of experts.
 _experts: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+def note_owners() -> None:
+    """Note from now on which modules get Parameters, so that they need not be searched."""
+    if not _hooks:
+        _hooks.append(register_module_parameter_registration_hook(_note))
+
+
+def _note(module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
+    if parameter is not None:
+        _owners.setdefault(parameter, {})[weakref.ref(module), name] = None
 
 
 def find_owners(parameters: Sequence[torch.Tensor]) -> None:
@@ -31,8 +44,7 @@ def find_owners(parameters: Sequence[torch.Tensor]) -> None:
     if not all(parameter in _owners for parameter in parameters):
         for module in instances_of(nn.Module):
             for name, parameter in vars(module).get("_parameters", {}).items():
-                if parameter is not None:
-                    _owners.setdefault(parameter, {})[weakref.ref(module), name] = None
+                _note(module, name, parameter)
 
 
 def follow_owners(parameters: Sequence[torch.Tensor]) -> None:
