@@ -190,6 +190,8 @@ def test_old_weights_replay_recorded_ids_in_their_own_numbering() -> None:
     for block in loop.model.moe_blocks():
         block.run_in(other)
     assert other.numbering == numbering
+    assert other.decoder_layers is not None
+    assert np.array_equal(other.decoder_layers, np.arange(len(session.layers)))
 
 
 @runs_on_ranks()
@@ -258,3 +260,15 @@ def test_a_plan_for_other_weights_is_not_completed() -> None:
     assert session.numbering is None
     with session.micro_step(0):
         pass
+
+
+@runs_on_ranks(4)
+def test_homes_that_the_planner_keeps_are_no_order_on_nodes_of_any_ranks() -> None:
+    """Ids are contiguous in the order of the framework's group, not in that of nodes."""
+    session = Session(num_experts=8, slots_per_rank=0, expert_group=dist.group.WORLD, nodes=[0, 1, 0, 1])
+    stacks = [torch.nn.Parameter(torch.randn(2, *shape)) for shape in ((8, 4), (4, 4))]
+    session.add_layer(stacks, gated_experts(), by_expert=[])
+    session.register_optimizers(torch.optim.SGD(stacks, lr=0.1))
+    session.plan_micro_steps([np.arange(64).reshape(-1, 1, 1) % 8])
+    assert not session.renumber()
+    assert session.numbering is None
