@@ -108,7 +108,7 @@ def _blocked_s(session: Session, layer_s: float) -> list[float]:
                 assert routes is not None
                 for layer in range(len(session.homes)):
                     start = time.perf_counter()
-                    routes.tables_of(layer)
+                    routes.program(layer)
                     seconds += time.perf_counter() - start
                     time.sleep(layer_s)
                 start = time.perf_counter()
@@ -117,12 +117,13 @@ def _blocked_s(session: Session, layer_s: float) -> list[float]:
 
 
 def _make_all(session: Session) -> tuple[float, int]:
-    """Seconds of making all tables of a micro-step at once, and their bytes."""
-    step = session._need_step("a table")
-    tables = step.new_tables(0, has_slices=True)
+    """Seconds of making all programs of a micro-step at once, and their bytes."""
+    step = session._need_step("a program")
+    step.drop_programs()
+    programs = step.programs_of(0, has_slices=True)
     start = time.perf_counter()
-    tables.make_all()
-    return time.perf_counter() - start, tables.nbytes
+    programs.make_all()
+    return time.perf_counter() - start, programs.nbytes
 
 
 def print_figures(figures: Figures, console: Console) -> None:

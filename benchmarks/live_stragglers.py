@@ -38,7 +38,7 @@ from trimtab.policies.trimtab import Trimtab
 from trimtab.report.number_text import bytes_text
 from trimtab.runtime import RowGroups
 from trimtab.runtime.live.balancer import LiveBalancer, LivePolicy
-from trimtab.runtime.rows.physical_experts import InstanceReplicas
+from trimtab.runtime.program.physical_experts import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from trimtab.planner import Placement, StepPlan, Workload, pack_by_length, plan_
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.replicas.paths import HOST
 from trimtab.runtime import RowGroups, Session
-from trimtab.runtime.rows.physical_experts import InstanceReplicas
+from trimtab.runtime.program.physical_experts import InstanceReplicas
 from trimtab.trace import PRESETS, RoutingTrace, synthesize, synthesize_preset
 
 if TYPE_CHECKING:

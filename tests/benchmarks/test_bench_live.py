@@ -19,7 +19,7 @@ from benchmarks.live_stragglers import (
     summarise_cases,
 )
 from trimtab.launch import launch
-from trimtab.runtime.rows.physical_experts import InstanceReplicas
+from trimtab.runtime.program.physical_experts import InstanceReplicas
 
 TINY = LiveBenchmark(
     pairs=2, seeds=1, ranks=(2, 4), presets=("qwen3-30b-math",), experts=32, straggler_layers=1, gemm_instances=1,

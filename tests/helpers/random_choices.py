@@ -7,7 +7,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.planner.replicas.kernel_values import Limits
 from trimtab.runtime.live.balancer import choose_quotas
-from trimtab.runtime.rows.physical_experts import InstanceReplicas
+from trimtab.runtime.program.physical_experts import InstanceReplicas
 
 
 def quotas_of_few(counts_RE: Array, home_E: Array, limits: Limits) -> InstanceReplicas:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from trimtab.planner.replicas.paths import HOST
-from trimtab.runtime.rows.physical_experts import InstanceReplicas, PlanReplicas
+from trimtab.runtime.program.physical_experts import InstanceReplicas, PlanReplicas
+from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.ring import ReplicaRing
 from trimtab.runtime.transfer.streams import Wait
@@ -52,7 +53,7 @@ class Harness:
         self.weights = torch.rand(num_layers, num_experts, 3, 3)
         homes: list[Any] = [
             SimpleNamespace(
-                index=index, home_E=np.ones(num_experts, np.int16), rows_E=np.arange(num_experts),
+                index=index, places=ExpertPlaces(np.ones(num_experts, np.int16), np.arange(num_experts)),
                 device=torch.device("cpu"), expert_shapes=[torch.Size([3, 3])], expert_bytes=36, dtype=torch.float32,
             )
             for index in range(num_layers)

@@ -32,6 +32,7 @@ from helpers.rank_pool import on_ranks
 from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.runtime.live.balancer import LivePolicy
+from trimtab.runtime.program.program import Arrivals
 
 CASES = {
     "grouped": MegatronCase(grouped=True, double=True, bias=True, recompute="moe_act"),
@@ -103,14 +104,14 @@ def test_one_hybridep_buffer_serves_home_and_physical_experts(state: State) -> N
 def test_deepep_gets_planned_experts_with_weight_0(state: State) -> None:
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
-    from trimtab.integrations.megatron.physical_dispatch import MegatronRows, physical_dispatcher
+    from trimtab.integrations.megatron.physical_dispatch import physical_dispatcher, start_rows
 
     layer = next(Model(FAKES_LAYOUT, MegatronCase(flex="deepep")).moe_layers())
     physical = physical_dispatcher(layer, 2, get_default_pg_collection())
     ids = torch.tensor([[11, 4], [5, 8], [10, 9]], dtype=torch.uint16)
     weights = torch.tensor([[0.0, 1.0], [0.3, 0.7], [0.0, 0.0]])
     layer_call: Any = SimpleNamespace(layout=SimpleNamespace(physical_ids=ids), is_live=False)
-    MegatronRows.start(physical, False, torch.zeros(3, 1, 16), weights, layer_call)
+    start_rows(physical, torch.zeros(3, 1, 16), weights, layer_call)
     manager: Any = physical._comm_manager  # type: ignore[union-attr]
     assert manager.token_indices.tolist() == ids.tolist()
     assert torch.allclose(manager.token_probs, weights)
@@ -166,7 +167,7 @@ def check_dispatch(kind: str, ranks: int) -> None:
     from megatron.core.transformer.moe import fused_a2a
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
-    from trimtab.integrations.megatron.physical_dispatch import MegatronRows, physical_dispatcher
+    from trimtab.integrations.megatron.physical_dispatch import physical_dispatcher, start_rows
 
     replace_libraries()
     layout, slots, top_k, rank = Layout(ranks=ranks, expert=ranks), 2, 2, dist.get_rank()
@@ -186,7 +187,8 @@ def check_dispatch(kind: str, ranks: int) -> None:
     groups = [SimpleNamespace(counts=part.tolist()) for part in np.split(arriving.sum(axis=0), [homes])]
     call: Any = SimpleNamespace(is_live=False, replicas=SimpleNamespace(count=1))
     call.layout = SimpleNamespace(
-        physical_ids=ids.to(torch.uint16), arriving_RG=arriving, home_groups=groups[0], replica_groups=groups[1],
+        physical_ids=ids.to(torch.uint16), arrivals=[None, Arrivals.of(arriving)], home_groups=groups[0],
+        replica_groups=groups[1],
         send_splits=sent.sum(axis=1).tolist(), recv_splits=arriving.sum(axis=1).tolist(),
     )  # fmt: skip
     results = []
@@ -197,12 +199,12 @@ def check_dispatch(kind: str, ranks: int) -> None:
         torch.manual_seed(rank)
         hidden = torch.randn(len(ids), 1, 16, dtype=torch.float64, requires_grad=True)
         weights = torch.rand(len(ids), top_k, requires_grad=True)
-        rows, sent_hidden, probs = MegatronRows.start(physical, True, hidden, weights, call)
-        arrived, counts, probs = rows.dispatch_postprocess(*rows.token_dispatch(sent_hidden, probs))
+        sent_hidden, probs = start_rows(physical, hidden, weights, call)
+        arrived, counts, probs = physical.dispatch_postprocess(*physical.token_dispatch(sent_hidden, probs))
         assert counts.tolist() == arriving.sum(axis=0).tolist()
         factors = torch.repeat_interleave(torch.arange(local) + 1 + local * rank, counts)
-        outputs = rows.combine_preprocess(arrived.sin() * (factors * probs)[:, None])
-        outputs = rows.combine_postprocess(rows.token_combine(outputs))
+        outputs = physical.combine_preprocess(arrived.sin() * (factors * probs)[:, None])
+        outputs = physical.combine_postprocess(physical.token_combine(outputs))
         (outputs * torch.randn_like(outputs)).sum().backward()
         assert hidden.grad is not None
         assert weights.grad is not None

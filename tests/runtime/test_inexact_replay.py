@@ -48,7 +48,7 @@ def compare_assigned(seeds: range) -> None:
         trace = RoutingTrace.from_sequences(arrays, num_experts=SHAPE.experts)
         trace.expert_ids[unread_T] = trace.no_route
         known = trace.expert_ids.copy()
-        assign_unread(trace, unread_T, session.homes, session.topology)
+        assign_unread(trace, unread_T, session.homes[0].places.experts_RH, session.topology)
         assert np.array_equal(trace.expert_ids[~unread_T], known[~unread_T])
         assert (np.diff(np.sort(trace.expert_ids, axis=2), axis=2) > 0).all()
         assert not trace.num_tokens or trace.expert_ids.max() < SHAPE.experts

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import torch
 from hypothesis import given
@@ -13,8 +10,8 @@ from hypothesis import strategies as st
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
 from trimtab.array_type import Array
 from trimtab.planner import Workload
-from trimtab.runtime.rows.layout import place_rows
-from trimtab.runtime.rows.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows
+from trimtab.runtime.program.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows
+from trimtab.runtime.program.program import place_rows
 from trimtab.runtime.state.expert_places import ExpertPlaces
 
 
@@ -33,10 +30,9 @@ def test_rows_keep_their_planned_copy_unless_their_expert_is_another() -> None:
         workload, placement = Workload.from_trace(trace, schedule), random_placement(rng, 1, num_experts, num_ranks)
         replicas = InstanceReplicas.of(random_plan(rng, workload, schedule, slots=2, placement=placement), 0, 0)
         places = ExpertPlaces.at(placement.home[0])
-        homes: Any = SimpleNamespace(home_E=places.home_E, rows_E=places.rows_E)
         parts, physical = [], []
         for rank in range(num_ranks):
-            experts = PhysicalExperts.of(homes, rank, range(num_ranks), 2)
+            experts = PhysicalExperts.of(places, rank, range(num_ranks), 2)
             recorded = np.ascontiguousarray(trace.select(schedule.sequences_of(rank)).expert_ids[:, 0])
             planned = planned_rows(recorded, workload.token_counts_MLRE[0, 0], experts, replicas)
             ids = np.argsort(rng.random((len(recorded), num_experts)))[:, :top_k]
@@ -66,15 +62,13 @@ def test_a_framework_gets_what_its_own_count_of_the_ids_gives(ranks: int, per_ra
     rng = np.random.default_rng(seed)
     num_experts, local = ranks * per_rank, per_rank + slots
     positions = rng.permutation(ranks)
-    homes: Any = SimpleNamespace(
-        home_E=np.repeat(np.arange(ranks), per_rank), rows_E=np.tile(np.arange(per_rank), ranks)
-    )
+    places = ExpertPlaces.at(np.repeat(np.arange(ranks), per_rank))
     ids_R = [rng.integers(num_experts, size=(rng.integers(0, 9), 2)) for _ in range(ranks)]
     counts_RE = np.stack([np.bincount(ids.reshape(-1), minlength=num_experts) for ids in ids_R])
     nothing = InstanceReplicas.none(ranks)
     layouts = []
     for rank, ids in enumerate(ids_R):
-        experts = PhysicalExperts.of(homes, rank, positions.tolist(), slots)
+        experts = PhysicalExperts.of(places, rank, positions.tolist(), slots)
         layouts.append(place_rows(planned_rows(ids, counts_RE, experts, nothing), has_places=False))
     for rank, layout in enumerate(layouts):
         outer = int(positions[rank])
@@ -89,4 +83,7 @@ def test_a_framework_gets_what_its_own_count_of_the_ids_gives(ranks: int, per_ra
         assert layout.recv_splits == arriving_RG.sum(axis=1).tolist()
         assert layout.arriving is not None
         np.testing.assert_array_equal(layout.on(torch.device("cpu")).arriving, arriving_RG)  # type: ignore[arg-type]
-        np.testing.assert_array_equal(layout.arriving_RG, arriving_RG)
+        assert layout.arrivals is not None
+        for arrivals, expected_RG in zip(layout.arrivals, (arriving_RG[:, :per_rank], arriving_RG), strict=True):
+            np.testing.assert_array_equal(arrivals.by_rank, expected_RG)
+            np.testing.assert_array_equal(arrivals.counts, expected_RG.sum(axis=0))

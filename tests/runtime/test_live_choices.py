@@ -13,7 +13,7 @@ from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import PlanSettings
 from trimtab.runtime.live.balancer import LiveBalancer, choose_moves, choose_quotas
-from trimtab.runtime.rows.physical_experts import InstanceReplicas
+from trimtab.runtime.program.physical_experts import InstanceReplicas
 from trimtab.runtime.state.expert_places import ExpertPlaces
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,51 +9,42 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.runtime.rows.physical_experts import InstanceReplicas
+from trimtab.runtime.program.physical_experts import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
-from trimtab.runtime.transfer import message_rounds, returns
+from trimtab.runtime.transfer import returns
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.returns import GradientReturns
 
 
 class Peers:
-    """Replaces `torch.distributed`: a receive gets the next of `values` when it is waited for."""
-
-    isend, irecv = "send", "receive"
+    """A process group: a receive gets the next of `values` for each row when it is waited for."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
         self.sent: list[torch.Tensor] = []
         self.waiting: list[torch.Tensor] = []
 
-    def P2POp(self, kind: str, tensor: torch.Tensor, **_: Any) -> tuple[str, torch.Tensor]:
-        return kind, tensor
+    def send(self, tensors: list[torch.Tensor], receiver: int, tag: int) -> Any:
+        self.sent += tensors
+        return SimpleNamespace(wait=lambda: None)
 
-    def batch_isend_irecv(self, operations: Sequence[tuple[str, torch.Tensor]]) -> list[Any]:
-        return [SimpleNamespace(wait=self._start(*operation)) for operation in operations]
-
-    def _start(self, kind: str, tensor: torch.Tensor) -> Any:
-        if kind == self.isend:
-            self.sent.append(tensor)
-            return lambda: None
-        assert all(tensor is not other for other in self.waiting), "two gradients into one buffer"
-        self.waiting.append(tensor.fill_(float("nan")))
-        value = self.values.pop(0)
+    def recv(self, tensors: list[torch.Tensor], sender: int, tag: int) -> Any:
+        (rows,) = tensors
+        self.waiting.append(rows.fill_(float("nan")))
+        values = [self.values.pop(0) for _ in rows]
 
         def arrive() -> None:
-            self.waiting[:] = [other for other in self.waiting if other is not tensor]
-            tensor.fill_(value)
+            self.waiting[:] = [other for other in self.waiting if other is not rows]
+            rows.copy_(torch.tensor(values)[:, None])
 
-        return arrive
+        return SimpleNamespace(wait=arrive)
 
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
-    peers = Peers()
-    monkeypatch.setattr(message_rounds, "dist", peers)
     # The test runs outside of a backward.
     monkeypatch.setattr(returns, "accumulates", lambda layer, parameter: True)
-    return peers
+    return Peers()
 
 
 def make_layer(dtype: torch.dtype = torch.float32, tensor: Any = None, *, joins: bool = False) -> HomeExperts:
@@ -69,8 +59,8 @@ def first_column(layer: HomeExperts) -> list[float] | None:
     return None if grad is None else grad[:, 0].tolist()
 
 
-def make_returns(layers: int, counters: Counters | None = None) -> GradientReturns:
-    topology: Any = SimpleNamespace(gradients=None, rank=0)
+def make_returns(peers: Peers, layers: int, counters: Counters | None = None) -> GradientReturns:
+    topology: Any = SimpleNamespace(gradients=peers, rank=0)
     return GradientReturns(topology, layers=layers, counters=counters or Counters())
 
 
@@ -82,7 +72,7 @@ def replicas(*experts_and_ranks: tuple[int, int]) -> InstanceReplicas:
 def test_replicas_of_one_expert_are_summed_in_float32_in_plan_order(peers: Peers) -> None:
     """In bfloat16 256 + 1 is 256; in float32 (1 - 1e8) + 1e8 is 0."""
     counters = Counters()
-    under_way, layer = make_returns(2, counters), make_layer(torch.bfloat16)
+    under_way, layer = make_returns(peers, 2, counters), make_layer(torch.bfloat16)
     peers.values = [256, 1, 1]
     under_way.start(layer, [], replicas((1, 1), (1, 2), (1, 3)), 0)
     under_way.finish()
@@ -98,7 +88,7 @@ def test_replicas_of_one_expert_are_summed_in_float32_in_plan_order(peers: Peers
 
 
 def test_oldest_is_added_first_and_reserved_memory_is_enough(peers: Peers) -> None:
-    under_way, layer = make_returns(layers=2), make_layer()
+    under_way, layer = make_returns(peers, layers=2), make_layer()
     under_way.reserve(layer, arriving=2)
     reserved = under_way.nbytes
     assert reserved == 2 * 2 * 2 * 4
@@ -106,7 +96,7 @@ def test_oldest_is_added_first_and_reserved_memory_is_enough(peers: Peers) -> No
     peers.values = [1, 0, 1e8, 0, -1e8, 0, 0, 0]
     for _ in range(4):
         under_way.start(layer, [], replicas((1, 1), (3, 1)), 0)
-        assert len(peers.waiting) <= 4
+        assert len(peers.waiting) <= 2
         assert under_way.nbytes == reserved
     under_way.finish()
     assert under_way.nbytes == reserved
@@ -118,10 +108,10 @@ def test_joined_gradients_go_to_main_grad_or_to_autograd_once(peers: Peers) -> N
     experts = [torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2)]
     main_grad = torch.full((2,), 0.5)
     experts[1].main_grad = main_grad  # type: ignore[attr-defined]
-    under_way, layer = make_returns(layers=1), make_layer(tensor=experts, joins=True)
+    under_way, layer = make_returns(peers, layers=1), make_layer(tensor=experts, joins=True)
     peers.values = [1, 2, 4]
     under_way.start(layer, [], replicas((3, 1), (1, 1), (3, 2)), 0)
-    added = under_way.join_parameters(layer)
+    added = under_way.join_parameters(layer, layer.parameters)
     assert main_grad.tolist() == [5.5, 5.5]
     (first, second) = added
     assert second is None

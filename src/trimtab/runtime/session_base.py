@@ -20,12 +20,14 @@ from trimtab.runtime.layer.dispatch import Dispatcher, RowDispatcher
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.layer.layer import ExpertLayer, HomeWeights
 from trimtab.runtime.layer.layer_call import LayerCalls
+from trimtab.runtime.program.physical_experts import PhysicalExperts
 from trimtab.runtime.rank_experts import RankExperts
 from trimtab.runtime.ranks.lockstep import Lockstep
 from trimtab.runtime.ranks.process_groups import tell_wrong_variables
 from trimtab.runtime.rows.background_slices import COMPARED
 from trimtab.runtime.rows.grouped_products import ApplyExperts
 from trimtab.runtime.session_settings import Mode, Paths, SessionSettings
+from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.home_experts import ByExpert, ExpertTensor, HomeExperts, ReadParameters, read_tensors
 from trimtab.runtime.state.owners import find_owners
 from trimtab.runtime.state.renumbering import OnRenumber, numberings
@@ -68,17 +70,18 @@ class SessionBase:
         self.decoder_layers: Array | None = None
         self._on_renumber: list[OnRenumber] = []
         self._initial_E: Array = self.topology.initial_placement(1, num_experts).home[0]
-        physical = num_experts + self.topology.num_ranks * num_slots
+        places = ExpertPlaces.at(self._initial_E)
+        self._physical = PhysicalExperts.of(places, self.topology.rank, self.topology.positions, num_slots)
         self._lockstep = Lockstep(
             self.topology, num_experts=num_experts, slots_per_rank=num_slots,
-            max_values=max(num_experts, physical, 4 + COMPARED),
+            max_values=max(self._physical.count, 4 + COMPARED),
         )  # fmt: skip
         self._lockstep.resume = lambda: self.topology.take_groups(self.settings.topology())
         self.counters = Counters(lockstep=self._lockstep)
         self._experts = RankExperts(settings, self.topology, self._lockstep, self.counters)
         self._calls = LayerCalls(
             self.topology, self._lockstep, self.counters, self._experts.backward, self._experts.accumulation,
-            self._experts.gradients, num_slots,
+            self._experts.gradients, self._physical,
         )  # fmt: skip
         self._feedback = Feedback()
         # Names of replicated parameters, in errors.

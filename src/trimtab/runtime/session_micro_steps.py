@@ -14,9 +14,9 @@ from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner import StepPlan
 from trimtab.runtime.layer.layer_call import A_MICRO_STEP
-from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, Routing, RunningStep
 from trimtab.runtime.live.balancer import Figures, LiveBalancer, LiveMicroStep
 from trimtab.runtime.plan_report import RankMemory
+from trimtab.runtime.program.micro_step import BoundRoutes, MicroStep, RunningStep
 from trimtab.runtime.ranks.lockstep import LIVE_MICRO_STEP, MICRO_STEP
 from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.session_base import SessionBase
@@ -29,7 +29,7 @@ PATIENCE_S = 1.0
 
 
 class SessionMicroSteps(SessionBase):
-    """Micro-steps of a session. The ranks agree on each, copy changed weights, and bind its routes and tables."""
+    """Micro-steps of a session. The ranks agree on each, copy changed weights, and bind its routes and programs."""
 
     def __init__(self, settings: SessionSettings) -> None:
         super().__init__(settings)
@@ -106,7 +106,7 @@ class SessionMicroSteps(SessionBase):
 
     def memory(self) -> RankMemory:
         """Memory of this rank, by owner, now. Not a collective."""
-        return self._experts.memory(0 if self._step is None else self._step.table_bytes)
+        return self._experts.memory(0 if self._step is None else self._step.program_bytes)
 
     def live_micro_step(self, *, positions: torch.Tensor | None = None) -> MicroStep:
         """A micro-step without plan or recorded routing. In mode `live` its layers are balanced, as `policy` says.
@@ -129,7 +129,7 @@ class SessionMicroSteps(SessionBase):
                 "the planner's thread does not end; plans are made before their step from now on"
             )
         if self._step is not None:
-            self._step.drop_tables()
+            self._step.drop_programs()
         self._step = None
         self._plans += 1
         return self._plans
@@ -139,14 +139,14 @@ class SessionMicroSteps(SessionBase):
         self._end_step()
         self._feedback.begin(None)
         self._calls.is_planned = False
-        for name in ("_tables_thread", "_uploads"):
+        for name in ("_programs_thread", "_uploads"):
             vars(self).pop(name, None)
 
     def _begin_step(self, step: RunningStep) -> None:
-        """Run the micro-steps of a step. Its first tables are made at once, unless its replicas follow."""
+        """Run the micro-steps of a step. Its first programs are made at once, unless its replicas follow."""
         self._step = step
         if step.slices is None and step.plan.num_micro_steps:
-            step.start_tables(0, True, False, self._tables_thread)
+            step.start_programs(0, True, False, self._programs_thread)
 
     def _need_step(self, what: str) -> RunningStep:
         """The step. Raises RuntimeError if there is none."""
@@ -181,26 +181,19 @@ class SessionMicroSteps(SessionBase):
         self, step: RunningStep | None, micro_step: MicroStep, matches_plan: bool, has_slices: bool, may_deviate: bool
     ) -> BoundRoutes:
         if step is None and self._live is not None:
-            return BoundRoutes(
-                micro_step,
-                Routing.BALANCED,
-                transfers=self._experts.transfers,
-                plan_number=self._plans,
-                live=LiveMicroStep(self._live),
-            )
-        if step is None:
-            return BoundRoutes(micro_step, Routing.LIVE)
-        if not matches_plan:
-            return BoundRoutes(micro_step, Routing.UNPLANNED)
+            live = LiveMicroStep(self._live)
+            return BoundRoutes(micro_step, None, self._experts.transfers, self._plans, live)
+        if step is None or not matches_plan:
+            return BoundRoutes(micro_step)
         return step.bind(micro_step, has_slices, may_deviate)
 
     @cached_property
-    def _tables_thread(self) -> CallThread:
-        return CallThread("trimtab-tables")
+    def _programs_thread(self) -> CallThread:
+        return CallThread("trimtab-programs")
 
     @cached_property
     def _uploads(self) -> BackgroundCopies | None:
-        """Copies row tables to the device; None if that is the host."""
+        """Copies programs to the device; None if that is the host."""
         device = self._experts.device
         return BackgroundCopies(device) if streams.has_streams(device) else None
 
@@ -231,7 +224,7 @@ class SessionMicroSteps(SessionBase):
         self._calls.backward.open(index, routes_now)
         try:
             if step is not None and matches_plan:
-                step.start_tables(index, has_slices, may_deviate, self._tables_thread)
+                step.start_programs(index, has_slices, may_deviate, self._programs_thread)
             if step is not None:
                 self._feedback.enter(index)
             routes = self._calls.current = routes_now()

@@ -17,9 +17,9 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import PlannedStep, Schedule, SequenceCounts, StepPlan
 from trimtab.planner.plan.workload import max_over_mean
-from trimtab.runtime.layer.micro_step import RunningStep
 from trimtab.runtime.plan_report import PlanReport
 from trimtab.runtime.planning_in_rollout import PlanningInRollout
+from trimtab.runtime.program.micro_step import RunningStep
 from trimtab.runtime.ranks.lockstep import APPLY_PLAN, PLAN, PLAN_SEQUENCES, digest
 from trimtab.runtime.ranks.rank_calls import attempt
 from trimtab.runtime.rows.background_slices import planner_thread, start_slices
@@ -105,7 +105,7 @@ class SessionSteps(SessionMicroSteps):
         unread_T = None
         if unread is not None:
             unread_T = np.concatenate([np.asarray(mask) for mask in unread])
-            assign_unread(trace, unread_T, self._experts.layers, self.topology)
+            assign_unread(trace, unread_T, self._physical.places.experts_RH, self.topology)
         ranks = self.topology.num_data_ranks
         schedule = Schedule(
             micro_step=np.repeat(np.arange(len(rows), dtype=np.int32), ranks),
@@ -366,10 +366,10 @@ class SessionSteps(SessionMicroSteps):
             # A micro-step waits for its replicas for as long as they are predicted to save.
             self._patience_s = self.settings.patience_s(slices.saved_s / max(1, plan.num_micro_steps))
         experts.drain()
-        arriving_RMLH = load.for_homes(experts.placement.home)
+        arriving_RMLH = load.for_homes(self._physical.places.experts_RH)
         step = RunningStep(
             self.topology, experts.layers, plan, load, arriving_RMLH, trace, schedule, transfers, number,
-            self.settings.slots_per_rank, self._uploads, following, unread_T, self.numbering,
+            self._physical, self._uploads, following, unread_T, self.numbering,
         )  # fmt: skip
         if transfers is not None:
             with torch.inference_mode(False):

@@ -66,21 +66,21 @@ class BalancedLayer:
 
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Replaces the forward of the experts' module: home experts and replicas."""
-        call = self._dispatcher.rows
-        if call is None or not call.layer_call.replicas.count:
+        dispatcher, call = self._dispatcher, self._dispatcher.call
+        if call is None or not call.replicas.count:
             return self._compute_homes(rows, counts, probs)
-        if call.are_joined:
+        if dispatcher.is_joined:
             assert isinstance(self._experts, GroupedExperts)
-            rows, replicas = self._layer.use_replicas(rows, call.layer_call)
+            rows, replicas = self._layer.use_replicas(rows, call)
             if not replicas.count:
                 return self._compute_homes(rows, counts, probs)
             with replicas.saved_for_backward(), self._experts.joined(replicas):
                 return self._compute_homes(rows, counts, probs)
         outputs, bias = self._compute_homes(rows, counts, probs)
-        replica_rows, replicas = self._layer.use_replicas(call.replica_rows, call.layer_call)
+        replica_rows, replicas = self._layer.use_replicas(dispatcher.replica_rows, call)
         if replicas.count:
             with replicas.saved_for_backward():
                 replica_rows = self._experts.compute(
-                    replica_rows, call.layer_call.layout.replica_groups.counts, call.replica_probs, replicas.tensors
+                    replica_rows, call.layout.replica_groups.counts, dispatcher.replica_probs, replicas.tensors
                 )
         return torch.cat([outputs, replica_rows]), bias

@@ -31,18 +31,26 @@ class PlannedDispatcher:
         replay: what its router asks for experts.
         num_slots: slots of a rank, S.
         pg_collection: Megatron's process groups.
-        joins: see `MegatronRows.start`.
+        joins: whether replicas can be computed in one product with home experts. Live calls do not, since their
+            replicas are still on the way.
 
     Attributes:
         plain: Megatron's dispatcher.
-        rows: the rows of the call to physical experts that runs now; None in other calls.
+        call: the call to physical experts that runs now; None in other calls.
+        is_joined: whether `dispatch_postprocess` returns rows of home experts and replicas together.
+        replica_rows, replica_probs: else, rows `[B, H]` and weights `[B]` of this rank's replicas, if any rank has a
+            replica in the call.
     """
+
+    replica_rows: torch.Tensor
+    replica_probs: torch.Tensor
 
     def __init__(
         self, moe_layer: MoELayer, layer: FrameworkLayer, replay: Any, num_slots: int, pg_collection: Any, joins: bool
     ) -> None:
-        self.plain = moe_layer.token_dispatcher
-        self.rows: MegatronRows | None = None
+        self.plain = self._now = moe_layer.token_dispatcher
+        self.call: LayerCall | None = None
+        self.is_joined = False
         self._layer, self._replay, self._router, self._joins = layer, replay, moe_layer.router, joins
         self._physical = physical_dispatcher(moe_layer, num_slots, pg_collection)
         # Without replicas the router's weights are in place, as there are no slots among the experts. DeepEP gets the
@@ -56,51 +64,57 @@ class PlannedDispatcher:
     def dispatch_preprocess(
         self, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.rows = None
-        ids, routes = self._replay.take_ids(), self._layer.routes()
-        is_balanced = routes is not None and routes.is_balanced
-        if ids is None and is_balanced:
-            raise RuntimeError(
-                f"MoE layer {self._layer.index}: its router did not ask router_replay for the plan's experts, in "
-                f"{_own_topk(self._router)}; let it call router_replay.get_replay_topk(), as Megatron's own does"
-            )
-        if ids is None or routes is None or not is_balanced:
+        self.call, self._now = None, self.plain
+        ids, routes = self._replay.take()
+        if ids is None or not routes.is_balanced:
+            routes = routes or self._layer.routes()
+            if ids is None and routes is not None and routes.is_balanced:
+                raise RuntimeError(
+                    f"MoE layer {self._layer.index}: its router did not ask router_replay for the plan's experts, in "
+                    f"{_own_topk(self._router)}; let it call router_replay.get_replay_topk(), as Megatron's own does"
+                )
             return self.plain.dispatch_preprocess(hidden, routing_map, probs)
         problem = None
         if routes.may_deviate:
             ids, problem = _ids_of(routing_map, ids)
-        hidden, layer_call = self._layer.begin(hidden, ids, routes, problem)
-        if layer_call.replicas.count or self._at_homes is None:
-            self.rows, hidden, probs = MegatronRows.start(
-                self._physical, self._joins, hidden, probs.gather(1, ids), layer_call
-            )
-        else:
-            # A router that changes its map after the plan's experts does not change the rows.
-            routing_map = torch.zeros_like(routing_map).scatter_(1, ids, value=True)
-            self._at_homes.layer_call = layer_call
-            self.rows = MegatronRows(self._at_homes, layer_call, self._joins)
-            hidden, probs = self._at_homes.dispatch_preprocess(hidden, routing_map, probs)
-        return hidden, probs
+        hidden, call = self._layer.begin(hidden, ids, routes, problem)
+        self.call = call
+        if call.replicas.count or self._at_homes is None:
+            self._now = self._physical
+            return start_rows(self._physical, hidden, probs.gather(1, ids), call)
+        self._now, self._at_homes.layer_call = self._at_homes, call
+        # A router that changes its map after the plan's experts does not change the rows.
+        routing_map = torch.zeros_like(routing_map).scatter_(1, ids, value=True)
+        return self._at_homes.dispatch_preprocess(hidden, routing_map, probs)
 
     def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> Any:
-        return (self.rows or self.plain).token_dispatch(hidden, probs)
+        return self._now.token_dispatch(hidden, probs)
 
     def dispatch_postprocess(self, hidden: torch.Tensor, probs: torch.Tensor) -> Any:
-        return (self.rows or self.plain).dispatch_postprocess(hidden, probs)
+        hidden, counts, probs = self._now.dispatch_postprocess(hidden, probs)
+        call = self.call
+        if call is None or self._now is self._at_homes:
+            return hidden, counts, probs
+        homes, replicas = call.layout.home_groups.counts, call.layout.replica_groups.counts
+        self.is_joined = self._joins and not call.is_live
+        if counts.shape[0] == len(homes) or self.is_joined or not call.replicas.count:
+            return hidden, counts[: len(homes) + len(replicas)], probs
+        # The backward of `split` writes the gradient of all rows once; that of slices fills it with zeros for each.
+        parts = sum(homes), hidden.shape[0] - sum(homes)
+        hidden, self.replica_rows = hidden.split(parts)
+        probs, self.replica_probs = probs.split(parts)
+        return hidden, counts[: len(homes)], probs
 
     def combine_preprocess(self, outputs: torch.Tensor) -> torch.Tensor:
-        return (self.rows or self.plain).combine_preprocess(outputs)
+        return self._now.combine_preprocess(outputs)
 
     def token_combine(self, outputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.rows is None:
-            return self.plain.token_combine(outputs, *args, **kwargs)
-        return self.rows.token_combine(outputs)
+        return self._now.token_combine(outputs, *args, **kwargs)
 
     def combine_postprocess(self, outputs: torch.Tensor) -> torch.Tensor:
-        rows, self.rows = self.rows, None
-        if rows is None:
-            return self.plain.combine_postprocess(outputs)
-        return self._layer.end(rows.combine_postprocess(outputs), rows.layer_call)
+        combined = self._now.combine_postprocess(outputs)
+        call, self.call, self._now = self.call, None, self.plain
+        return combined if call is None else self._layer.end(combined, call)
 
 
 def _ids_of(routing_map: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, Exception | None]:
@@ -125,68 +139,6 @@ def _own_topk(router: Any) -> str:
     return ", ".join(places) or f"moe_router_load_balancing_type={router.config.moe_router_load_balancing_type!r}"
 
 
-class MegatronRows:
-    """The rows of one call, which one of Megatron's dispatchers sends, with the methods of these.
-
-    Args:
-        dispatcher: built for physical experts.
-
-    Attributes:
-        layer_call: the call.
-        are_joined: whether `dispatch_postprocess` returns rows of home experts and replicas together.
-        replica_rows, replica_probs: else, rows `[B, H]` and weights `[B]` of this rank's replicas, if any rank has a
-            replica in the call.
-    """
-
-    replica_rows: torch.Tensor
-    replica_probs: torch.Tensor
-
-    @classmethod
-    def start(
-        cls,
-        dispatcher: PhysicalDispatcher,
-        joins: bool,
-        hidden: torch.Tensor,
-        weights: torch.Tensor,
-        layer_call: LayerCall,
-    ) -> tuple[MegatronRows, torch.Tensor, torch.Tensor]:
-        """The rows of a call, and what Megatron's `dispatch_preprocess` returns.
-
-        Args:
-            weights: `[T, K]`, the router's weights of its experts.
-            joins: whether replicas can be computed in one product with home experts. Live calls do not, since their
-                replicas are still on the way.
-        """
-        dispatcher.layer_call = layer_call
-        routing_map, probs = multi_hot(layer_call.layout.physical_ids, weights, dispatcher.num_experts)
-        hidden, probs = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
-        return cls(dispatcher, layer_call, joins and not layer_call.is_live), hidden, probs
-
-    def __init__(self, dispatcher: PhysicalDispatcher, layer_call: LayerCall, are_joined: bool) -> None:
-        self.layer_call, self.are_joined = layer_call, are_joined
-        self._dispatcher = dispatcher
-        self.token_dispatch = dispatcher.token_dispatch
-        self.combine_preprocess = dispatcher.combine_preprocess
-        self.token_combine = dispatcher.token_combine
-        self.combine_postprocess = dispatcher.combine_postprocess
-
-    def dispatch_postprocess(
-        self, hidden: torch.Tensor, probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        hidden, counts, probs = self._dispatcher.dispatch_postprocess(hidden, probs)
-        homes, replicas = self.layer_call.layout.home_groups.counts, self.layer_call.layout.replica_groups.counts
-        if len(counts) == len(homes):
-            return hidden, counts, probs
-        if self.are_joined or not self.layer_call.replicas.count:
-            return hidden, counts[: len(homes) + len(replicas)], probs
-        counts = counts[: len(homes)]
-        # The backward of `split` writes the gradient of all rows once; that of slices fills it with zeros for each.
-        parts = sum(homes), len(hidden) - sum(homes)
-        hidden, self.replica_rows = hidden.split(parts)
-        probs, self.replica_probs = probs.split(parts)
-        return hidden, counts, probs
-
-
 class PhysicalAlltoAll(MoEAlltoAllTokenDispatcher):
     """Megatron's all-to-all dispatcher for physical experts. Counts come from the plan, without exchange or sync; in
     live calls from the exchange that their replicas are chosen by.
@@ -203,18 +155,21 @@ class PhysicalAlltoAll(MoEAlltoAllTokenDispatcher):
 
     def __init__(self, moe_layer: MoELayer, num_slots: int, pg_collection: Any) -> None:
         super().__init__(**_physical_experts(moe_layer, num_slots), pg_collection=pg_collection)
+        self._has_slots = num_slots > 0
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Sizes of this rank's exchange, from the layout. Returns the rows `[H + S]` of its physical experts."""
         layout = self.layer_call.layout
         self.num_out_tokens = layout.physical_ids.numel()
         self.input_splits, self.output_splits = layout.send_splits, layout.recv_splits
-        counts_RG = layout.arriving_RG[:, : self.num_local_experts]
-        # Fused kernels read the counts on the device.
-        on_device = layout.arriving if self.config.moe_permute_fusion else torch.from_numpy(counts_RG)
-        assert on_device is not None
-        self.num_global_tokens_per_local_expert = on_device[:, : self.num_local_experts]
-        return torch.from_numpy(counts_RG.sum(axis=0))
+        assert layout.arrivals is not None
+        arrivals = layout.arrivals[self._has_slots]
+        self.num_global_tokens_per_local_expert = arrivals.by_rank
+        if self.config.moe_permute_fusion:
+            # Fused kernels read the counts on the device.
+            assert layout.arriving is not None
+            self.num_global_tokens_per_local_expert = layout.arriving[:, : self.num_local_experts]
+        return arrivals.counts
 
 
 class PhysicalFlex(MoEFlexTokenDispatcher):
@@ -258,23 +213,37 @@ class PhysicalFlex(MoEFlexTokenDispatcher):
             manager.routing_map, manager.token_probs = routing_map, probs
             # With experts of a fixed size Megatron knows the sizes before, and leaves these attributes as they are.
             manager.drop_and_pad = True
-            counts_G = layout.arriving_RG.sum(axis=0)
-            manager.tokens_per_expert = torch.from_numpy(counts_G)
-            manager.num_permuted_tokens = int(counts_G.sum())
+            assert layout.arrivals is not None
+            manager.tokens_per_expert = layout.arrivals[1].counts
+            manager.num_permuted_tokens = sum(layout.recv_splits)
         return hidden.view(-1, hidden.shape[-1]), manager.token_probs
 
     def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor | None = None, **options: Any) -> Any:
         """As Megatron's, but DeepEP gets the sizes of the layout, too; see `planned_rows`."""
-        manager, counts_G = self._comm_manager, self.layer_call.layout.arriving_RG.sum(axis=0)
+        manager, layout = self._comm_manager, self.layer_call.layout
         if not isinstance(manager, _DeepepManager):
             return super().token_dispatch(hidden, probs, **options)
-        with planned_rows(manager.group, hidden, int(counts_G.sum())):
+        with planned_rows(manager.group, hidden, sum(layout.recv_splits)):
             dispatched = super().token_dispatch(hidden, probs, **options)
-        manager.tokens_per_expert = torch.from_numpy(counts_G)
+        assert layout.arrivals is not None
+        manager.tokens_per_expert = layout.arrivals[1].counts
         return dispatched
 
 
 PhysicalDispatcher = PhysicalAlltoAll | PhysicalFlex
+
+
+def start_rows(
+    dispatcher: PhysicalDispatcher, hidden: torch.Tensor, weights: torch.Tensor, layer_call: LayerCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What Megatron's `dispatch_preprocess` returns for the physical experts of a call.
+
+    Args:
+        weights: `[T, K]`, the router's weights of its experts.
+    """
+    dispatcher.layer_call = layer_call
+    routing_map, probs = multi_hot(layer_call.layout.physical_ids, weights, dispatcher.num_experts)
+    return dispatcher.dispatch_preprocess(hidden, routing_map, probs)
 
 
 def physical_dispatcher(moe_layer: MoELayer, num_slots: int, pg_collection: Any) -> PhysicalDispatcher:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
+from trimtab.runtime.program.micro_step import BoundRoutes
 
-_OWN = ("plain", "_layer", "_is_replaying", "_ids")
+_OWN = ("plain", "_layer", "_is_replaying", "_taken")
+Taken = tuple[torch.Tensor | None, BoundRoutes | None]
 ComputeTopk = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -25,7 +27,8 @@ class SessionReplay:
     def __init__(self, layer: FrameworkLayer, plain: Any, is_replaying: Callable[[], bool]) -> None:
         self.plain = plain
         self._layer, self._is_replaying = layer, is_replaying
-        self._ids: torch.Tensor | None = None
+        # Experts and routes of the router's last call; in a list, since attributes take long here.
+        self._taken: list[Taken] = [(None, None)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
@@ -45,8 +48,8 @@ class SessionReplay:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores and experts `[T, K]` of each token, as `RouterReplay.get_replay_topk`."""
         assert default_compute_topk is not None
-        self._ids = None
         routes = self._layer.routes()
+        self._taken[0] = None, routes
         if routes is None or not routes.replays or not self._is_replaying():
             found: tuple[torch.Tensor, torch.Tensor]
             if self.plain is not None:
@@ -54,17 +57,18 @@ class SessionReplay:
             else:
                 found = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
             if routes is not None and routes.live is not None:
-                self._ids = found[1].to(torch.int64)
+                self._taken[0] = found[1].to(torch.int64), routes
             return found
-        ids = self._layer.recorded_ids(routes, len(scores), topk)
+        ids = self._layer.recorded_ids(routes, scores.shape[0], topk)
         if ids is None:
             with torch.no_grad():
                 _, live_ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
             ids = self._layer.route(live_ids)
-        self._ids = ids
+        self._taken[0] = ids, routes
         return scores.gather(1, ids), ids
 
-    def take_ids(self) -> torch.Tensor | None:
-        """The experts `[T, K]` of the router's last call; None if the session neither replays nor balances it."""
-        ids, self._ids = self._ids, None
-        return ids
+    def take(self) -> Taken:
+        """The experts `[T, K]` of the router's last call, None if the session neither replays nor balances it; and the
+        routes of the call, None if there was none or it is outside of micro-steps."""
+        taken, self._taken[0] = self._taken[0], (None, None)
+        return taken

@@ -11,11 +11,11 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.runtime.autograd.torch_engine import running_backward
 from trimtab.runtime.layer.layer_call import LayerCall, LayerCalls
-from trimtab.runtime.layer.micro_step import BoundRoutes
 from trimtab.runtime.live.balancer import LiveCall, LiveMicroStep
+from trimtab.runtime.program.micro_step import BoundRoutes
+from trimtab.runtime.program.physical_experts import InstanceReplicas, PlannedRows
+from trimtab.runtime.program.program import Layout, SecondPhase, place_rows
 from trimtab.runtime.ranks.lockstep import COUNTS
-from trimtab.runtime.rows.layout import Layout, SecondPhase, place_rows
-from trimtab.runtime.rows.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.streams import download
 
@@ -37,21 +37,20 @@ def bind(
         InputError: on all ranks, if a rank has an id out of range.
         RuntimeError: on all ranks, if a rank has other rows than planned, or in backward than in forward.
     """
-    tables = routes.tables_of(homes.index) if routes is not None and routes.replays else None
-    if tables is not None and tables.layout is not None:
-        return LayerCall(calls, homes, tables.layout, routes)
+    program = None if routes is None else routes.program(homes.index)
+    if program is not None and program.layout is not None:
+        return LayerCall(calls, homes, program.layout, routes)
     positions = None if routes is None else routes.positions
     own_ids = expert_ids if positions is None else expert_ids.index_select(0, positions)
     if routes is not None and routes.live is not None:
         layout, choice = _balanced_layout(calls, homes, own_ids, routes.live)
         return LayerCall(calls, homes, layout, routes, choice)
-    planned = None if tables is None else tables.partial
+    planned = None if program is None else program.planned
     if planned is None:
         calls.counters.live_calls += routes is None and calls.is_planned
         if torch.is_grad_enabled() and running_backward() is None:
             calls.accumulation.begin_forward()
-        experts = PhysicalExperts.of(homes, calls.topology.rank, calls.topology.positions, calls.num_slots)
-        planned = PlannedRows.unknown(tuple(own_ids.shape), experts)
+        planned = PlannedRows.unknown(tuple(own_ids.shape), calls.experts)
     elif routes is not None:
         calls.counters.mixed_instances += routes.is_planned
     layout = _exchanged_layout(calls, homes, download(own_ids), planned, routes, problem)
@@ -71,15 +70,14 @@ def _balanced_layout(
             "number of tokens on all ranks"
         )
     call = micro_step.choose(homes.index, counts_RE)
-    rank = calls.topology.rank
-    experts = PhysicalExperts.of(homes, rank, calls.topology.positions, calls.num_slots)
-    counts_E, arriving_RH = counts_RE[rank], counts_RE[:, experts.is_here_E]
+    experts = calls.experts
+    counts_E, arriving_RH = counts_RE[experts.rank], counts_RE[:, experts.is_here_E]
     if not call.moves or not call.replicas.count:
         planned = PlannedRows.of(ids_NK, counts_E, arriving_RH, experts, call.replicas)
         return place_rows(planned, has_places=homes.sends_rows).on(homes.device), call
     nothing = InstanceReplicas.none(len(counts_RE))
     layout = place_rows(PlannedRows.of(ids_NK, counts_E, arriving_RH, experts, nothing), has_places=True)
-    second = SecondPhase.of(homes, rank, layout.home_groups.counts, call.replicas).on(homes.device)
+    second = SecondPhase.of(experts, layout.home_groups.counts, call.replicas).on(homes.device)
     return replace(layout.on(homes.device), replicas=call.replicas, second=second), call
 
 

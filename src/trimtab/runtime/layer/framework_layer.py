@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from trimtab.runtime.layer.binding import bind
 from trimtab.runtime.layer.layer import Leave, RoutedLayer, UseReplicas
 from trimtab.runtime.layer.layer_call import LayerCall
-from trimtab.runtime.layer.micro_step import BoundRoutes
+from trimtab.runtime.program.micro_step import BoundRoutes
 from trimtab.runtime.ranks.recorder import BACKWARD, DISPATCH, OTHER
 
 
@@ -36,9 +36,10 @@ class FrameworkLayer(RoutedLayer):
         """
         if routes.positions is not None or routes.index == 0:
             return None
-        tables = routes.tables_of(self.index)
-        fits = tables.known_N is None and tables.recorded_NK.shape == (tokens, top_k)
-        return tables.recorded_NK.to(torch.int64) if fits else None
+        program = routes.program(self.index)
+        if program is None or program.recorded_NK is None or program.known_N is not None:
+            return None
+        return program.recorded_NK if program.recorded_NK.shape == (tokens, top_k) else None
 
     def begin(
         self, hidden: torch.Tensor, expert_ids: torch.Tensor, routes: BoundRoutes, problem: Exception | None = None
@@ -59,8 +60,9 @@ class FrameworkLayer(RoutedLayer):
         call = bind(self._calls, self.homes, expert_ids, routes, problem)
         call.begin_forward()
         if call.has_graph and (call.replicas.count or call.is_recorded):
-            hidden = _Enter.apply(hidden, call, *(self.homes.trained if call.replicas.count else ()))
-        call.mark(DISPATCH)
+            hidden = _Enter.apply(hidden, call, *(call.replicated_parameters() if call.replicas.count else ()))
+        if call.is_recorded:
+            call.mark(DISPATCH)
         return hidden, call
 
     def use_replicas(self, rows: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, Replicas]:
@@ -76,9 +78,13 @@ class FrameworkLayer(RoutedLayer):
 
     def end(self, combined: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """End a call, with the layer's output."""
-        left: torch.Tensor = Leave.apply(combined, call)
+        # Without replicas backward has nothing to start or to wait for.
+        if call.has_graph and (call.replicas.count or call.is_recorded or call.is_live):
+            combined = Leave.apply(combined, call)
+        elif call.is_recorded:
+            call.mark(OTHER, outside=True)
         call.end_forward()
-        return left
+        return combined
 
 
 class Replicas:
@@ -134,20 +140,20 @@ class _Part(NamedTuple):
 
 
 class _Enter(torch.autograd.Function):
-    """Identity on the layer's input. If the call has replicas, the home's parameters are inputs too, so that autograd
-    does not accumulate their gradients before those of replicas are there. Its backward runs last in the layer's
-    backward."""
+    """Identity on the layer's input. The Parameters of experts that have replicas are inputs too, so that autograd does
+    not accumulate their gradients before those of replicas are there. Its backward runs last in the layer's backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, call: LayerCall, *_parameters: torch.nn.Parameter) -> torch.Tensor:
-        ctx.call = call
+    def forward(ctx: Any, hidden: torch.Tensor, call: LayerCall, *parameters: torch.nn.Parameter) -> torch.Tensor:
+        ctx.call, ctx.parameters = call, parameters
         return hidden.view_as(hidden)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         call: LayerCall = ctx.call
-        added = call.join_parameters() if call.replicas.count else ()
+        added = call.join_parameters(ctx.parameters)
         call.mark(OTHER + BACKWARD, outside=True)
         call.end_backward()
         return grads[0], None, *added

@@ -261,7 +261,6 @@ class Leave(torch.autograd.Function):
         return combined.view_as(combined)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.call.mark(COMBINE + BACKWARD)
         # First, to start transfers of replicas that backward needs.
@@ -297,7 +296,7 @@ class UseReplicas(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         grad_rows, *grad_slots = grads
         call: LayerCall = ctx.call
-        if call.homes.trained:
+        if any(call.homes.are_trained):
             if ctx.are_apart:
                 count = len(grad_slots) // len(call.homes.are_trained)
                 call.return_gradients([grad_slots[n : n + count] for n in range(0, len(grad_slots), count or 1)])

@@ -16,13 +16,14 @@ import torch
 from trimtab.runtime.autograd.gradient_watch import Accumulation, GradientWatch
 from trimtab.runtime.autograd.torch_engine import require_eager, running_backward, will_run
 from trimtab.runtime.layer.backward import Backward
-from trimtab.runtime.layer.micro_step import BoundRoutes
 from trimtab.runtime.live.balancer import LiveCall, Seconds
+from trimtab.runtime.program.micro_step import BoundRoutes
+from trimtab.runtime.program.physical_experts import PhysicalExperts
+from trimtab.runtime.program.program import Layout, RowPlaces
 from trimtab.runtime.ranks.lockstep import RETURNS, Lockstep, message_tag
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.exchange import RowExchange
-from trimtab.runtime.rows.layout import Layout, RowPlaces
-from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.returns import ReplicaGradients, accumulates
 from trimtab.runtime.transfer.streams import start_timer
@@ -41,7 +42,7 @@ class LayerCalls:
         backward: tracks backwards, to complete gradients when they end.
         accumulation: detects gradients that were already summed.
         gradients: detects gradients that others change.
-        num_slots: slots of a rank.
+        experts: the physical experts.
         current: the routes of the open micro-step.
         is_planned: whether a plan was applied; calls outside of micro-steps are then counted.
     """
@@ -52,7 +53,7 @@ class LayerCalls:
     backward: Backward
     accumulation: Accumulation
     gradients: GradientWatch
-    num_slots: int
+    experts: PhysicalExperts
     current: BoundRoutes | None = None
     is_planned: bool = False
 
@@ -94,7 +95,7 @@ class LayerCall:
     """One call of a layer. Without a plan it has no replicas.
 
     Args:
-        layout: the layout; kept until the forward ends.
+        layout: kept until the forward ends.
         routes: routes of the micro-step; None outside of micro-steps. Kept until the backward ends, of a balanced live
             call as long as its graph.
         live: the choice of a balanced live call.
@@ -102,8 +103,11 @@ class LayerCall:
     Attributes:
         has_graph: whether a backward can follow.
         replicas: the instance's replicas on all ranks.
+        positions: `[n]` int64, rows of the micro-step's tokens in `hidden`; None for all rows.
         index: the number of the planned micro-step; -1 if there is none.
         number: number of its replicas in transfers: that of the planned micro-step, or of the balanced live call.
+        is_live: whether replicas were chosen when the call began, and their transfers have just started.
+        is_recorded: whether activities are recorded.
         replica_node: the graph node whose backward sends gradients of replicas.
     """
 
@@ -115,55 +119,33 @@ class LayerCall:
         routes: BoundRoutes | None,
         live: LiveCall | None = None,
     ) -> None:
-        self.homes = homes
+        self.homes, self.layout, self.routes = homes, layout, routes
         self.has_graph = torch.is_grad_enabled()
-        self.routes = routes
-        self.replicas = layout.replicas
-        self.index = -1 if routes is None else routes.index
-        self.number = self.index if live is None else live.number
-        self._live = live
-        self._calls = calls
-        self._layout: Layout | None = layout
         self._splits = layout.send_splits, layout.recv_splits
+        self.replicas, self.is_live = layout.replicas, live is not None
+        self.index, self.positions, self._transfers, self._plan_number = -1, None, None, 0
+        if routes is not None:
+            self.index, self.positions = routes.index, routes.positions
+            self._transfers, self._plan_number = routes.transfers, routes.plan_number
+        self.number = self.index if live is None else live.number
+        self._calls = calls
         # Identifies the forward in logs, if a micro-step has several. Equal on all ranks.
         self._forward = calls.lockstep.count
         self._recorder = calls.counters.recorder
+        self.is_recorded = self._recorder is not None
         self.replica_node: weakref.ref[Any] | None = None
         # Where a product adds up gradients of replicas, for each tensor.
         self._gradients: list[torch.Tensor | None] = []
         # Of home experts in the forward, until their replicas are used.
         self._homes_s: Seconds | None = None
-        self._transfers = None if routes is None else routes.transfers
-        self._plan_number = 0 if routes is None else routes.plan_number
         # If so, a reentrant checkpoint recomputes the layer, and its backward is nested in a tracked backward.
         self._made_in_backward = running_backward() is not None
-
-    @property
-    def layout(self) -> Layout:
-        """The layout, while the forward runs."""
-        assert self._layout is not None
-        return self._layout
 
     @property
     def places(self) -> RowPlaces:
         """The places of rows that Trimtab sends, while the forward runs."""
         assert self.layout.places is not None
         return self.layout.places
-
-    @property
-    def is_live(self) -> bool:
-        """Whether replicas were chosen when the call began, and their transfers have just started."""
-        return self._live is not None
-
-    @property
-    def positions(self) -> torch.Tensor | None:
-        """`[n]` int64, rows of the micro-step's tokens in `hidden`; None for all rows."""
-        return None if self.routes is None else self.routes.positions
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether activities are recorded."""
-        return self._recorder is not None
 
     def mark(self, activity: int, *, outside: bool = False) -> None:
         """Mark the start of an activity of this layer; recorded if a Recorder is active.
@@ -206,8 +188,8 @@ class LayerCall:
         """Call it when the layer's forward ends. Tensors of the layout that backward needs are saved in the graph.
         A planned call without replicas needs no routes there; a live one is found by its routes when it is recomputed.
         """
-        self._layout = None
-        if self._live is None and not self.replicas.count:
+        del self.layout
+        if not self.is_live and not self.replicas.count:
             self.routes = None
 
     def begin_backward(self) -> None:
@@ -244,7 +226,7 @@ class LayerCall:
 
     def end_backward(self) -> None:
         """Call it when the layer's backward ends. Choices of live calls are kept for another backward of the graph."""
-        if self._live is None:
+        if not self.is_live:
             self.routes = None
 
     def join_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -253,11 +235,18 @@ class LayerCall:
             return gradients
         return self._transfers.returns.join(self.homes, gradients)
 
-    def join_parameters(self) -> list[torch.Tensor | None]:
+    def replicated_parameters(self) -> list[torch.nn.Parameter]:
+        """The trained Parameters, of lists, of this rank's experts that have replicas."""
+        homes, rank = self.homes, self._calls.topology.rank
+        rows = dict.fromkeys(each.row for each in self.replicas.located(homes.places) if each.home == rank)
+        tensors = [parameters_of(tensor) for tensor in (homes.current if rows else ())]
+        return [parameters[row] for parameters in tensors if parameters[0].requires_grad for row in rows]
+
+    def join_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
         """Add gradients of replicas to the parameters; see `GradientReturns.join_parameters`."""
         if self._transfers is None or not self.replicas.count:
-            return [None] * len(self.homes.trained)
-        return self._transfers.returns.join_parameters(self.homes)
+            return []
+        return self._transfers.returns.join_parameters(self.homes, parameters)
 
     def replica_weights(self) -> list[torch.Tensor]:
         """This rank's replicas, `[count, ...]` for each stacked tensor. Waits for their transfers."""
@@ -274,7 +263,7 @@ class LayerCall:
     @contextmanager
     def computing_homes(self) -> Iterator[None]:
         """The context in which home experts are computed. Live calls time it, unless a layer runs again in backward."""
-        is_timed = self._live is not None and not self._made_in_backward
+        is_timed = self.is_live and not self._made_in_backward
         stop = start_timer(self.homes.device) if is_timed else None
         yield
         self._homes_s = None if stop is None else stop()

@@ -22,7 +22,7 @@ from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.replicas.instance_choice import choose_replicas
 from trimtab.planner.replicas.kernel_values import Limits
 from trimtab.planner.replicas.whole_experts import InstanceLoad, choose_whole_experts
-from trimtab.runtime.rows.physical_experts import InstanceReplicas
+from trimtab.runtime.program.physical_experts import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 
 LivePolicy = Literal["quota", "feplb", "off"]

@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from trimtab.runtime.rows.grouped_products import GROUPED_KERNEL_CAPABILITIES
 
@@ -165,7 +164,6 @@ class _MultiHot(torch.autograd.Function):
         return routing_map, probs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor, None]:
         (ids,) = ctx.saved_tensors
         return None, grads[1].gather(1, ids.to(torch.int64)), None

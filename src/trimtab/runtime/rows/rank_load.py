@@ -20,7 +20,6 @@ from trimtab.array_type import Array
 from trimtab.planner import Schedule, StepPlan, Workload
 from trimtab.planner.plan.workload import ExpertLoads
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.trace import RoutingTrace
 from trimtab.trace.counting import count_experts
 
@@ -59,18 +58,13 @@ class RankLoad:
             dist.all_reduce(torch.from_numpy(array), group=self.topology.expert_control)
         return ExpertLoads(counts_MLE, unknown_ML, self.topology.num_ranks)
 
-    def for_homes(self, home_LE: Array) -> Array:
-        """Known rows `[R, M, L, E / R]` int32 of every rank for this rank's home experts, in ascending order.
+    def for_homes(self, experts_RH: Array) -> Array:
+        """Known rows `[R, M, L, H]` int32 of every rank for this rank's home experts.
 
         Args:
-            home_LE: `[L, E]` integer homes, equally many on every rank.
+            experts_RH: `[R, H]`, the home experts of every rank.
         """
-        micro_steps, layers, _ = self.counts_MLE.shape
-        order_LE = np.argsort(home_LE, axis=1, kind="stable")
-        sorted_MLRH = self.counts_MLE[:, np.arange(layers)[:, None], order_LE].reshape(
-            micro_steps, layers, self.topology.num_ranks, -1
-        )
-        sent_RMLH = np.ascontiguousarray(sorted_MLRH.transpose(2, 0, 1, 3))
+        sent_RMLH = np.ascontiguousarray(self.counts_MLE[:, :, experts_RH].transpose(2, 0, 1, 3))
         found_RMLH = np.empty_like(sent_RMLH)
         found, sent = torch.from_numpy(found_RMLH), torch.from_numpy(sent_RMLH)
         dist.all_to_all_single(found, sent, group=self.topology.expert_control)
@@ -163,7 +157,7 @@ def checked_load(plan: StepPlan, trace: RoutingTrace, load: RankLoad | None, top
     return load
 
 
-def assign_unread(trace: RoutingTrace, unread_T: Array, layers: Sequence[HomeExperts], topology: Topology) -> None:
+def assign_unread(trace: RoutingTrace, unread_T: Array, experts_RH: Array, topology: Topology) -> None:
     """Give this rank's unread tokens distinct experts in every layer, in place.
 
     Collective over the expert-parallel group. The rows of all ranks' unread tokens go to the ranks with the fewest
@@ -172,26 +166,23 @@ def assign_unread(trace: RoutingTrace, unread_T: Array, layers: Sequence[HomeExp
     Args:
         trace: each micro-step as one sequence; unread tokens have unknown routes.
         unread_T: `[T]` bool, the unread tokens.
-        layers: this rank's experts of each layer.
+        experts_RH: `[R, H]`, the home experts of every rank.
     """
     num_micro_steps, top_k, rank = trace.num_sequences, trace.top_k, topology.rank
     micro_step_T = np.repeat(np.arange(num_micro_steps), trace.sequence_lengths)
     counts_MLE = count_experts(trace, np.arange(num_micro_steps), num_micro_steps)
-    loads_LMR = np.stack([counts_MLE[:, i, homes.places.experts_RH].sum(axis=2) for i, homes in enumerate(layers)])
+    loads_MLR, num_homes = counts_MLE[:, :, experts_RH].sum(axis=3), experts_RH.shape[1]
     unread_RM = np.zeros((topology.num_ranks, num_micro_steps), np.int64)
     unread_RM[rank] = np.bincount(micro_step_T[unread_T], minlength=num_micro_steps)
-    sums = [torch.from_numpy(array.astype(np.int64)) for array in (loads_LMR, unread_RM)]
+    sums = [torch.from_numpy(array.astype(np.int64)) for array in (loads_MLR, unread_RM)]
     for array in sums:
         dist.all_reduce(array, group=topology.expert_control)
-    loads_LMR, unread_RM = (array.numpy() for array in sums)
+    loads_MLR, unread_RM = (array.numpy() for array in sums)
     for micro_step in np.flatnonzero(unread_RM[rank]).tolist():
         mine, total = np.flatnonzero(unread_T & (micro_step_T == micro_step)), int(unread_RM[:, micro_step].sum())
-        places_K = np.arange(top_k) * total
-        places_UK = _numbers(unread_RM[:, micro_step], rank)[:, None] + places_K
-        for layer, homes in enumerate(layers):
-            experts_RH = homes.places.experts_RH
-            num_homes = experts_RH.shape[1]
-            rows_R = _levelling(loads_LMR[layer, micro_step], top_k * total, num_homes * total)
+        places_UK = _numbers(unread_RM[:, micro_step], rank)[:, None] + np.arange(top_k) * total
+        for layer, loads_R in enumerate(loads_MLR[micro_step]):
+            rows_R = _levelling(loads_R, top_k * total, num_homes * total)
             rows_RH = rows_R[:, None] // num_homes + (np.arange(num_homes) < rows_R[:, None] % num_homes)
             # Token u has the experts at places u, u + total, u + 2 total ... of a list of all rows by expert. They are
             # distinct, since no expert has more than `total` rows.

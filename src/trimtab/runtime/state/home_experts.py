@@ -58,6 +58,10 @@ class HomeExperts:
         places: rank and row of each expert.
         dtype: the compute dtype.
         likes: shape `[E / R, ...]` and dtype of the tensors as they were added, stacks and lists alike.
+        gradient_dtype: the dtype in which gradients of replicas are sent and added.
+        expert_shapes: of one expert's tensors.
+        expert_like: shapes and dtype of one expert's tensors in transfers.
+        expert_bytes: bytes of one expert in transfers.
         are_staged: for each tensor, whether it has another dtype than the compute dtype.
         is_staged: whether any tensor has.
         joins_in_backward: whether replica gradients are added to those of the home experts before the layer's backward
@@ -88,6 +92,11 @@ class HomeExperts:
         self.sends_rows, self.dispatch_forwards, self.expert_groups, self.equal_tokens = True, False, (1, 1), ""
         self.by_expert: ByExpert | None = None
         self.dtype = compute_dtype or self.likes[0][1]
+        self.gradient_dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
+        self.expert_shapes = [shape[1:] for shape, _ in self.likes]
+        self.expert_like: list[Like] = [(tuple(shape), self.dtype) for shape in self.expert_shapes]
+        self.expert_bytes = sum(shape.numel() for shape in self.expert_shapes) * self.dtype.itemsize
+        self._held: list[ExpertTensor] | None = None
         self.are_staged = [dtype != self.dtype for _, dtype in self.likes]
         self.is_staged = any(self.are_staged)
         self._staging: list[torch.Tensor | None] = []
@@ -99,6 +108,16 @@ class HomeExperts:
     def tensors(self) -> list[ExpertTensor]:
         """This rank's home experts, read now. Callers must not keep them, since their memory may be replaced."""
         return read_tensors(self._read)
+
+    def hold(self) -> None:
+        """Read the tensors for the calls of the layer until this is called again, as they stay between two plans."""
+        self._held = self.tensors
+        self._held_trained = [parameters_of(tensor)[0].requires_grad for tensor in self._held]
+
+    @property
+    def current(self) -> list[ExpertTensor]:
+        """This rank's home experts in a call of the layer: those of `hold`, or read now."""
+        return self._held or self.tensors
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -112,7 +131,7 @@ class HomeExperts:
     @property
     def trained(self) -> list[torch.nn.Parameter]:
         """The parameters that are not frozen."""
-        return [parameter for parameter in self.parameters if parameter.requires_grad]
+        return [p for tensor in self.current for p in parameters_of(tensor) if p.requires_grad]
 
     @property
     def declared(self) -> list[torch.Tensor]:
@@ -129,6 +148,8 @@ class HomeExperts:
     @property
     def are_trained(self) -> list[bool]:
         """For each tensor, whether it is not frozen. A list is frozen as a whole."""
+        if self._held is not None:
+            return self._held_trained
         return [parameters_of(tensor)[0].requires_grad for tensor in self.tensors]
 
     @property
@@ -139,7 +160,7 @@ class HomeExperts:
     @property
     def sources(self) -> list[Rows]:
         """The values in the compute dtype: the parameters' own memory, or staging memory."""
-        return [self.staged(t) if self.are_staged[t] else _detached(tensor) for t, tensor in enumerate(self.tensors)]
+        return [self.staged(t) if self.are_staged[t] else _detached(tensor) for t, tensor in enumerate(self.current)]
 
     @property
     def home_experts(self) -> Array:
@@ -156,26 +177,6 @@ class HomeExperts:
     def rows_E(self) -> Array:
         """`[E]` int64, the row of every expert on its home rank."""
         return self.places.rows_E
-
-    @property
-    def expert_shapes(self) -> list[torch.Size]:
-        """Shapes of one expert's tensors."""
-        return [shape[1:] for shape, _ in self.likes]
-
-    @property
-    def expert_like(self) -> list[Like]:
-        """Shapes and dtype of one expert's tensors in transfers."""
-        return [(tuple(shape), self.dtype) for shape in self.expert_shapes]
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """The dtype in which gradients of replicas are sent and added."""
-        return torch.float64 if self.dtype is torch.float64 else torch.float32
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert in transfers."""
-        return sum(shape.numel() for shape in self.expert_shapes) * self.dtype.itemsize
 
     def stage_in(self, stacks: Sequence[torch.Tensor]) -> None:
         """Use the given tensors `[E / R, ...]` as staging memory, if the layer is staged."""
@@ -194,7 +195,7 @@ class HomeExperts:
 
     def drop_staging(self) -> None:
         """Free the staging memory, until it is used again."""
-        self._staging, self._is_staging_given = [None] * len(self.likes), False
+        self._staging, self._is_staging_given, self._held = [None] * len(self.likes), False, None
 
     def copy_to(self, stacks: Sequence[torch.Tensor]) -> None:
         """Copy `sources` to tensors `[E / R, ...]`, except to those that are the staging memory."""

@@ -96,6 +96,16 @@ def check_current_parameters(layer: HomeExperts) -> None:
         check_owners(layer.index, layer.parameters)
 
 
+def check_memory(layer: HomeExperts) -> None:
+    """Raises InputError if a framework has offloaded a layer's experts, by the first Parameter of each tensor."""
+    for tensor in layer.tensors:
+        first = parameters_of(tensor)[0]
+        if first.numel() and not first.untyped_storage().nbytes():
+            raise InputError(
+                f"MoE layer {layer.index}: experts have no memory now; load or onload the experts before a micro-step"
+            )
+
+
 def _is_as_added(parameter: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
     """Whether it is a Parameter of this shape and dtype that has memory."""
     return (

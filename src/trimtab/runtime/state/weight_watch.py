@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from trimtab.errors import InputError
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.state.owners import instances_of, mark, refuse_ids
-from trimtab.runtime.state.parameter_checks import check_current_parameters
+from trimtab.runtime.state.parameter_checks import check_current_parameters, check_memory
 
 # Elements of each tensor of an expert that `verify` compares.
 SAMPLES = 16
@@ -42,6 +42,9 @@ WRITTEN = (
 class WeightWatch:
     """The state of the parameters when copies were made.
 
+    Frameworks write the weights of their layers between plans only, and every plan copies them; so these are looked at
+    when a plan is applied, and with `verify`.
+
     Args:
         layers: all layers of the session.
         verify: also compare sampled elements of every expert.
@@ -51,7 +54,9 @@ class WeightWatch:
     """
 
     def __init__(self, layers: Sequence[HomeExperts], *, verify: bool) -> None:
-        self._layers = layers
+        self._layers = [layer for layer in layers if layer.sends_rows or verify]
+        self._frameworks = [layer for layer in layers if not layer.sends_rows and not verify]
+        self._are_trained: list[bool] = []
         self._verify = verify
         self._marks: list[Marks] = []
         # Keeps storages from being reused, so that marks are unique.
@@ -73,14 +78,20 @@ class WeightWatch:
         changed = announced
         if announced:
             trained = [parameter.requires_grad for layer in self._layers for parameter in layer.parameters]
+            for layer in self._frameworks:
+                layer.hold()
+            self._are_trained = [is_trained for layer in self._frameworks for is_trained in layer.are_trained]
         else:
             marks = [_marks(layer.parameters) for layer in self._layers]
             trained = [is_trained for of_layer in marks for is_trained in of_layer[3]]
             changed = marks != self._marks
+        trained += self._are_trained
         try:
             if changed:
                 for layer in self._layers:
                     check_current_parameters(layer)
+                for layer in self._frameworks:
+                    check_memory(layer)
             elif self._verify:
                 self._compare_samples()
         except (InputError, RuntimeError) as error:
@@ -115,7 +126,9 @@ class WeightWatch:
 
     def check_unchanged(self, layer: HomeExperts) -> None:
         """Raises RuntimeError if a layer's parameters changed since copies of them were made."""
-        same = self.steps == self._steps and _marks(layer.parameters)[:3] == self._marks[layer.index][:3]
+        same = self.steps == self._steps
+        if same and (layer.sends_rows or self._verify):
+            same = _marks(layer.parameters)[:3] == self._marks[self._layers.index(layer)][:3]
         if not same:
             raise RuntimeError(
                 f"the expert parameters of MoE layer {layer.index} changed within a micro-step, or between its forward "

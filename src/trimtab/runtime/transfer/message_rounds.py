@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from trimtab.runtime.transfer.streams import has_streams
+
 # Most sends and receives of a rank in one batch.
 MOST_OPERATIONS = 64
 
@@ -74,18 +76,25 @@ def post_round(messages: Sequence[Message], rank: int, group: dist.ProcessGroup,
     Args:
         tag: separates the messages of different calls where the backend supports tags.
     """
-    receives, operations = [], []
+    posted, operations = [], []
     for sender, receiver, tensor in messages:
         assert tensor is not None
-        receives.append(receiver == rank)
-        kind, peer = (dist.irecv, sender) if receiver == rank else (dist.isend, receiver)
+        receives = receiver == rank
         # Rows of transposed experts are copied.
-        sent = tensor.contiguous() if kind is dist.isend else tensor
-        operations.append(dist.P2POp(kind, sent, group=group, group_peer=peer, tag=tag))
-    works = dist.batch_isend_irecv(operations)
+        sent = tensor if receives else tensor.contiguous()
+        if has_streams(tensor.device):
+            kind, peer = (dist.irecv, sender) if receives else (dist.isend, receiver)
+            operations.append(dist.P2POp(kind, sent, group=group, group_peer=peer, tag=tag))
+        else:
+            # torch's own functions take as long as a small message.
+            work = group.recv([sent], sender, tag) if receives else group.send([sent], receiver, tag)
+            posted.append(Posted(receives, work))
+    if not operations:
+        return posted
+    works, receives_of = dist.batch_isend_irecv(operations), [receiver == rank for _, receiver, _ in messages]
     if len(works) == len(operations):
-        return list(map(Posted, receives, works))
-    return [Posted(any(receives), work) for work in works]
+        return list(map(Posted, receives_of, works))
+    return [Posted(any(receives_of), work) for work in works]
 
 
 def post(messages: Sequence[Message], rank: int, group: dist.ProcessGroup, *, tag: int = 0) -> list[Posted]:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from trimtab.runtime.autograd.gradient_watch import has_hooks
 from trimtab.runtime.autograd.torch_engine import will_run
+from trimtab.runtime.program.physical_experts import InstanceReplicas, Replica
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.device_kernels import add_arrivals, ordered_sum
-from trimtab.runtime.rows.physical_experts import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.message_rounds import Message, post
@@ -28,22 +28,22 @@ class _Return:
     Attributes:
         targets: for each trained tensor the Parameters whose `.grad` they are added to: one for a stack, one for each
             home row for a list; None for Parameters whose gradients the backward does not accumulate.
-        rows: home row of each gradient that arrives here.
-        buffers: memory for each of these gradients, one for each trained tensor.
-        sent: gradients that this rank sends.
+        arriving: home row and gradients, one for each trained tensor, of each replica of this rank's experts.
+        memory: that of these gradients.
+        sent: what this rank sends.
         works: the messages.
     """
 
     layer: HomeExperts
     targets: list[list[torch.nn.Parameter | None]]
-    rows: list[int] = field(default_factory=list)
-    buffers: list[list[torch.Tensor]] = field(default_factory=list)
-    sent: list[torch.Tensor] = field(default_factory=list)
+    arriving: Sequence[tuple[int, Sequence[torch.Tensor]]]
+    memory: torch.Tensor
+    sent: list[torch.Tensor]
     works: list[dist.Work] = field(default_factory=list)
 
 
 class GradientReturns:
-    """Sends gradients to home ranks in at least float32, and adds them there in plan order.
+    """Sends gradients to home ranks in at least float32, in one message to each, and adds them there in plan order.
 
     At most `layers` instances are in transfer: before another one starts, the oldest is waited for and added. All are
     added when a backward ends. Memory therefore does not grow with depth, gradients are added at the same points in
@@ -55,20 +55,20 @@ class GradientReturns:
         self._layers = layers
         self._counters = counters
         self._in_transfer: list[_Return] = []
-        self._spare: list[list[torch.Tensor]] = []
+        self._spare: list[torch.Tensor] = []
         self._outgoing: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory for gradients of replicas on this rank that arrive, or that products add up."""
-        used = [buffers for pending in self._in_transfer for buffers in pending.buffers]
-        arriving = sum(tensor.nbytes for buffers in used + self._spare for tensor in buffers)
-        return arriving + sum(tensor.nbytes for tensor in self._outgoing.values())
+        used = [pending.memory for pending in self._in_transfer]
+        return sum(tensor.nbytes for tensor in (*used, *self._spare, *self._outgoing.values()))
 
     def reserve(self, layer: HomeExperts, arriving: int) -> None:
-        """Allocate buffers for up to `arriving` replicas of this rank's experts in an instance, between transfers."""
-        trained = _trained(layer)
-        self._spare = [self._buffers(layer, trained) for _ in range(arriving * self._layers)]
+        """Allocate memory for up to `arriving` replicas of this rank's experts in an instance, between transfers."""
+        self._spare = []
+        if arriving:
+            self._spare = [self._take_memory(layer, arriving, _trained(layer)) for _ in range(self._layers)]
 
     def start(
         self,
@@ -88,36 +88,45 @@ class GradientReturns:
         """
         if len(self._in_transfer) == self._layers:
             self._add(self._in_transfer.pop(0))
-        trained = _trained(layer)
-        tensors = layer.tensors
-        targets = [
-            [p if not layer.joins_in_backward and accumulates(layer, p) else None for p in parameters_of(tensors[t])]
-            for t in trained
+        trained, rank, located = _trained(layer), self._topology.rank, replicas.located(layer.places)
+        targets: list[list[torch.nn.Parameter | None]] = []
+        if not layer.joins_in_backward:
+            tensors = layer.tensors
+            targets = [[p if accumulates(layer, p) else None for p in parameters_of(tensors[t])] for t in trained]
+        # One message for each pair of ranks, with its replicas in plan order.
+        pairs: dict[tuple[int, int], list[Replica]] = {}
+        for replica in located:
+            pairs.setdefault((replica.rank, replica.home), []).append(replica)
+        arriving = [pair for pair in pairs if pair[1] == rank]
+        memory = self._take_memory(layer, sum(len(pairs[pair]) for pair in arriving), trained)
+        rows: dict[Replica, torch.Tensor] = {}
+        sent: list[torch.Tensor] = []
+        messages, start = [], 0
+        for pair, of_pair in pairs.items():
+            tensor = None
+            if pair[1] == rank:
+                tensor = memory[start : start + len(of_pair)]
+                rows |= dict(zip(of_pair, tensor, strict=True))
+                start += len(of_pair)
+            if pair[0] == rank:
+                parts = [self._own(layer, t, gradients[t], each.slot).reshape(-1) for each in of_pair for t in trained]
+                flat = torch.cat(parts).to(memory.dtype)
+                if tensor is not None:
+                    tensor.copy_(flat.view_as(tensor))
+                    continue
+                self._counters.gradient_bytes += flat.nbytes
+                sent.append(flat)
+                tensor = flat
+            if pair[0] != pair[1]:
+                messages.append(Message(*pair, tensor))
+        sizes, shapes = [layer.expert_shapes[t].numel() for t in trained], [layer.expert_shapes[t] for t in trained]
+        split = [
+            (each.row, [part.view(shape) for part, shape in zip(rows[each].split(sizes), shapes, strict=True)])
+            for each in located
+            if each.home == rank
         ]
-        pending = _Return(layer, targets)
-        messages: list[Message] = []
-        rank = self._topology.rank
-        for replica in replicas.located(layer):
-            ends = replica.rank, replica.home
-            own = [self._own(layer, t, gradients[t], replica.slot) for t in trained] if replica.rank == rank else []
-            if replica.home == rank:
-                buffers = self._buffers(layer, trained)
-                pending.rows.append(replica.row)
-                pending.buffers.append(buffers)
-                if replica.rank == rank:
-                    for buffer, gradient in zip(buffers, own, strict=True):
-                        buffer.copy_(gradient)
-                else:
-                    messages += [Message(*ends, buffer) for buffer in buffers]
-            elif replica.rank == rank:
-                sent = [gradient.to(layer.gradient_dtype).contiguous() for gradient in own]
-                pending.sent += sent
-                messages += [Message(*ends, tensor) for tensor in sent]
-                self._counters.gradient_bytes += sum(tensor.nbytes for tensor in sent)
-            elif replica.rank != replica.home:
-                messages += [Message(*ends, None)] * len(trained)
-        pending.works = [posted.work for posted in post(messages, rank, self._topology.gradients, tag=tag)]
-        self._in_transfer.append(pending)
+        works = [posted.work for posted in post(messages, rank, self._topology.gradients, tag=tag)]
+        self._in_transfer.append(_Return(layer, targets, split, memory, sent, works))
 
     def memory(self, layer: HomeExperts, t: int, dtype: torch.dtype, slots: int) -> torch.Tensor:
         """Memory `[slots, ...]` for gradients of a tensor of this rank's replicas, which a product adds up itself.
@@ -140,8 +149,7 @@ class GradientReturns:
         """Drop the gradients of a failed backward after their transfer. All ranks have started the same transfers."""
         abandoned, self._in_transfer = self._in_transfer, []
         for pending in abandoned:
-            self._wait(pending)
-            self._spare += pending.buffers
+            self._arrived(pending)
 
     def join(self, layer: HomeExperts, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Wait for the gradients of the last `start`, which must be of the same layer, and add them.
@@ -155,37 +163,46 @@ class GradientReturns:
         trained = _trained(layer)
         pending = self._take(layer)
         # Copies, since autograd may use the same tensors elsewhere.
-        joined = [g.clone() if t in trained and pending.rows else g for t, g in enumerate(gradients)]
+        joined = [g.clone() if t in trained and pending.arriving else g for t, g in enumerate(gradients)]
         arrived = self._arrived(pending)
         targets = [joined[t][row] for row, _ in arrived for t in trained]
         add_arrivals(targets, [of_tensor for _, of_row in arrived for of_tensor in of_row])
         return joined
 
-    def join_parameters(self, layer: HomeExperts) -> list[torch.Tensor | None]:
+    def join_parameters(
+        self, layer: HomeExperts, parameters: Sequence[torch.nn.Parameter]
+    ) -> list[torch.Tensor | None]:
         """Wait for the gradients of the last `start`, which must be of the same layer of lists, and add them to the
         parameters' `main_grad` where they have one.
 
+        Args:
+            parameters: trained ones, among them all for which gradients arrive.
+
         Returns:
-            For each trained parameter the gradient that autograd has to add, in its dtype; None if there is none.
+            For each parameter the gradient that autograd has to add, in its dtype; None if there is none.
         """
-        if not layer.trained:
+        trained = _trained(layer)
+        if not trained:
             return []
         pending = self._take(layer)
-        added: dict[torch.nn.Parameter, torch.Tensor] = {}
-        tensors = [parameters_of(layer.tensors[t]) for t in _trained(layer)]
+        added: dict[int, torch.Tensor] = {}
         targets: list[torch.Tensor] = []
         arrivals: list[list[torch.Tensor]] = []
-        for row, of_row in self._arrived(pending):
-            for parameters, of_tensor in zip(tensors, of_row, strict=True):
-                parameter = parameters[row]
+        arrived = self._arrived(pending)
+        if not arrived:
+            return []
+        tensors = [parameters_of(layer.current[t]) for t in trained]
+        for row, of_row in arrived:
+            for of_layer, of_tensor in zip(tensors, of_row, strict=True):
+                parameter = of_layer[row]
                 main_grad = getattr(parameter, "main_grad", None)
                 if main_grad is not None:
                     targets.append(main_grad)
                     arrivals.append(of_tensor)
                 else:
-                    added[parameter] = ordered_sum(of_tensor).to(parameter.dtype, copy=True)
+                    added[id(parameter)] = ordered_sum(of_tensor).to(parameter.dtype, copy=True)
         add_arrivals(targets, arrivals)
-        return [added.get(parameter) for parameter in layer.trained]
+        return [added.get(id(parameter)) for parameter in parameters]
 
     def _take(self, layer: HomeExperts) -> _Return:
         """The last `start`, which must be of this layer."""
@@ -193,13 +210,13 @@ class GradientReturns:
         assert pending.layer is layer
         return pending
 
-    def _buffers(self, layer: HomeExperts, trained: Sequence[int]) -> list[torch.Tensor]:
-        """Buffers for the gradients of one expert's trained tensors, spare or new."""
-        like = [(layer.expert_shapes[t], layer.gradient_dtype) for t in trained]
-        for index, buffers in enumerate(self._spare):
-            if [(buffer.shape, buffer.dtype) for buffer in buffers] == like:
+    def _take_memory(self, layer: HomeExperts, arriving: int, trained: Sequence[int]) -> torch.Tensor:
+        """Memory `[arriving, N]` for the trained tensors of experts, spare or new."""
+        size, dtype = sum(layer.expert_shapes[t].numel() for t in trained), layer.gradient_dtype
+        for index, spare in enumerate(self._spare):
+            if spare.shape[0] >= arriving and spare.shape[1] == size and spare.dtype is dtype:
                 return self._spare.pop(index)
-        return [torch.empty(shape, dtype=dtype, device=layer.device) for shape, dtype in like]
+        return torch.empty(arriving, size, dtype=dtype, device=layer.device)
 
     def _own(self, layer: HomeExperts, t: int, gradients: ReplicaGradients, slot: int) -> torch.Tensor:
         """The gradient of one replica; zeros if nothing used its tensor."""
@@ -207,10 +224,6 @@ class GradientReturns:
         if gradient is None:
             return torch.zeros(layer.expert_shapes[t], dtype=layer.gradient_dtype, device=layer.device)
         return gradient
-
-    def _wait(self, pending: _Return) -> None:
-        if pending.works:
-            self._counters.wait([work.wait for work in pending.works], pending.layer.device)
 
     def _add(self, pending: _Return) -> None:
         targets: list[torch.Tensor] = []
@@ -230,12 +243,14 @@ class GradientReturns:
     def _arrived(self, pending: _Return) -> list[tuple[int, list[list[torch.Tensor]]]]:
         """Wait for gradients that arrive here. Returns home rows, each with its replicas' gradients of every trained
         tensor, in plan order. Their memory is spare; add them before another `start`."""
-        self._wait(pending)
-        buffers: dict[int, list[list[torch.Tensor]]] = {}
-        for row, of_replica in zip(pending.rows, pending.buffers, strict=True):
-            buffers.setdefault(row, []).append(of_replica)
-        self._spare += pending.buffers
-        return [(row, [list(of_tensor) for of_tensor in zip(*of_row, strict=True)]) for row, of_row in buffers.items()]
+        if pending.works:
+            self._counters.wait([work.wait for work in pending.works], pending.layer.device)
+        of_rows: dict[int, list[Sequence[torch.Tensor]]] = {}
+        for row, of_replica in pending.arriving:
+            of_rows.setdefault(row, []).append(of_replica)
+        if pending.memory.shape[0]:
+            self._spare.append(pending.memory)
+        return [(row, [list(of_tensor) for of_tensor in zip(*of_row, strict=True)]) for row, of_row in of_rows.items()]
 
 
 def _trained(layer: HomeExperts) -> list[int]:

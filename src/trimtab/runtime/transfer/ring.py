@@ -13,7 +13,7 @@ messages. On a GPU messages and copies are ordered by streams. Tests without a G
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from trimtab.planner.replicas.paths import HOST
+from trimtab.runtime.program.physical_experts import InstanceReplicas, Replica, ReplicasOfStep
 from trimtab.runtime.ranks.lockstep import message_tag
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.physical_experts import InstanceReplicas, ReplicasOfStep
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.counters import Counters
-from trimtab.runtime.transfer.message_rounds import Message, post
+from trimtab.runtime.transfer.message_rounds import MOST_OPERATIONS, Message, post
 from trimtab.runtime.transfer.mirror import NodeMirror
 from trimtab.runtime.transfer.peer_memory import PeerMemory
 from trimtab.runtime.transfer.streams import BackgroundCopies, Wait
@@ -97,7 +97,10 @@ class ReplicaRing:
         self._plan_number = 0
         self._replicas: ReplicasOfStep | None = None
         self._held: dict[Instance, _Arrival] = {}
-        self._sends: list[tuple[Instance, dist.Work]] = []
+        # Instances that were started before their layer ran.
+        self._ahead = 0
+        # By micro-step.
+        self._sends: dict[int, list[dist.Work]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -115,13 +118,25 @@ class ReplicaRing:
 
     def begin(self, micro_step: int) -> None:
         """Start the transfers of a micro-step's first layers. Call at the start of its forward."""
+        for works in self._sends.values():
+            works[:] = [work for work in works if not work.is_completed()]
         self._visits.enter(micro_step)
-        self._fetch([])
+        self._fetch(None)
 
     def prefetch(self, micro_step: int, layer: int) -> None:
-        """Start a layer's transfers and those of predicted instances. Call before it runs, forward or backward."""
-        self._visits.visit(micro_step, layer)
-        self._fetch([(micro_step, layer)])
+        """Start a layer's transfers and those of predicted instances. Call before it runs, forward or backward.
+
+        Later ones are started several at once, when less than half of the buffers are ahead.
+        """
+        assert self._replicas is not None
+        if not self._replicas.may_have_any:
+            return
+        instance = micro_step, layer
+        is_predicted, is_held = self._visits.visit(micro_step, layer), instance in self._held
+        self._ahead -= is_held
+        is_there = is_held or not self._replicas.count(micro_step, layer)
+        if not (is_predicted and is_there and 2 * self._ahead >= len(self._buffers)):
+            self._fetch(instance)
 
     def replicas(self, micro_step: int, layer: int) -> list[torch.Tensor]:
         """This rank's replicas of a prefetched instance, `[count, ...]` for each tensor. Waits for their transfers."""
@@ -134,18 +149,20 @@ class ReplicaRing:
         """Wait for all transfers in progress, before weights change."""
         for arrival in self._held.values():
             arrival.wait()
-        self._wait_for_sends(lambda _: True)
+        for of_micro_step in [*self._sends]:
+            self._wait_for_sends(of_micro_step)
 
     def end(self, micro_step: int) -> None:
         """Wait for a micro-step's sends at the end of its forward, so that they do not hold the weights' memory. On a
         GPU memory is not reused before they end, and compute does not wait."""
         if not streams.has_streams(self._device):
-            self._wait_for_sends(lambda instance: instance[0] == micro_step)
+            self._wait_for_sends(micro_step)
 
     def drain(self) -> None:
         """Wait for all transfers and drop all replicas."""
         self.complete()
         self._held.clear()
+        self._ahead = 0
 
     def quiesce(self) -> None:
         """Barrier: no transfer is reading weights on any rank, and writes to them are done. Collective."""
@@ -183,13 +200,11 @@ class ReplicaRing:
         self.peers = None
         self.mirror.close()
 
-    def _wait_for_sends(self, chosen: Callable[[Instance], bool]) -> None:
-        sends, self._sends = self._sends, [send for send in self._sends if not chosen(send[0])]
-        for instance, work in sends:
-            if chosen(instance):
-                work.wait()
+    def _wait_for_sends(self, micro_step: int) -> None:
+        for work in self._sends.pop(micro_step, ()):
+            work.wait()
 
-    def _fetch(self, now: Sequence[Instance]) -> None:
+    def _fetch(self, now: Instance | None) -> None:
         """Start the transfers of `now` and of the next predicted instances with replicas that are not already held.
 
         At most one instance per buffer.
@@ -198,60 +213,71 @@ class ReplicaRing:
         if not self._replicas.may_have_any:
             return
         window: list[Instance] = []
+        room = len(self._buffers)
         coming = self._visits.coming(AHEAD, len(self._homes))
-        for instance in itertools.chain(now, coming):
+        for instance in coming if now is None else itertools.chain((now,), coming):
             if self._replicas.count(*instance) and instance not in window:
                 window.append(instance)
-                if len(window) == len(self._buffers):
+                room -= 1
+                if not room:
                     break
+        self._ahead = len(window) - (now in window)
         for instance in window:
             if instance not in self._held:
                 self._start(instance, self._replicas.of(*instance), window)
 
     def _start(self, instance: Instance, replicas: InstanceReplicas, needed: Sequence[Instance]) -> None:
-        layer = self._homes[instance[1]]
-        arrival = _Arrival(self._free_buffer(needed), 0, [])
-        self._held[instance] = arrival
+        layer, located = self._homes[instance[1]], replicas.located(self._homes[instance[1]].places)
+        arrival = self._held[instance] = _Arrival(self._free_buffer(needed), 0, [])
         buffer = self._buffers[arrival.buffer]
-        for tensor in buffer:
-            # Slots are overwritten outside autograd; increasing the version makes backward raise if autograd saved one.
-            torch.autograd.graph.increment_version(tensor)
+        # Slots are overwritten outside autograd; increasing the version makes backward raise if autograd saved one.
+        torch.autograd.graph.increment_version(buffer)
         from_host: list[tuple[torch.Tensor, torch.Tensor]] = []
         from_peers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        messages: list[Message] = []
+        sent: list[Replica] = []
         rank, per_node = self._topology.rank, self._topology.ranks_per_node
-        for replica in replicas.located(layer):
-            is_here = replica.rank == rank
-            slots = [tensor[replica.slot] for tensor in buffer] if is_here else []
-            arrival.count += is_here
+        for replica in located:
+            slots = [tensor[replica.slot] for tensor in buffer] if replica.rank == rank else []
+            arrival.count += replica.rank == rank
             if replica.path == HOST:
-                if is_here:
+                if slots:
                     from_host += zip(slots, self.mirror.row(layer.index, replica.expert), strict=True)
-            elif self.peers is not None and replica.home // per_node == replica.rank // per_node:
+            elif self.peers is None or replica.home // per_node != replica.rank // per_node:
+                sent.append(replica)
+            else:
                 self.may_be_read |= self.peers.is_in_place
-                if is_here:
+                if slots:
                     from_peers += zip(slots, self.peers.row(layer.index, replica.home, replica.row), strict=True)
                     self.counters.peer_bytes += layer.expert_bytes
-            elif rank in (replica.home, replica.rank):
-                tensors = slots or [source[replica.row] for source in layer.sources]
-                messages += [Message(replica.home, replica.rank, tensor) for tensor in tensors]
-                if not is_here:
-                    self.counters.peer_bytes += layer.expert_bytes
-            else:
-                messages += [Message(replica.home, replica.rank, None)] * len(buffer)
         if from_host:
             arrival.waits.append(self.host_copies.start(from_host))
             self.counters.host_bytes += sum(source.nbytes for _, source in from_host)
         if from_peers:
             arrival.waits.append(self.peer_copies.start(from_peers))
         tag = message_tag((self._plan_number, *instance))
-        for posted in post(messages, rank, self._topology.weights, tag=tag):
+        for posted in post(self._messages(layer, sent, buffer), rank, self._topology.weights, tag=tag):
             # Compute does not wait for sends, whose sources change only after `complete`.
             if posted.receives:
                 arrival.waits.append(posted.work.wait)
             else:
-                self._sends.append((instance, posted.work))
-        self._sends = [(of, work) for of, work in self._sends if not work.is_completed()]
+                self._sends.setdefault(instance[0], []).append(posted.work)
+
+    def _messages(self, layer: HomeExperts, sent: list[Replica], buffer: Sequence[torch.Tensor]) -> list[Message]:
+        """Messages of weights, of all ranks if there may be several rounds of them."""
+        rank = self._topology.rank
+        if len(sent) * len(buffer) <= MOST_OPERATIONS:
+            sent = [replica for replica in sent if rank in (replica.home, replica.rank)]
+        sources = layer.sources if any(replica.home == rank for replica in sent) else []
+        messages: list[Message] = []
+        for replica in sent:
+            tensors: Iterable[torch.Tensor | None] = [None] * len(buffer)
+            if replica.rank == rank:
+                tensors = [tensor[replica.slot] for tensor in buffer]
+            elif replica.home == rank:
+                tensors = [tensor[replica.row] for tensor in sources]
+                self.counters.peer_bytes += layer.expert_bytes
+            messages += [Message(replica.home, replica.rank, tensor) for tensor in tensors]
+        return messages
 
     def _free_buffer(self, needed: Sequence[Instance]) -> int:
         """A free buffer, else that of the oldest instance that is not in `needed`."""
@@ -277,7 +303,7 @@ Instance = tuple[int, int]
 _ENTER, _REFRESH = -1, -2
 
 _Event = tuple[int, int]
-"""A layer, `_ENTER` or `_REFRESH`; and the micro-step's number less that of the event before."""
+"""`_ENTER` or `_REFRESH` and 0; or a layer, and the micro-step's number less that of the event before."""
 
 
 class Visits:
@@ -291,7 +317,9 @@ class Visits:
     """
 
     def __init__(self) -> None:
+        # What is compared of each event, and the micro-step's number less that of the event before.
         self._log: list[_Event] = []
+        self._offsets: list[int] = []
         self._places: dict[_Event, list[int]] = {}
         # The event after the best match of the log's end: the predicted next event.
         self._next = 0
@@ -299,15 +327,15 @@ class Visits:
 
     def enter(self, micro_step: int) -> None:
         """Log that a micro-step's forward begins."""
-        self._note(_ENTER, micro_step)
+        self._note((_ENTER, 0), micro_step)
 
-    def visit(self, micro_step: int, layer: int) -> None:
-        """Log that a layer runs, forward or backward."""
-        self._note(layer, micro_step)
+    def visit(self, micro_step: int, layer: int) -> bool:
+        """Log that a layer runs, forward or backward. Returns whether it was predicted."""
+        return self._note((layer, micro_step - self._micro_step), micro_step)
 
     def refresh(self) -> None:
         """Log that weights change. Nothing is prefetched across this point."""
-        self._note(_REFRESH, self._micro_step)
+        self._note((_REFRESH, 0), self._micro_step)
 
     def coming(self, most: int, num_layers: int) -> Iterator[Instance]:
         """The predicted next instances, none across a refresh: those after the best match of the log's end, among
@@ -315,8 +343,8 @@ class Visits:
         if self._next == len(self._log):
             yield from islice(self._next_layers(num_layers), most)
             return
-        micro_step = self._micro_step
-        for layer, offset in self._log[self._next : self._next + 2 * most]:
+        micro_step, events = self._micro_step, slice(self._next, self._next + 2 * most)
+        for (layer, _), offset in zip(self._log[events], self._offsets[events], strict=True):
             if layer == _REFRESH:
                 return
             micro_step += offset
@@ -326,30 +354,31 @@ class Visits:
     def _next_layers(self, num_layers: int) -> Iterator[Instance]:
         if not self._log or self._log[-1][0] == _REFRESH:
             return
-        (before, _), (last, offset) = self._log[-2] if len(self._log) > 1 else (_REFRESH, 0), self._log[-1]
-        goes_up = offset != 0 or last > before
+        before, last = self._log[-2][0] if len(self._log) > 1 else _REFRESH, self._log[-1][0]
+        goes_up = self._offsets[-1] != 0 or last > before
         layers = range(last + 1, num_layers) if last == _ENTER or goes_up else range(last - 1, -1, -1)
         for layer in layers:
             yield self._micro_step, layer
 
-    def _note(self, what: int, micro_step: int) -> None:
-        event = what, micro_step - self._micro_step
-        self._micro_step = micro_step
-        as_predicted = self._next < len(self._log) and _equal(self._log[self._next], event)
+    def _note(self, event: _Event, micro_step: int) -> bool:
+        is_predicted = self._next < len(self._log) and self._log[self._next] == event
         self._log.append(event)
-        self._places.setdefault(_key(event), []).append(len(self._log) - 1)
-        self._next = self._next + 1 if as_predicted else self._best_match()
+        self._offsets.append(micro_step - self._micro_step)
+        self._micro_step = micro_step
+        self._places.setdefault(event, []).append(len(self._log) - 1)
+        self._next = self._next + 1 if is_predicted else self._best_match()
         if len(self._log) > 2 * KEPT_EVENTS:
             self._shorten()
+        return is_predicted
 
     def _best_match(self) -> int:
         """The event after the best earlier match of the log's end; the end of the log if there is no match."""
-        end = len(self._log) - 1
+        log, end = self._log, len(self._log) - 1
         # A match of one layer only is not enough, since forward and backward run the same layers.
-        best, longest = end + 1, 0 if self._log[end][0] == _ENTER else 1
-        for place in reversed(self._places[_key(self._log[end])][-CANDIDATES - 1 : -1]):
+        best, longest = end + 1, 0 if log[end][0] == _ENTER else 1
+        for place in reversed(self._places[log[end]][-CANDIDATES - 1 : -1]):
             length = 1
-            while length < min(place + 1, COMPARED) and _equal(self._log[place - length], self._log[end - length]):
+            while length < min(place + 1, COMPARED) and log[place - length] == log[end - length]:
                 length += 1
             if length > longest:
                 best, longest = place + 1, length
@@ -357,19 +386,10 @@ class Visits:
 
     def _shorten(self) -> None:
         dropped = len(self._log) - KEPT_EVENTS
-        self._log = self._log[dropped:]
+        self._log, self._offsets = self._log[dropped:], self._offsets[dropped:]
         self._next -= dropped
         self._places = {}
         for place, event in enumerate(self._log):
-            self._places.setdefault(_key(event), []).append(place)
+            self._places.setdefault(event, []).append(place)
         if self._next <= 0:
             self._next = self._best_match()
-
-
-def _key(event: _Event) -> _Event:
-    """The part of an event that is compared. For entered micro-steps the number is not compared."""
-    return (event[0], 0) if event[0] < 0 else event
-
-
-def _equal(one: _Event, other: _Event) -> bool:
-    return _key(one) == _key(other)

@@ -9,8 +9,8 @@ import numpy as np
 from trimtab.planner import StepPlan
 from trimtab.planner.plan.slices import SliceRules
 from trimtab.planner.replicas.paths import PEER
+from trimtab.runtime.program.physical_experts import ReplicasOfStep
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.physical_experts import ReplicasOfStep
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.state.weight_watch import WeightWatch
 from trimtab.runtime.transfer import streams

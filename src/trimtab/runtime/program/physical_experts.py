@@ -20,7 +20,7 @@ from trimtab.errors import InputError
 from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
 from trimtab.planner.replicas.paths import PEER
-from trimtab.runtime.state.home_experts import HomeExperts
+from trimtab.runtime.state.expert_places import ExpertPlaces
 
 # The physical expert of a row whose route is unknown.
 UNKNOWN = 0xFFFF
@@ -47,7 +47,7 @@ class Replica(NamedTuple):
     path: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class InstanceReplicas:
     """The replicas of one instance on all ranks, in plan order.
 
@@ -56,6 +56,7 @@ class InstanceReplicas:
         slots: `[P]` int64, the replica's slot on its rank.
         paths: `[P]` uint8, `PEER` or `HOST`.
         quotas_PR: `[P, R]` int64, tokens from each source rank.
+        count: number of replicas on all ranks, P.
     """
 
     experts: Array
@@ -63,17 +64,22 @@ class InstanceReplicas:
     slots: Array
     paths: Array
     quotas_PR: Array
+    _located: list[Replica] | None = None
 
-    @property
-    def count(self) -> int:
-        """Number of replicas on all ranks, P."""
-        return len(self.experts)
+    def __post_init__(self) -> None:
+        self.count = len(self.experts)
 
-    def located(self, layer: HomeExperts) -> list[Replica]:
-        """The replicas with their places, in plan order."""
-        homes, rows = layer.home_E[self.experts], layer.rows_E[self.experts]
-        columns = (self.experts, homes, rows, self.ranks, self.slots, self.paths)
-        return [Replica(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+    def count_on(self, rank: int) -> int:
+        """Replicas on a rank."""
+        return int(np.count_nonzero(self.ranks == rank))
+
+    def located(self, places: ExpertPlaces) -> list[Replica]:
+        """The replicas with their places, in plan order. Places of a session are always the same."""
+        if self._located is None:
+            homes, rows = places.home_E[self.experts], places.rows_E[self.experts]
+            columns = (self.experts, homes, rows, self.ranks, self.slots, self.paths)
+            self._located = [Replica(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        return self._located
 
     @classmethod
     def none(cls, num_ranks: int) -> InstanceReplicas:
@@ -134,9 +140,10 @@ class PlanReplicas:
 
 @dataclass(frozen=True, eq=False)
 class PhysicalExperts:
-    """The numbers of one layer's physical experts.
+    """The numbers of the physical experts, the same in all layers of a session.
 
     Attributes:
+        places: of the experts.
         rank, num_ranks: this rank, and R.
         num_homes, num_slots: home experts and slots of a rank, H and S.
         home_ids_E: `[E]` int64, the physical expert of each expert at its home.
@@ -145,6 +152,7 @@ class PhysicalExperts:
         outer_ranks_R: `[R]` int64, the session's ranks in the framework's order; None as well.
     """
 
+    places: ExpertPlaces
     rank: int
     num_ranks: int
     num_homes: int
@@ -154,8 +162,8 @@ class PhysicalExperts:
     outer_ranks_R: Array | None = None
 
     @classmethod
-    def of(cls, homes: HomeExperts, rank: int, positions: Sequence[int], num_slots: int) -> PhysicalExperts:
-        """The physical experts of a layer.
+    def of(cls, places: ExpertPlaces, rank: int, positions: Sequence[int], num_slots: int) -> PhysicalExperts:
+        """The physical experts of a session.
 
         Args:
             positions: the position of every rank in the framework's group.
@@ -164,7 +172,7 @@ class PhysicalExperts:
             InputError: if their numbers don't fit into 16 bits.
         """
         num_ranks = len(positions)
-        num_homes = len(homes.home_E) // num_ranks
+        num_homes = len(places.home_E) // num_ranks
         num_local, outer_ids_P, outer_ranks_R = num_homes + num_slots, None, None
         if num_ranks * num_local >= UNKNOWN:
             raise InputError(
@@ -174,8 +182,8 @@ class PhysicalExperts:
         if list(positions) != list(range(num_ranks)):
             outer_ids_RG = np.array(positions)[:, None] * num_local + np.arange(num_local)
             outer_ids_P, outer_ranks_R = outer_ids_RG.reshape(-1).astype(np.uint16), np.argsort(positions)
-        home_ids_E = homes.home_E * np.int64(num_local) + homes.rows_E
-        return cls(rank, num_ranks, num_homes, num_slots, home_ids_E, outer_ids_P, outer_ranks_R)
+        home_ids_E = places.home_E * np.int64(num_local) + places.rows_E
+        return cls(places, rank, num_ranks, num_homes, num_slots, home_ids_E, outer_ids_P, outer_ranks_R)
 
     @property
     def num_local(self) -> int:

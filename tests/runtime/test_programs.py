@@ -1,4 +1,4 @@
-"""Row tables: made in chunks by any thread, once, and kept for a second pass."""
+"""Programs of micro-steps: made in chunks by any thread, once, and kept for a second pass."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ import torch
 
 from helpers.random_plans import random_plan, random_schedule, random_trace
 from trimtab.planner import Placement, Workload
-from trimtab.runtime.layer import micro_step
-from trimtab.runtime.layer.micro_step import RunningStep
+from trimtab.runtime.program import micro_step
+from trimtab.runtime.program.micro_step import RunningStep
+from trimtab.runtime.program.physical_experts import PhysicalExperts
+from trimtab.runtime.program.program import Program
+from trimtab.runtime.program.programs import Programs
 from trimtab.runtime.rows.rank_load import RankLoad
-from trimtab.runtime.rows.row_tables import LayerTables, RowTables
+from trimtab.runtime.state.expert_places import ExpertPlaces
 
 
-def numbered(layer: int) -> LayerTables:
-    return LayerTables(torch.full((2, 1), layer))
+def numbered(layer: int) -> Program:
+    return Program(torch.full((2, 1), layer))
 
 
 def test_an_error_of_the_thread_is_raised_where_the_tables_are_used() -> None:
-    def make(layer: int) -> LayerTables:
+    def make(layer: int) -> Program:
         if layer == 1:
             raise ValueError("the tokens are not those that were planned")
         return numbered(layer)
 
-    tables = RowTables(make, 3, None)
+    programs = Programs(make, 3, None)
     with pytest.raises(ValueError, match="not those"):
-        tables.make_all()
-    assert not tables.is_made
-    tables.of(0)
+        programs.make_all()
+    assert not programs.is_made
+    programs.of(0)
     with pytest.raises(ValueError, match="not those"):
-        tables.of(1)
+        programs.of(1)
 
 
 def a_step(micro_steps: int) -> RunningStep:
@@ -44,32 +47,31 @@ def a_step(micro_steps: int) -> RunningStep:
     schedule = random_schedule(rng, trace.num_sequences, num_ranks=1, num_micro_steps=micro_steps)
     workload = Workload.from_trace(trace, schedule)
     plan = random_plan(rng, workload, schedule, slots=1, placement=Placement.contiguous(2, 4, 1))
-    homes: Any = SimpleNamespace(
-        sends_rows=True, home_E=np.zeros(4, np.int16), rows_E=np.arange(4), device=torch.device("cpu"), places=None
-    )
+    homes: Any = SimpleNamespace(sends_rows=True, device=torch.device("cpu"))
+    experts = PhysicalExperts.of(ExpertPlaces.at(np.zeros(4, np.int16)), 0, (0,), 1)
     transfers: Any = object()
-    topology: Any = SimpleNamespace(rank=0, positions=(0,), num_ranks=1)
+    topology: Any = SimpleNamespace(rank=0)
     load = RankLoad(workload.token_counts_MLRE[:, :, 0], workload.unknown_MLR[:, :, 0], topology)
     mine = trace.select(schedule.sequences_of(0))
     return RunningStep(
-        topology, [homes, homes], plan, load, load.counts_MLE[None], mine, schedule, transfers, number=1, num_slots=1
+        topology, [homes, homes], plan, load, load.counts_MLE[None], mine, schedule, transfers, 1, experts
     )  # fmt: skip
 
 
 def test_tables_are_kept_for_a_second_pass_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     step = a_step(micro_steps=6)
 
-    def run(index: int) -> RowTables:
-        tables = step.tables_of(index, has_slices=True)
-        tables.make_all()
-        return tables
+    def run(index: int) -> Programs:
+        programs = step.programs_of(index, has_slices=True)
+        programs.make_all()
+        return programs
 
     first = [run(index) for index in range(6)]
     assert [run(index) is first[index] for index in range(6)] == [True] * 6
     # Room for about three of them: the first ones stay, since a further pass begins with them.
-    monkeypatch.setattr(micro_step, "KEPT_BYTES", sum(tables.nbytes for tables in first[:3]) + 1)
+    monkeypatch.setattr(micro_step, "KEPT_BYTES", sum(programs.nbytes for programs in first[:3]) + 1)
     step = a_step(micro_steps=6)
     again = [weakref.ref(run(index)) for index in range(6)]
-    kept = [tables() is not None for tables in again]
+    kept = [programs() is not None for programs in again]
     assert kept[:2] == [True, True]
     assert kept.count(True) < 6

@@ -1,4 +1,5 @@
-"""`Layout`: the places of one instance's rows in send and receive buffers, from counts, without communication.
+"""`Program`: what a layer of a micro-step does on this rank; `Layout`: the places of its rows in send and receive
+buffers, from counts, without communication.
 
 A rank sends rows ordered by physical expert, then by token. They arrive ordered by source, then by physical expert, and
 are regrouped so that the rows of each copy are together. Both orders follow from the counts and the plan.
@@ -17,10 +18,9 @@ import torch
 
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
+from trimtab.runtime.program.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows
 from trimtab.runtime.rows.grouped_products import RowGroups
-from trimtab.runtime.rows.physical_experts import InstanceReplicas, PlannedRows
 from trimtab.runtime.state.flat_memory import upload
-from trimtab.runtime.state.home_experts import HomeExperts
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,21 +43,21 @@ class SecondPhase:
     recv_splits: list[int]
 
     @classmethod
-    def of(cls, homes: HomeExperts, rank: int, home_counts: list[int], replicas: InstanceReplicas) -> SecondPhase:
-        """The second phase of a rank, on the host.
+    def of(cls, experts: PhysicalExperts, home_counts: list[int], replicas: InstanceReplicas) -> SecondPhase:
+        """The second phase of this rank, on the host.
 
         Args:
             home_counts: rows of each home expert of the rank, in the order of rows in its tensors.
             replicas: whole experts, ordered by rank, home and row; their quotas are all rows.
         """
-        num_ranks = replicas.quotas_PR.shape[1]
+        num_ranks, rank = experts.num_ranks, experts.rank
         tokens_P = replicas.quotas_PR.sum(axis=1)
         starts = np.cumsum(home_counts) - home_counts
         stays = np.ones(sum(home_counts), np.bool_)
         kept_counts = np.array(home_counts, np.int64)
         leaving: list[np.ndarray] = []
         send, receive = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
-        for replica, tokens in zip(replicas.located(homes), tokens_P.tolist(), strict=True):
+        for replica, tokens in zip(replicas.located(experts.places), tokens_P.tolist(), strict=True):
             if replica.home == rank:
                 rows = np.arange(starts[replica.row], starts[replica.row] + tokens, dtype=np.int32)
                 leaving.append(rows)
@@ -105,18 +105,75 @@ class RowPlaces(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class Program:
+    """What one layer of a micro-step does with its rows on this rank, on the host or on a device.
+
+    Attributes:
+        recorded_NK: `[n, K]` int64 recorded ids; None if none are replayed.
+        known_N: `[n]` bool, whether the route of each token is known; None if all are.
+        read_N: `[n]` bool, whether the output of each token is used; None if all are.
+        num_read: tokens of known route whose output is used.
+        planned: the planned rows of a layer in which a rank has unknown ones, or rows may deviate; on the host. The
+            program is then completed by `place_rows` when the ranks have exchanged counts.
+        layout: where the rows go; None if the micro-step is not planned, or until the ranks have exchanged counts.
+    """
+
+    recorded_NK: torch.Tensor | None = None
+    known_N: torch.Tensor | None = None
+    read_N: torch.Tensor | None = None
+    num_read: int = 0
+    planned: PlannedRows | None = None
+    layout: Layout | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that a layer reads on its device."""
+        own = [self.recorded_NK, self.known_N, self.read_N]
+        return [t for t in own if t is not None] + ([] if self.layout is None else self.layout.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        planned = 0 if self.planned is None else self.planned.physical_NK.nbytes
+        return planned + sum(tensor.nbytes for tensor in self.tensors)
+
+    def moved(self, copies: Iterator[torch.Tensor]) -> Program:
+        """The same program with the next of `copies` of its tensors."""
+        own = (None if tensor is None else next(copies) for tensor in (self.recorded_NK, self.known_N, self.read_N))
+        recorded_NK, known_N, read_N = own
+        layout = None if self.layout is None else self.layout.moved(copies)
+        return replace(self, recorded_NK=recorded_NK, known_N=known_N, read_N=read_N, layout=layout)
+
+
+class Arrivals(NamedTuple):
+    """Rows that arrive for the first of a rank's physical experts, as a framework's dispatcher takes them.
+
+    Attributes:
+        by_rank: `[R, G]` int64, from each rank; on the host.
+        counts: `[G]` int64, from all; on the host.
+    """
+
+    by_rank: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def of(cls, arriving_RG: Array) -> Arrivals:
+        """The same as tensors."""
+        return cls(torch.from_numpy(np.ascontiguousarray(arriving_RG)), torch.from_numpy(arriving_RG.sum(axis=0)))
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """One rank's rows of one instance.
+    """The places of one rank's rows of one instance.
 
     Attributes:
         physical_ids: `[n, K]` uint16, the physical expert of each (token, k), with ranks in the framework's order.
         send_splits, recv_splits: rows to and from each rank; without places in the framework's order.
         home_groups, replica_groups: number of rows of each home expert and of each replica slot in use.
-        arriving_RG: `[R, H + S]` int64, number of rows from each rank to each of this rank's physical experts, as
-            splits; on the host.
         replicas: the instance's replicas on all ranks. Without any, no rank computes replica rows.
         places: the places of rows; None if a framework's dispatcher chooses them.
-        arriving: without places, `arriving_RG` where the layout is.
+        arrivals: without places, what arrives for the home experts, and for all physical experts.
+        arriving: without places, `[R, H + S]`, the latter by rank where the layout is.
         second: if whole experts have moved, their rows, which first reach the homes; None otherwise.
     """
 
@@ -125,38 +182,32 @@ class Layout:
     recv_splits: list[int]
     home_groups: RowGroups
     replica_groups: RowGroups
-    arriving_RG: Array
     replicas: InstanceReplicas
     places: RowPlaces | None
+    arrivals: tuple[Arrivals, Arrivals] | None = None
     arriving: torch.Tensor | None = None
     second: SecondPhase | None = None
 
     @property
-    def rows(self) -> list[torch.Tensor]:
-        """Its tensors, but for the ends of groups."""
-        return [self.physical_ids, *(self.places or ()), *(() if self.arriving is None else (self.arriving,))]
-
-    @property
-    def ends(self) -> list[torch.Tensor]:
-        """The ends of groups, which autograd keeps longer than the other tensors."""
-        return [self.home_groups.ends, self.replica_groups.ends] if self.places else []
-
-    def moved(self, rows: Iterator[torch.Tensor], ends: Iterator[torch.Tensor]) -> Layout:
-        """The same layout with the next of `rows` and `ends`, copies of its own."""
-        physical_ids = next(rows)
+    def tensors(self) -> list[torch.Tensor]:
+        """All that a layer reads on its device."""
         if self.places is None:
-            return replace(self, physical_ids=physical_ids, arriving=next(rows))
-        return replace(
-            self,
-            physical_ids=physical_ids,
-            places=RowPlaces(*(next(rows) for _ in self.places)),
-            home_groups=replace(self.home_groups, ends=next(ends)),
-            replica_groups=replace(self.replica_groups, ends=next(ends)),
-        )
+            assert self.arriving is not None
+            return [self.physical_ids, self.arriving]
+        return [self.physical_ids, *self.places, self.home_groups.ends, self.replica_groups.ends]
+
+    def moved(self, copies: Iterator[torch.Tensor]) -> Layout:
+        """The same layout with the next of `copies` of its tensors."""
+        if self.places is None:
+            return replace(self, physical_ids=next(copies), arriving=next(copies))
+        physical_ids, *places = (next(copies) for _ in range(1 + len(self.places)))
+        homes, replicas = (replace(groups, ends=next(copies)) for groups in (self.home_groups, self.replica_groups))
+        places_now = RowPlaces(*places)
+        return replace(self, physical_ids=physical_ids, places=places_now, home_groups=homes, replica_groups=replicas)
 
     def on(self, device: torch.device) -> Layout:
-        """The layout on a device, in two copies; the host does not wait for them."""
-        return self.moved(iter(upload(self.rows, device)), iter(upload(self.ends, device)))
+        """The layout on a device, in one copy; the host does not wait for it."""
+        return self.moved(iter(upload(self.tensors, device)))
 
 
 def place_rows(planned: PlannedRows, *, has_places: bool) -> Layout:
@@ -168,20 +219,21 @@ def place_rows(planned: PlannedRows, *, has_places: bool) -> Layout:
     experts, num_homes = planned.experts, planned.experts.num_homes
     sent_R, arriving_RG = planned.sent_P.reshape(experts.num_ranks, -1).sum(axis=1), planned.arriving_RG
     group_sizes = arriving_RG.sum(axis=0)
-    num_here = int(np.count_nonzero(planned.replicas.ranks == experts.rank))
+    num_here = planned.replicas.count_on(experts.rank)
     outer_NK = planned.physical_NK if experts.outer_ids_P is None else experts.outer_ids_P[planned.physical_NK]
     if not has_places and experts.outer_ranks_R is not None:
         sent_R, arriving_RG = sent_R[experts.outer_ranks_R], arriving_RG[experts.outer_ranks_R]
+    arrivals = None if has_places else (Arrivals.of(arriving_RG[:, :num_homes]), Arrivals.of(arriving_RG))
     return Layout(
-        physical_ids=torch.from_numpy(outer_NK),
-        send_splits=sent_R.tolist(),
-        recv_splits=arriving_RG.sum(axis=1).tolist(),
-        home_groups=RowGroups.on_host(group_sizes[:num_homes]),
-        replica_groups=RowGroups.on_host(group_sizes[num_homes : num_homes + num_here]),
-        arriving_RG=arriving_RG,
-        replicas=planned.replicas,
-        places=_places(planned) if has_places else None,
-        arriving=None if has_places else torch.from_numpy(arriving_RG),
+        torch.from_numpy(outer_NK),
+        sent_R.tolist(),
+        arriving_RG.sum(axis=1).tolist(),
+        RowGroups.on_host(group_sizes[:num_homes]),
+        RowGroups.on_host(group_sizes[num_homes : num_homes + num_here]),
+        planned.replicas,
+        _places(planned) if has_places else None,
+        arrivals,
+        None if arrivals is None else arrivals[1].by_rank,
     )
 
 
