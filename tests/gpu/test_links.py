@@ -216,7 +216,7 @@ def _exchange_on_all_groups(topology: Topology, number: int) -> int:
             target = _filled(-1)
             # In rank order on all ranks, as replicas are.
             messages = [Message(rank, to, _filled(value)), Message(source, rank, target)]
-            works += [posted.work for posted in post(sorted(messages, key=lambda m: m[0]), rank, group, tag=tag)]
+            works += [work for _, work in post(sorted(messages, key=lambda m: m[0]), rank, group, tag=tag)]
             arrived.append((target, _value(number, source, kind, message)))
     total = _filled(rank + 1)[:1].float()
     works.append(dist.all_reduce(total, group=topology.data, async_op=True))

@@ -64,10 +64,7 @@ def _without_wait(module: ModuleType, *, receives: bool) -> Mutant:
 
     def post(*args: Any, **named: Any) -> list[Posted]:
         done: Any = SimpleNamespace(wait=lambda: None, is_completed=lambda: False)
-        return [
-            Posted(posted.receives, done) if posted.receives == receives else posted
-            for posted in message_rounds.post(*args, **named)
-        ]
+        return [(here, done if here == receives else work) for here, work in message_rounds.post(*args, **named)]
 
     return lambda patch: patch.setattr(module, "post", post)
 

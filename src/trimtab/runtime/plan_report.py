@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -25,11 +26,11 @@ class PlanReport:
     """Figures of a planned step.
 
     Where replicas are planned while the step runs (`is_sliced`), their number, `max_vio_after` and `peak_rows_after`
-    are expectations; `Session.take_metrics` has the figures of what was planned. `memory` is that of this rank when the
-    plan was applied.
+    are expectations; `Session.take_metrics` has the figures of what was planned. `memory` is that of this rank when it
+    is first asked for.
     """
 
-    memory: RankMemory
+    read_memory: Callable[[], RankMemory] = field(repr=False, compare=False)
     is_sliced: bool = measured("whether replicas and split follow while the step runs")
     planning_s: float = measured("from counting to the end of the plan's broadcast", "s", key="planning_s")
     waited_s: float = measured("for which the step waited: `planning_s`, and applying the plan", "s", key="waited_s")
@@ -67,7 +68,7 @@ class PlanReport:
         cls,
         planned: PlannedStep,
         loads: tuple[Array, Array],
-        memory: RankMemory,
+        read_memory: Callable[[], RankMemory],
         *,
         is_executed: bool,
         applying_s: float,
@@ -103,8 +104,13 @@ class PlanReport:
             mixed_instances=int(np.count_nonzero(plan.mixed_ML)),
             peak_rows_before=int(before.max(initial=0)),
             peak_rows_after=peak_rows,
-            memory=memory,
+            read_memory=read_memory,
         )
+
+    @cached_property
+    def memory(self) -> RankMemory:
+        """Memory of this rank."""
+        return self.read_memory()
 
     def __getattr__(self, name: str) -> int:
         """Figures of `memory` that stood in the report itself."""

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch.distributed as dist
@@ -149,7 +149,7 @@ class SessionSettings:
             is_on = self.mode == "shadow" or os.environ.get(VERIFY_WEIGHTS) == "1"
             object.__setattr__(self, "verify_weights", is_on)
 
-    @property
+    @cached_property
     def shared(self) -> dict[str, object]:
         """The version of Trimtab and the settings that must be equal on all ranks, by name."""
         compared = [setting.name for setting in fields(self) if OF_ONE_RANK not in _marks(setting.name)]
@@ -173,7 +173,7 @@ class SessionSettings:
         """
         return seconds if self.rates is None else None
 
-    @property
+    @cached_property
     def plan_settings(self) -> PlanSettings:
         """The planner's settings."""
         return PlanSettings(least_gain=self.least_gain, max_rows_per_rank=self.max_rows_per_rank, exact=self.exact)

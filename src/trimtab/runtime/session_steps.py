@@ -275,11 +275,10 @@ class SessionSteps(SessionMicroSteps):
     @property
     def _shared(self) -> dict[str, object]:
         """Values that plans depend on, which must be equal on all ranks."""
-        first = self._experts.layers[0]
         return self.settings.shared | {
             "ranks_per_node": self.topology.ranks_per_node,
             "layers": len(self._experts.layers),
-            "experts": ([tuple(shape) for shape in first.expert_shapes], first.dtype),
+            "experts": self._experts.layers[0].expert_like,
         }
 
     def _agree(self, call: int, same: Mapping[str, object], problem: Exception | None) -> bool:
@@ -380,6 +379,6 @@ class SessionSteps(SessionMicroSteps):
         self._begin_step(step)
         self._feedback.begin(planned if is_executed and schedule is not None else None)
         return PlanReport.of(
-            planned, (before, after), self.memory(), is_executed=is_executed,
+            planned, (before, after), self.memory, is_executed=is_executed,
             applying_s=time.perf_counter() - applied_at,
         )  # fmt: skip

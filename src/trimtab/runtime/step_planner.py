@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from trimtab.runtime.ranks.lockstep import digest
 from trimtab.runtime.ranks.rank_calls import Leaders, on_first_rank
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.rank_load import RankLoad, RequestedCounts
-from trimtab.runtime.session_settings import Mode, SessionSettings
+from trimtab.runtime.session_settings import Mode, Paths, SessionSettings
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.trace import RoutingTrace
 
@@ -81,40 +82,18 @@ class SessionPlanner:
             excluded: strategies that are not used; see `StepPlanning`.
         """
         first = layers[0]
-        hidden_size = first.expert_shapes[0][-1]
-        cluster = replace(
-            settings.rates or default_rates(first.device),
-            ranks=topology.num_ranks,
-            ranks_per_node=topology.ranks_per_node,
-            slots_per_rank=settings.slots_per_rank,
-            dispatch_forwards=first.dispatch_forwards,
-        )
-        parameters = sum(shape.numel() for shape in first.expert_shapes)
-        model = ModelSpec(
-            "session",
-            num_experts=len(first.home_E),
-            top_k=top_k,
-            # As of experts with a gate. It only affects the estimated cost of the dense part of a layer.
-            hidden_size=hidden_size,
-            expert_width=max(1, parameters // (3 * hidden_size)),
-            weight_bytes=first.dtype.itemsize,
-            expert_groups=first.expert_groups[0],
-            groups_per_token=first.expert_groups[1],
-        )
-        costs = StepCosts.of(
-            cluster, model, moe_layers=len(layers), groups=topology.groups, ring_layers=settings.ring_layers
-        )
-        costs = replace(costs, operations=costs.operations.scaled(scale))
+        cluster, costs = _prices(
+            settings.rates or default_rates(first.device), topology.num_ranks, topology.ranks_per_node,
+            topology.groups, settings.slots_per_rank, settings.ring_layers, settings.paths,
+            None if settings.mirror_bytes is None else settings.mirror_bytes // first.expert_bytes,
+            first.dispatch_forwards, len(layers), len(first.home_E), tuple(first.expert_shapes), first.dtype.itemsize,
+            first.expert_groups, top_k,
+        )  # fmt: skip
+        operations = costs.operations.scaled(scale)
         if move_s_per_expert is not None:
-            measured = costs.operations._replace(near_state_s=move_s_per_expert, far_state_s=move_s_per_expert)
-            costs = replace(costs, operations=measured)
-        if settings.paths in ("peer", "message"):
-            cluster = replace(cluster, host_bytes_per_s=0.0)
-        if settings.paths == "host":
-            cluster = replace(cluster, node_bytes_per_s=0.0, network_bytes_per_s=0.0)
-        if settings.mirror_bytes is not None:
-            cluster = replace(cluster, mirror_experts=settings.mirror_bytes // first.expert_bytes)
-        placement = Placement(np.stack([layer.home_E for layer in layers]))
+            operations = operations._replace(near_state_s=move_s_per_expert, far_state_s=move_s_per_expert)
+        costs = replace(costs, operations=operations)
+        placement = Placement(np.broadcast_to(first.home_E, (len(layers), len(first.home_E))))
         return cls(topology, cluster, placement, costs, settings.plan_settings, settings.mode, excluded)
 
     def for_schedule(
@@ -287,6 +266,50 @@ class SessionPlanner:
         pairs = zip(plans, by_expert_G, strict=True)
         ratios = loads.gather([max_over_mean(plan.rank_loads(by_expert)) for plan, by_expert in pairs])
         return PlannedStep(schedule, plans, max_vio_before=float(np.mean(ratios) - 1))
+
+
+@lru_cache(maxsize=8)
+def _prices(
+    rates: ClusterSpec,
+    ranks: int,
+    ranks_per_node: int,
+    groups: int,
+    slots: int,
+    ring_layers: int,
+    paths: Paths,
+    mirror_experts: int | None,
+    forwards: bool,
+    layers: int,
+    num_experts: int,
+    shapes: tuple[torch.Size, ...],
+    weight_bytes: int,
+    expert_groups: tuple[int, int],
+    top_k: int,
+) -> tuple[ClusterSpec, StepCosts]:
+    """The cluster, and costs without what steps have taught."""
+    cluster = replace(
+        rates, ranks=ranks, ranks_per_node=ranks_per_node, slots_per_rank=slots, dispatch_forwards=forwards
+    )
+    hidden_size = shapes[0][-1]
+    model = ModelSpec(
+        "session",
+        num_experts=num_experts,
+        top_k=top_k,
+        # As of experts with a gate. It only affects the estimated cost of the dense part of a layer.
+        hidden_size=hidden_size,
+        expert_width=max(1, sum(shape.numel() for shape in shapes) // (3 * hidden_size)),
+        weight_bytes=weight_bytes,
+        expert_groups=expert_groups[0],
+        groups_per_token=expert_groups[1],
+    )
+    costs = StepCosts.of(cluster, model, moe_layers=layers, groups=groups, ring_layers=ring_layers)
+    if paths in ("peer", "message"):
+        cluster = replace(cluster, host_bytes_per_s=0.0)
+    if paths == "host":
+        cluster = replace(cluster, node_bytes_per_s=0.0, network_bytes_per_s=0.0)
+    if mirror_experts is not None:
+        cluster = replace(cluster, mirror_experts=mirror_experts)
+    return cluster, costs
 
 
 def default_rates(device: torch.device) -> ClusterSpec:

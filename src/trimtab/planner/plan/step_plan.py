@@ -167,7 +167,12 @@ class StepPlan:
     @cached_property
     def hash(self) -> str:
         """A digest of all fields. Ranks compare it before they execute a plan."""
-        return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(digest_size=16)
+        for name in self.__dataclass_fields__:
+            array = np.asarray(getattr(self, name))
+            digest.update(f"{name} {array.dtype.str[1:]} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
+        return digest.hexdigest()
 
     def replicas_of(self, micro_step: int, layer: int) -> range:
         """Indices of the replicas of one instance."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -88,8 +89,13 @@ def plan_homes(
 
 def map_layers(task: Callable[[int], Result], num_layers: int, threads: int) -> list[Result]:
     """Runs a task for every layer, `threads` at a time; returns the results in layer order."""
+    threads = min(threads, num_layers, os.cpu_count() or 1)
+    if threads <= 1:
+        return [task(layer) for layer in range(num_layers)]
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(task, range(num_layers)))
+        # One call of the pool for each thread: small layers take less time than that.
+        parts = list(pool.map(lambda first: [*map(task, range(first, num_layers, threads))], range(threads)))
+    return [parts[layer % threads][layer // threads] for layer in range(num_layers)]
 
 
 class GroupFigures(NamedTuple):
@@ -178,7 +184,8 @@ class StepPlanning:
 
     def count(self, micro_steps: Array, layers: Array) -> list[list[Workload]]:
         """The load of each layer by itself, of every group."""
-        return map_layers(lambda i: self.loads.count(micro_steps, layers[i : i + 1]), len(layers), self.threads)
+        of_groups = self.loads.count(micro_steps, layers)
+        return [[load.of_layer(i) for load in of_groups] for i in range(len(layers))]
 
     def plan(
         self,

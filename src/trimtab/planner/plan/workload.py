@@ -144,6 +144,13 @@ class Workload:
             unknown_MLR = np.ascontiguousarray(unknown_MRL.transpose(0, 2, 1))
         return cls(counts_MLRE, unknown_MLR)
 
+    def of_layer(self, layer: int) -> Workload:
+        """Of one layer."""
+        mine = slice(layer, layer + 1)
+        return Workload(
+            np.ascontiguousarray(self.token_counts_MLRE[:, mine]), np.ascontiguousarray(self.unknown_MLR[:, mine])
+        )
+
     def select(self, micro_steps: Array, layers: Array) -> Workload:
         """The load of some micro-steps and layers, `[N]` integers each."""
         return Workload(

@@ -43,9 +43,11 @@ _of_thread = threading.local()
 
 def _this_thread() -> _Thread:
     """The same object in all calls of a thread."""
-    if not hasattr(_of_thread, "thread"):
+    try:
+        return _of_thread.thread
+    except AttributeError:
         _of_thread.thread = _Thread()
-    return _of_thread.thread
+        return _of_thread.thread
 
 
 @dataclass(eq=False)
@@ -75,8 +77,9 @@ class Backward:
 
     def __init__(self, at_end: Callable[[], None], at_failure: Callable[[], None]) -> None:
         self._at_end, self._at_failure = at_end, at_failure
-        # Those of threads that have ended are dropped.
+        # Those of threads that have ended are dropped, but for the present one's.
         self._forwards_of = weakref.WeakKeyDictionary[_Thread, list[_NodeRange]]()
+        self._forwards: list[_NodeRange] = []
         # Of micro-steps of this plan: returns the routes.
         self._routes = weakref.WeakKeyDictionary[_NodeRange, Callable[[], BoundRoutes]]()
         # The largest sequence number of this thread's ranges that are not kept any more.
@@ -104,7 +107,8 @@ class Backward:
                     "micro-steps of one plan were begun by different threads; use one thread for a session"
                 )
             self._thread, self._dropped = thread, -1
-        self._forwards_of.setdefault(thread, [])
+            self._forwards = self._forwards_of.get(thread, [])
+        self._forwards_of[thread] = self._forwards
         self.leave_backward()
         if len(self._forwards) == KEPT_FORWARDS:
             self._dropped = int(self._forwards.pop(0).end)
@@ -225,10 +229,6 @@ class Backward:
                     "a checkpointed layer is recomputed that may be of a micro-step which another thread began under "
                     "an earlier plan; use one thread for a session"
                 )
-
-    @property
-    def _forwards(self) -> list[_NodeRange]:
-        return self._forwards_of.get(self._thread, [])
 
     def _end(self) -> None:
         self._tracked = self._rerun = None

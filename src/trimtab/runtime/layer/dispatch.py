@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
+from trimtab.runtime.autograd.torch_engine import once_differentiable
 from trimtab.runtime.layer.layer_call import LayerCall
 from trimtab.runtime.program.program import SecondPhase
 from trimtab.runtime.ranks import lockstep

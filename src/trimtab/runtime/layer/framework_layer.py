@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from trimtab.runtime.autograd.torch_engine import once_differentiable
 from trimtab.runtime.layer.binding import bind
 from trimtab.runtime.layer.layer import Leave, RoutedLayer, UseReplicas
 from trimtab.runtime.layer.layer_call import LayerCall

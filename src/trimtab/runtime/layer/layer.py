@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.runtime.autograd.torch_engine import SubstitutedValues, running_backward
+from trimtab.runtime.autograd.torch_engine import SubstitutedValues, once_differentiable, running_backward
 from trimtab.runtime.layer.binding import bind
 from trimtab.runtime.layer.dispatch import Dispatcher, run_in_two_phases
 from trimtab.runtime.layer.layer_call import LayerCall, LayerCalls
@@ -31,10 +30,11 @@ class RoutedLayer:
 
     Attributes:
         homes: this rank's experts of the layer.
+        index: the layer's number among the session's layers, 0 .. L-1.
     """
 
     def __init__(self, calls: LayerCalls, homes: HomeExperts) -> None:
-        self.homes = homes
+        self.homes, self.index = homes, homes.index
         self._calls = calls
 
     def __deepcopy__(self, _memo: object) -> RoutedLayer:
@@ -49,11 +49,6 @@ class RoutedLayer:
             "this model is a copy of one whose experts are in a session: it keeps weights, but "
             "can't run; copy its weights to the model in the session, or copy a model before its experts are in one"
         )
-
-    @property
-    def index(self) -> int:
-        """The layer's number among the session's layers, 0 .. L-1."""
-        return self.homes.index
 
     @property
     def replays(self) -> bool:

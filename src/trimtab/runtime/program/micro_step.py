@@ -207,6 +207,10 @@ class RunningStep:
 
     def __post_init__(self) -> None:
         self.replicas: PlanReplicas | StepSlices = self.slices or PlanReplicas(self.plan)
+        # Of each micro-step; its tokens are consecutive, since sequences are ordered by micro-step.
+        micro_step = self.plan.schedule.of_rank(self.topology.rank)
+        self._sequences = np.searchsorted(micro_step, np.arange(self.plan.num_micro_steps + 1)).tolist()
+        self._tokens = self.trace.sequence_starts[self._sequences].tolist()
 
     def problem(self, index: int) -> Exception | None:
         """The error of entering the micro-step of this number, or None."""
@@ -220,7 +224,8 @@ class RunningStep:
         """Whether these are the planned sequences of this rank; True without hashes."""
         if sequence_hashes is None:
             return True
-        return np.array_equal(sequence_hashes, self.trace.sequence_hashes[self._sequences_of(index)])
+        planned = self.trace.sequence_hashes[self._sequences[index] : self._sequences[index + 1]]
+        return np.array_equal(sequence_hashes, planned)
 
     def bind(self, micro_step: MicroStep, has_slices: bool, may_deviate: bool) -> BoundRoutes:
         """Routes and programs of a micro-step with the planned sequences on all ranks. Not a collective.
@@ -321,12 +326,5 @@ class RunningStep:
             self._completed = self.trace.expert_ids.copy()
         self._completed[tokens_U, layer] = ids_UK
 
-    def _sequences_of(self, index: int) -> Array:
-        return np.flatnonzero(self.plan.schedule.of_rank(self.topology.rank) == index)
-
     def _tokens_of(self, index: int) -> slice:
-        """The tokens of a micro-step; they are consecutive, since sequences are ordered by micro-step."""
-        mine = self._sequences_of(index)
-        if not len(mine):
-            return slice(0, 0)
-        return slice(int(self.trace.sequence_starts[mine[0]]), int(self.trace.sequence_starts[mine[-1] + 1]))
+        return slice(self._tokens[index], self._tokens[index + 1])

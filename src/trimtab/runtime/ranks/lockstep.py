@@ -164,7 +164,7 @@ class Lockstep:
         rows_RW = self._gather(row, group)
         # Logs of different expert-parallel groups may differ.
         digests = rows_RW[:, 0].reshape(-1, self._topology.num_ranks)
-        if rows_RW[:, 2].any() or (rows_RW[:, 1] != row[1]).any() or (digests != digests[:, :1]).any():
+        if (rows_RW[:, 1:_HEADER] != (row[1], 0)).any() or (digests != digests[:, :1]).any():
             self._raise_difference(group, must_match or {}, problem, names or {})
         self._agreed = self._last[-1]
         return rows_RW[:, _HEADER : _HEADER + len(values)]
@@ -212,8 +212,11 @@ class Lockstep:
                     if waited_s > TELL_AFTER_S and not is_told:
                         logging.getLogger("trimtab").warning("%s", self._waiting_text())
                         is_told = True
-            with self.comparing_on_error():
+            try:
                 self._thread.result()
+            except RuntimeError:
+                with self.comparing_on_error():
+                    raise
         except BaseException:
             # The thread may still run this call.
             self._thread = CallThread()

@@ -67,10 +67,11 @@ class CallThread:
 
     def __init__(self, name: str = "trimtab-calls") -> None:
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._errors: list[BaseException] = []
-        self._done = threading.Semaphore(0)
+        # The error of each call that is done; None without one. Locks of `threading` cost a dozen calls for each use.
+        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
         # A daemon thread, since a call may never return.
-        arguments = (self._calls, self._errors, self._done)
+        arguments = (self._calls, self._done)
         threading.Thread(target=_run_calls, args=arguments, name=name, daemon=True).start()
         weakref.finalize(self, self._calls.put, None)
 
@@ -80,25 +81,32 @@ class CallThread:
 
     def is_done(self, timeout_s: float) -> bool:
         """Wait for the call for at most some seconds; returns whether it is done."""
-        return self._done.acquire(timeout=timeout_s)
+        try:
+            self._error = self._done.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        return True
 
     def result(self) -> None:
         """Raise the error of the call that is done, if any."""
-        if self._errors:
-            raise self._errors.pop()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 def _run_calls(
-    calls: queue.SimpleQueue[Callable[[], object] | None], errors: list[BaseException], done: threading.Semaphore
+    calls: queue.SimpleQueue[Callable[[], object] | None], done: queue.SimpleQueue[BaseException | None]
 ) -> None:
     while (call := calls.get()) is not None:
+        failed = None
         try:
             call()
         except BaseException as error:
-            errors.append(error)
+            failed = error
         # Frees the objects that the call refers to.
         del call
-        done.release()
+        done.put(failed)
+        del failed
 
 
 class Leaders:

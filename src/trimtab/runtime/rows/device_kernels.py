@@ -144,22 +144,25 @@ def multi_hot(ids: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[tor
         ids: `[n, K]`, without repeated ones in a row.
         weights: `[n, K]`, in the graph.
     """
-    places: tuple[torch.Tensor, torch.Tensor] = _MultiHot.apply(ids, weights, count)
-    return places
+    if kernels_on(weights.device) is None:
+        return _multi_hot(ids, weights, count)
+    found: tuple[torch.Tensor, torch.Tensor] = _MultiHot.apply(ids, weights, count)
+    return found
 
 
 def _multi_hot(ids: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    places, shape = ids.to(torch.int64), (len(ids), count)
+    places, shape = ids.to(torch.int64), (ids.shape[0], count)
     routing_map = torch.zeros(shape, dtype=torch.bool, device=ids.device).scatter_(1, places, value=True)
-    return routing_map, weights.new_zeros(shape).scatter_(1, places, weights)
+    return routing_map, weights.new_zeros(shape).scatter(1, places, weights)
 
 
 class _MultiHot(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         kernels = kernels_on(weights.device)
+        assert kernels is not None
         ctx.save_for_backward(ids)
-        routing_map, probs = (_multi_hot if kernels is None else kernels.multi_hot)(ids, weights, count)
+        routing_map, probs = kernels.multi_hot(ids, weights, count)
         ctx.mark_non_differentiable(routing_map)
         return routing_map, probs
 

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.runtime.autograd.torch_engine import SubstitutedValues, running_backward
+from trimtab.runtime.autograd.torch_engine import SubstitutedValues, once_differentiable, running_backward
 from trimtab.runtime.state.flat_memory import upload
 
 # Major compute capabilities with a kernel of `grouped_mm`, as of torch 2.13: Hopper and data-centre Blackwell.

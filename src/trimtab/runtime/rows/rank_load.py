@@ -106,10 +106,10 @@ class RequestedCounts:
     def count(self, micro_steps: Array, layers: Array) -> Workload:
         """The load of some micro-steps and layers, ascending `[N]` integers each. From any thread."""
         with self._lock:
-            wanted_M, wanted_L = (np.isin(np.arange(most), chosen) for most, chosen in zip(
-                self._load.unknown_ML.shape, (micro_steps, layers), strict=True
-            ))  # fmt: skip
-            self._broadcast(np.concatenate([[True], wanted_M, wanted_L]))
+            num_micro_steps, num_layers = self._load.unknown_ML.shape
+            request = np.zeros(1 + num_micro_steps + num_layers, bool)
+            request[0] = request[1 + micro_steps] = request[1 + num_micro_steps + layers] = True
+            self._broadcast(request)
             found = self._gather(micro_steps, layers)
         assert found is not None
         return found
@@ -150,9 +150,14 @@ class RequestedCounts:
 
 
 def checked_load(plan: StepPlan, trace: RoutingTrace, load: RankLoad | None, topology: Topology) -> RankLoad:
-    """This rank's load under a plan of its group; counted if None. Raises InputError if the plan is not for it."""
-    plan.check_form(plan.num_micro_steps, trace.num_layers, topology.num_ranks, trace.num_experts)
-    load = load or RankLoad.of(trace, plan.schedule, topology.rank, topology)
+    """This rank's load under a plan of its group; counted if None. Raises InputError if the plan is not for it.
+
+    Args:
+        load: of the step that the session has just planned.
+    """
+    if load is None:
+        plan.check_form(plan.num_micro_steps, trace.num_layers, topology.num_ranks, trace.num_experts)
+        load = RankLoad.of(trace, plan.schedule, topology.rank, topology)
     plan.check_quotas(load.counts_MLE[:, :, None], topology.rank)
     return load
 

@@ -6,6 +6,7 @@ Replica transfers, renumbering, checkpoints and planning use it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -38,6 +39,19 @@ class _DetachedRows:
 
 Rows = torch.Tensor | _DetachedRows
 """A tensor of all home experts, indexed by row: a stack, or a list of tensors `[...]`."""
+
+
+class TrainedForm(NamedTuple):
+    """The tensors of one expert that are not frozen.
+
+    Attributes:
+        numbers: of the tensors.
+        shapes, sizes: their shapes and numbers of elements.
+    """
+
+    numbers: list[int]
+    shapes: list[torch.Size]
+    sizes: list[int]
 
 
 class HomeExperts:
@@ -112,7 +126,8 @@ class HomeExperts:
     def hold(self) -> None:
         """Read the tensors for the calls of the layer until this is called again, as they stay between two plans."""
         self._held = self.tensors
-        self._held_trained = [parameters_of(tensor)[0].requires_grad for tensor in self._held]
+        are_trained = _are_trained(self._held)
+        self._held_form = are_trained, self._form_of(are_trained), self._sources_of(self._held)
 
     @property
     def current(self) -> list[ExpertTensor]:
@@ -148,9 +163,12 @@ class HomeExperts:
     @property
     def are_trained(self) -> list[bool]:
         """For each tensor, whether it is not frozen. A list is frozen as a whole."""
-        if self._held is not None:
-            return self._held_trained
-        return [parameters_of(tensor)[0].requires_grad for tensor in self.tensors]
+        return _are_trained(self.tensors) if self._held is None else self._held_form[0]
+
+    @property
+    def trained_form(self) -> TrainedForm:
+        """What is trained of one expert."""
+        return self._form_of(_are_trained(self.tensors)) if self._held is None else self._held_form[1]
 
     @property
     def device(self) -> torch.device:
@@ -160,7 +178,7 @@ class HomeExperts:
     @property
     def sources(self) -> list[Rows]:
         """The values in the compute dtype: the parameters' own memory, or staging memory."""
-        return [self.staged(t) if self.are_staged[t] else _detached(tensor) for t, tensor in enumerate(self.current)]
+        return self._sources_of(self.tensors) if self._held is None else self._held_form[2]
 
     @property
     def home_experts(self) -> Array:
@@ -218,6 +236,14 @@ class HomeExperts:
                 row.copy_(parameter.detach())
                 parameter.data = row
 
+    def _form_of(self, are_trained: Sequence[bool]) -> TrainedForm:
+        numbers = [t for t, is_trained in enumerate(are_trained) if is_trained]
+        shapes = [self.expert_shapes[t] for t in numbers]
+        return TrainedForm(numbers, shapes, [shape.numel() for shape in shapes])
+
+    def _sources_of(self, tensors: Sequence[ExpertTensor]) -> list[Rows]:
+        return [self.staged(t) if self.are_staged[t] else _detached(tensor) for t, tensor in enumerate(tensors)]
+
     def _unstaged(
         self, stacks: Sequence[torch.Tensor]
     ) -> Iterator[tuple[Sequence[torch.Tensor], Sequence[torch.nn.Parameter]]]:
@@ -242,6 +268,10 @@ def read_tensors(read: ReadParameters) -> list[ExpertTensor]:
 def parameters_of(tensor: ExpertTensor) -> Sequence[torch.nn.Parameter]:
     """The Parameters of one tensor of the experts."""
     return [tensor] if isinstance(tensor, torch.Tensor) else tensor
+
+
+def _are_trained(tensors: Sequence[ExpertTensor]) -> list[bool]:
+    return [parameters_of(tensor)[0].requires_grad for tensor in tensors]
 
 
 def _like(tensor: ExpertTensor) -> tuple[torch.Size, torch.dtype]:

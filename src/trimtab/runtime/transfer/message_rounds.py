@@ -33,16 +33,9 @@ class Message(NamedTuple):
     tensor: torch.Tensor | None
 
 
-class Posted(NamedTuple):
-    """Messages in transfer.
-
-    Attributes:
-        receives: whether a tensor arrives on this rank.
-        work: one message, or a batch where the backend has one work for all.
-    """
-
-    receives: bool
-    work: dist.Work
+Posted = tuple[bool, dist.Work]
+"""Messages in transfer: whether a tensor arrives on this rank; and one message, or a batch where the backend has one
+work for all."""
 
 
 def rounds_of_rank(messages: Sequence[Message], rank: int) -> list[list[Message]]:
@@ -76,28 +69,33 @@ def post_round(messages: Sequence[Message], rank: int, group: dist.ProcessGroup,
     Args:
         tag: separates the messages of different calls where the backend supports tags.
     """
-    posted, operations = [], []
+    posted: list[Posted] = []
+    operations: list[dist.P2POp] = []
+    receives: list[bool] = []
+    is_queued = messages[0].tensor is not None and has_streams(messages[0].tensor.device)
     for sender, receiver, tensor in messages:
         assert tensor is not None
-        receives = receiver == rank
+        arrives = receiver == rank
         # Rows of transposed experts are copied.
-        sent = tensor if receives else tensor.contiguous()
-        if has_streams(tensor.device):
-            kind, peer = (dist.irecv, sender) if receives else (dist.isend, receiver)
-            operations.append(dist.P2POp(kind, sent, group=group, group_peer=peer, tag=tag))
+        peer, part = (sender, tensor) if arrives else (receiver, tensor.contiguous())
+        if is_queued:
+            kind = dist.irecv if arrives else dist.isend
+            operations.append(dist.P2POp(kind, part, group=group, group_peer=peer, tag=tag))
+            receives.append(arrives)
         else:
             # torch's own functions take as long as a small message.
-            work = group.recv([sent], sender, tag) if receives else group.send([sent], receiver, tag)
-            posted.append(Posted(receives, work))
+            posted.append((arrives, group.recv([part], peer, tag) if arrives else group.send([part], peer, tag)))
     if not operations:
         return posted
-    works, receives_of = dist.batch_isend_irecv(operations), [receiver == rank for _, receiver, _ in messages]
+    works = dist.batch_isend_irecv(operations)
     if len(works) == len(operations):
-        return list(map(Posted, receives_of, works))
-    return [Posted(any(receives_of), work) for work in works]
+        return [*zip(receives, works, strict=True)]
+    return [(any(receives), work) for work in works]
 
 
 def post(messages: Sequence[Message], rank: int, group: dist.ProcessGroup, *, tag: int = 0) -> list[Posted]:
     """Start all messages of this rank, round by round; see `rounds_of_rank` and `post_round`."""
-    rounds = rounds_of_rank(messages, rank)
-    return [posted for batch in rounds for posted in post_round(batch, rank, group, tag=tag)]
+    posted: list[Posted] = []
+    for of_round in rounds_of_rank(messages, rank):
+        posted += post_round(of_round, rank, group, tag=tag)
+    return posted

@@ -28,7 +28,8 @@ class _Return:
     Attributes:
         targets: for each trained tensor the Parameters whose `.grad` they are added to: one for a stack, one for each
             home row for a list; None for Parameters whose gradients the backward does not accumulate.
-        arriving: home row and gradients, one for each trained tensor, of each replica of this rank's experts.
+        arriving: home row and flat gradients, one for each trained tensor, of each replica of this rank's experts.
+        shapes: of the gradients.
         memory: that of these gradients.
         sent: what this rank sends.
         works: the messages.
@@ -37,6 +38,7 @@ class _Return:
     layer: HomeExperts
     targets: list[list[torch.nn.Parameter | None]]
     arriving: Sequence[tuple[int, Sequence[torch.Tensor]]]
+    shapes: Sequence[torch.Size]
     memory: torch.Tensor
     sent: list[torch.Tensor]
     works: list[dist.Work] = field(default_factory=list)
@@ -68,7 +70,7 @@ class GradientReturns:
         """Allocate memory for up to `arriving` replicas of this rank's experts in an instance, between transfers."""
         self._spare = []
         if arriving:
-            self._spare = [self._take_memory(layer, arriving, _trained(layer)) for _ in range(self._layers)]
+            self._spare = [self._take_memory(layer, arriving) for _ in range(self._layers)]
 
     def start(
         self,
@@ -88,17 +90,17 @@ class GradientReturns:
         """
         if len(self._in_transfer) == self._layers:
             self._add(self._in_transfer.pop(0))
-        trained, rank, located = _trained(layer), self._topology.rank, replicas.located(layer.places)
+        form, rank, located = layer.trained_form, self._topology.rank, replicas.located(layer.places)
         targets: list[list[torch.nn.Parameter | None]] = []
         if not layer.joins_in_backward:
             tensors = layer.tensors
-            targets = [[p if accumulates(layer, p) else None for p in parameters_of(tensors[t])] for t in trained]
+            targets = [[p if accumulates(layer, p) else None for p in parameters_of(tensors[t])] for t in form.numbers]
         # One message for each pair of ranks, with its replicas in plan order.
         pairs: dict[tuple[int, int], list[Replica]] = {}
         for replica in located:
             pairs.setdefault((replica.rank, replica.home), []).append(replica)
         arriving = [pair for pair in pairs if pair[1] == rank]
-        memory = self._take_memory(layer, sum(len(pairs[pair]) for pair in arriving), trained)
+        memory = self._take_memory(layer, sum(len(pairs[pair]) for pair in arriving))
         rows: dict[Replica, torch.Tensor] = {}
         sent: list[torch.Tensor] = []
         messages, start = [], 0
@@ -106,11 +108,11 @@ class GradientReturns:
             tensor = None
             if pair[1] == rank:
                 tensor = memory[start : start + len(of_pair)]
-                rows |= dict(zip(of_pair, tensor, strict=True))
+                rows |= dict(zip(of_pair, tensor.unbind(), strict=True))
                 start += len(of_pair)
             if pair[0] == rank:
-                parts = [self._own(layer, t, gradients[t], each.slot).reshape(-1) for each in of_pair for t in trained]
-                flat = torch.cat(parts).to(memory.dtype)
+                own = [self._own(layer, t, gradients[t], each.slot) for each in of_pair for t in form.numbers]
+                flat = torch.cat([gradient.reshape(-1) for gradient in own]).to(memory.dtype)
                 if tensor is not None:
                     tensor.copy_(flat.view_as(tensor))
                     continue
@@ -119,14 +121,9 @@ class GradientReturns:
                 tensor = flat
             if pair[0] != pair[1]:
                 messages.append(Message(*pair, tensor))
-        sizes, shapes = [layer.expert_shapes[t].numel() for t in trained], [layer.expert_shapes[t] for t in trained]
-        split = [
-            (each.row, [part.view(shape) for part, shape in zip(rows[each].split(sizes), shapes, strict=True)])
-            for each in located
-            if each.home == rank
-        ]
-        works = [posted.work for posted in post(messages, rank, self._topology.gradients, tag=tag)]
-        self._in_transfer.append(_Return(layer, targets, split, memory, sent, works))
+        split = [(each.row, rows[each].split(form.sizes)) for each in located if each.home == rank]
+        works = [work for _, work in post(messages, rank, self._topology.gradients, tag=tag)]
+        self._in_transfer.append(_Return(layer, targets, split, form.shapes, memory, sent, works))
 
     def memory(self, layer: HomeExperts, t: int, dtype: torch.dtype, slots: int) -> torch.Tensor:
         """Memory `[slots, ...]` for gradients of a tensor of this rank's replicas, which a product adds up itself.
@@ -160,7 +157,7 @@ class GradientReturns:
         Returns:
             The sums, in the dtypes of `gradients`.
         """
-        trained = _trained(layer)
+        trained = layer.trained_form.numbers
         pending = self._take(layer)
         # Copies, since autograd may use the same tensors elsewhere.
         joined = [g.clone() if t in trained and pending.arriving else g for t, g in enumerate(gradients)]
@@ -181,7 +178,7 @@ class GradientReturns:
         Returns:
             For each parameter the gradient that autograd has to add, in its dtype; None if there is none.
         """
-        trained = _trained(layer)
+        trained = layer.trained_form.numbers
         if not trained:
             return []
         pending = self._take(layer)
@@ -210,9 +207,9 @@ class GradientReturns:
         assert pending.layer is layer
         return pending
 
-    def _take_memory(self, layer: HomeExperts, arriving: int, trained: Sequence[int]) -> torch.Tensor:
+    def _take_memory(self, layer: HomeExperts, arriving: int) -> torch.Tensor:
         """Memory `[arriving, N]` for the trained tensors of experts, spare or new."""
-        size, dtype = sum(layer.expert_shapes[t].numel() for t in trained), layer.gradient_dtype
+        size, dtype = sum(layer.trained_form.sizes), layer.gradient_dtype
         for index, spare in enumerate(self._spare):
             if spare.shape[0] >= arriving and spare.shape[1] == size and spare.dtype is dtype:
                 return self._spare.pop(index)
@@ -246,16 +243,12 @@ class GradientReturns:
         if pending.works:
             self._counters.wait([work.wait for work in pending.works], pending.layer.device)
         of_rows: dict[int, list[Sequence[torch.Tensor]]] = {}
-        for row, of_replica in pending.arriving:
+        for row, flat in pending.arriving:
+            of_replica = [part.view(shape) for part, shape in zip(flat, pending.shapes, strict=True)]
             of_rows.setdefault(row, []).append(of_replica)
         if pending.memory.shape[0]:
             self._spare.append(pending.memory)
         return [(row, [list(of_tensor) for of_tensor in zip(*of_row, strict=True)]) for row, of_row in of_rows.items()]
-
-
-def _trained(layer: HomeExperts) -> list[int]:
-    """Numbers of the tensors that are not frozen."""
-    return [t for t, is_trained in enumerate(layer.are_trained) if is_trained]
 
 
 def accumulates(layer: HomeExperts, parameter: torch.nn.Parameter) -> bool:

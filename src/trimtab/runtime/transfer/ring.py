@@ -99,6 +99,7 @@ class ReplicaRing:
         self._held: dict[Instance, _Arrival] = {}
         # Instances that were started before their layer ran.
         self._ahead = 0
+        self._free = [*range(buffers)]
         # By micro-step.
         self._sends: dict[int, list[dist.Work]] = {}
 
@@ -162,7 +163,7 @@ class ReplicaRing:
         """Wait for all transfers and drop all replicas."""
         self.complete()
         self._held.clear()
-        self._ahead = 0
+        self._ahead, self._free = 0, [*range(len(self._buffers))]
 
     def quiesce(self) -> None:
         """Barrier: no transfer is reading weights on any rank, and writes to them are done. Collective."""
@@ -255,12 +256,12 @@ class ReplicaRing:
         if from_peers:
             arrival.waits.append(self.peer_copies.start(from_peers))
         tag = message_tag((self._plan_number, *instance))
-        for posted in post(self._messages(layer, sent, buffer), rank, self._topology.weights, tag=tag):
+        for receives, work in post(self._messages(layer, sent, buffer), rank, self._topology.weights, tag=tag):
             # Compute does not wait for sends, whose sources change only after `complete`.
-            if posted.receives:
-                arrival.waits.append(posted.work.wait)
+            if receives:
+                arrival.waits.append(work.wait)
             else:
-                self._sends.setdefault(instance[0], []).append(posted.work)
+                self._sends.setdefault(instance[0], []).append(work)
 
     def _messages(self, layer: HomeExperts, sent: list[Replica], buffer: Sequence[torch.Tensor]) -> list[Message]:
         """Messages of weights, of all ranks if there may be several rounds of them."""
@@ -281,10 +282,8 @@ class ReplicaRing:
 
     def _free_buffer(self, needed: Sequence[Instance]) -> int:
         """A free buffer, else that of the oldest instance that is not in `needed`."""
-        taken = {arrival.buffer for arrival in self._held.values()}
-        for buffer in range(len(self._buffers)):
-            if buffer not in taken:
-                return buffer
+        if self._free:
+            return self._free.pop()
         oldest = next(key for key in self._held if key not in needed)
         arrival = self._held.pop(oldest)
         arrival.wait()

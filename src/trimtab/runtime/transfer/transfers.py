@@ -101,7 +101,8 @@ class Transfers:
         self.ring.prepare(replicas, number)
         nodes = range(plan.num_ranks // plan.ranks_per_node)
         if slices is None:
-            self.ring.mirror.hold([plan.mirror_entries(node) for node in nodes])
+            nothing = np.zeros((0, 2), np.int64)
+            self.ring.mirror.hold([plan.mirror_entries(node) if plan.num_replicas else nothing for node in nodes])
         else:
             entries = slices.mirrors[self._topology.group]
             self.ring.mirror.hold([entries[entries[:, 0] == node, 1:] for node in nodes])
