@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from helpers.fake_symmetric import fake
 from helpers.late_compute import LateCompute, PendingReadError, addresses, alias, is_of_device, mark_late
 from helpers.late_streams import Compute, Event, Stream, Work
 from trimtab.array_type import Array
@@ -35,7 +34,7 @@ from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.message_rounds import MOST_OPERATIONS
-from trimtab.runtime.transfer.peer_memory import MostBytes, PeerMemory
+from trimtab.runtime.transfer.peer_memory import PeerMemory
 
 MODES = ("late", "serial")
 LATE_COMPUTE = ("early", "lazy")
@@ -296,15 +295,8 @@ def install(mode: str, *, peers: bool = False, device: LateDevice | None = None)
     assert mode in MODES + LATE_COMPUTE
     device = device or LateDevice(mode)
 
-    to_symmetric = PeerMemory.across
-
-    def across(topology: Topology, layers: Sequence[HomeExperts], most_bytes: MostBytes = None) -> PeerMemory | None:
-        if most_bytes != "parameters":
-            return PeerMemory.in_host_memory(topology, layers)
-        # Work in queues has the parameters' memory.
-        device.synchronize()
-        with fake(topology):
-            return to_symmetric(topology, layers, most_bytes)
+    def across(topology: Topology, layers: Sequence[HomeExperts], _: int | None = None) -> PeerMemory | None:
+        return PeerMemory.in_host_memory(topology, layers)
 
     # Annotations of other packages name them.
     cuda = {

@@ -5,20 +5,14 @@ See `helpers.late_compute`. Mutants of the runtime show that a missing wait, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from helpers import actions, late_device, plans
-from helpers.examples import nightly_except
+from helpers import late_device
 from helpers.late_compute import PendingReadError
 from helpers.late_device import LATE_COMPUTE
-from helpers.plans import start
 from helpers.programs import run_on_rank
 from helpers.rank_pool import on_ranks
-from helpers.rank_tests import runs_on_ranks
-from helpers.user_actions import repoint, write
 from trimtab.runtime.transfer.streams import BackgroundCopies
 
 CPU = torch.device("cpu")
@@ -76,36 +70,6 @@ def test_uploads_that_nothing_waits_for_leave_later_tensors_alone(is_recorded: b
         device.compute.synchronize()
         device.synchronize()
         assert (later == 5).all().item() == is_recorded
-
-
-@pytest.mark.parametrize("seed", nightly_except([4, 5, 12], 12))
-@runs_on_ranks()
-def test_loops_in_which_other_ranks_read_the_parameters(seed: int) -> None:
-    """Experts move, optimizers step, weights are replaced and written, and the session sleeps."""
-    with late_device.install("lazy", peers=True):
-        loop = start(seed, peer_memory_bytes="parameters", ranks_per_node=2)
-        replaced: list[torch.Tensor] = []
-
-        def replace() -> None:
-            replaced.extend(p.data for p in loop.model.parameters())
-            repoint(loop)
-
-        between: list[Callable[[], None]] = [
-            replace, loop.session.suspend, lambda: None, lambda: write(loop, "data")
-        ]  # fmt: skip
-        for number in range(4):
-            plans.plan(loop, seed + number)
-            actions.forward(loop, number % 3, "plain", number)
-            actions.backward(loop, number)
-            assert loop.session.memory().peer_memory_bytes == 0
-            assert loop.session.take_metrics()["transfer/peer_memory_bytes"] > 0
-            actions.step(loop)
-            between[number]()
-            if number == 0:
-                values = [tensor.clone() for tensor in replaced]
-            # Nobody writes to memory that the parameters have left.
-            assert all(map(torch.equal, replaced, values))
-        loop.session.close()
 
 
 def test_copies_that_run_as_soon_as_they_may_change_nothing() -> None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -31,7 +30,7 @@ from helpers.transfer_mutants import mutated
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.replicas.paths import HOST, PEER
-from trimtab.runtime import Session, gated_experts, gradients
+from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import message_rounds, streams
@@ -175,60 +174,6 @@ def test_on_cpus_only_live_micro_steps_read_each_other() -> None:
     apply_one_replica(session, PEER)
     assert peer_memory_bytes(session) == 0
     session.close()
-
-
-@pytest.mark.parametrize("way", ["step", "suspend", "mode off"])
-@runs_on_ranks()
-def test_parameters_that_others_read_are_written_when_none_reads(way: str) -> None:
-    """Rank 0 may write them when the device of rank 1, which is late, has ended its copy."""
-    rank = dist.get_rank()
-    with late_device.install("lazy", peers=True) as device, torch.no_grad():
-        session = session_with_one_replica(PEER, peer_memory_bytes="parameters")
-        assert session.memory().peer_memory_bytes == 0 < session.take_metrics()["transfer/peer_memory_bytes"]
-        ring, (weight,) = session.transfers.ring, session.homes[0].parameters
-        weight.grad = torch.full_like(weight, -1.0)
-        optimizer = torch.optim.SGD([weight], lr=1.0)
-        with session.micro_step(0):
-            """The copy begins."""
-        model = torch.nn.Module()
-        model.experts = weight
-        load = partial(session.whole.load_weights, model, {"experts": torch.zeros(2, 4, 4)})
-        for write in (optimizer.step, session.weights_changed, load):
-            with pytest.raises(RuntimeError, match=r"may still read .*finish_gradients\(\)"):
-                write()
-        assert weight.min().item() == 1
-        weight.mul_(1)
-        with pytest.raises(RuntimeError, match="may still read them"), session.micro_step(0):
-            pass
-        for call in (session.finish_gradients, session.suspend):
-            weight.mul_(1)
-            with pytest.raises(RuntimeError, match="may still read them"):
-                call()
-        session.finish_gradients()
-        with session.micro_step(0):
-            ring.prefetch(0, 0)
-            read = [replica * 1 for replica in ring.replicas(0, 0)]
-        assert rank == 0 or not device.compute.has_run(device.compute.length)
-        if way == "step":
-            # The sums of gradients wait, too.
-            with mock.patch.object(gradients, "zero_missing"):
-                session.finish_gradients()
-            optimizer.step()
-        elif way == "suspend":
-            session.suspend()
-            weight.add_(1)
-        else:
-            # Its plans are not executed.
-            session.mode = "off"
-            apply_one_replica(session, PEER)
-            weight.add_(1)
-        if rank == 0:
-            assert weight.min().item() == 2
-        # Rank 0 has written to what rank 1 reads.
-        dist.barrier()
-        if rank == 1:
-            assert read[0].flatten().tolist() == [1.0] * 16
-        session.close()
 
 
 def random_homes(topology: Topology, experts: int, *shapes: tuple[int, ...]) -> HomeExperts:

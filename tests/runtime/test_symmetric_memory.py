@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from helpers.fake_symmetric import fake
 from helpers.rank_tests import runs_on_ranks
-from trimtab.errors import InputError
-from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.ranks.process_groups import wrong_variables
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.peer_memory import PeerMemory
@@ -90,47 +88,6 @@ def test_sizes_decide_before_anything_is_allocated(
         assert (peers is None) == bool(reason)
         assert [re.search(reason, text) is not None for text in told] == [True] * (bool(reason) * (topology.rank == 0))
         dist.barrier()
-
-
-@pytest.mark.parametrize("other", ["", "view", "later view", "transposed"])
-@runs_on_ranks(3)
-def test_parameters_get_the_memory_unless_another_tensor_has_theirs(other: str) -> None:
-    told: list[str] = []
-    with fake() as symmetric, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.getLogger("trimtab"), "warning", lambda text, *values: told.append(text % values))
-        rank, ranks = symmetric.topology.rank, symmetric.topology.num_ranks
-        homes = make_homes(rank, ranks)
-        views = [homes[1].parameters[0].detach()] if other == "view" and rank == 1 else []
-        if other == "transposed" and rank == 1:
-            homes[1].parameters[0].data = torch.ones(3, 2).t()
-        # No limit holds for memory that takes the place of other memory.
-        peers = PeerMemory.across(symmetric.topology, homes, "parameters")
-        if other == "later view":
-            assert peers is not None
-            assert not peers.is_left()
-            views += [homes[0].parameters[0].detach()] * (rank == 2)
-            homes[1].parameters[0].data = homes[1].parameters[0].data.clone()
-            assert peers.is_left()
-            peers = PeerMemory.across(symmetric.topology, homes, "parameters")
-        reason = r"rank \d: (another tensor uses the memory|parameters) of experts of MoE layer [01]"
-        assert [re.search(reason, text) is not None for text in told] == [True] * (bool(other) * (rank == 0))
-        assert (peers is None) == bool(other)
-        if peers is not None:
-            assert peers.copied_bytes == 0 < peers.nbytes
-            with torch.no_grad():
-                homes[1].parameters[0].add_(1)
-            dist.barrier()
-            assert peers.row(1, (rank + 1) % ranks, 0)[0].tolist() == [10.0 * ((rank + 1) % ranks) + 2] * 3
-        dist.barrier()
-        assert all(len(view) == 2 for view in views)
-
-
-@runs_on_ranks()
-def test_parameters_of_frameworks_are_not_moved() -> None:
-    experts = [torch.nn.Parameter(torch.ones(1, 4, 4))]
-    session = Session(num_experts=2, peer_memory_bytes="parameters")
-    with pytest.raises(InputError, match="MoE layer 0 belongs to the framework that trains it"):
-        session.add_layer(experts, gated_experts(), weights=lambda: experts)
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,7 @@ class SessionGradients(SessionBase):
         names = {key: self._names.get(parameter, "") for key, parameter in zip(elements, equal, strict=False)}
         are_new_D = self._lockstep.agree(
             FINISH, must_match=same | elements, values=[any(other not in self._equal for other in others)],
-            problem=sparse_gradient(dense) or self._experts.optimizers.untrained() or accumulation.problem(summed)
-            or self._experts.written(),
+            problem=sparse_gradient(dense) or self._experts.optimizers.untrained() or accumulation.problem(summed),
             all_data_ranks=True, names=names,
         )  # fmt: skip
         if are_new_D.any():

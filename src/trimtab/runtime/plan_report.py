@@ -140,7 +140,7 @@ class RankMemory:
         "bytes", key="memory/staging_bytes",
     )  # fmt: skip
     peer_memory_bytes: int = measured(
-        "of copies that the other ranks of the node read replicas from; 0 if they read the parameters or get messages, "
+        "of copies that the other ranks of the node read replicas from; 0 if they get messages, "
         "as on CPUs, where GPUs can't read each other's memory, and above the limit `peer_memory_bytes`", "bytes",
         key="memory/peer_bytes",
     )  # fmt: skip
@@ -176,7 +176,7 @@ class RankMemory:
         return cls(
             parameter_bytes=sum(parameter.nbytes for layer in layers for parameter in layer.parameters),
             staging_bytes=sum(layer.staging_bytes for layer in layers),
-            peer_memory_bytes=0 if transfers is None else transfers.copied_bytes,
+            peer_memory_bytes=0 if transfers is None else transfers.peer_memory_bytes,
             ring_bytes=0 if transfers is None else transfers.ring.nbytes,
             return_bytes=0 if transfers is None else transfers.returns.nbytes,
             table_bytes=table_bytes,

@@ -101,11 +101,6 @@ class RankExperts:
         """Add the home experts of the next layer; the arguments are those of `HomeExperts`. Raises InputError if the
         tensors don't fit the homes, or the layers before."""
         index, rank = len(self.layers), self._topology.rank
-        if joins_in_backward and self._settings.peer_memory_bytes == "parameters":
-            raise InputError(
-                f"MoE layer {index} belongs to the framework that trains it, which may keep the parameters in buffers "
-                "of its own; peer_memory_bytes='parameters' is for experts of torch's optimizers"
-            )
         tensors = read_tensors(read)
         check_new_parameters(index, tensors, self.layers, np.flatnonzero(home_E == rank))
         check_compute_dtype(index, tensors, compute_dtype)
@@ -212,19 +207,8 @@ class RankExperts:
         self.changed = False
 
     def drain(self) -> None:
-        """Wait for all replica transfers and drop all replicas. Collective if other ranks read the parameters."""
-        self._with_transfers(lambda transfers: transfers.ring.release_weights())
-
-    @property
-    def may_be_read(self) -> bool:
-        """Whether other ranks may be reading the memory of parameters."""
-        return self._transfers is not None and self._transfers.ring.may_be_read
-
-    def written(self) -> RuntimeError | None:
-        """The error, once, if versions show that parameters were written while other ranks may be reading them."""
-        problem = self.transfers.watch.written() if self.may_be_read else None
-        self.changed |= problem is not None
-        return problem
+        """Wait for all replica transfers and drop all replicas."""
+        self._with_transfers(lambda transfers: transfers.ring.drain())
 
     def take_cpu_s(self) -> float:
         """Seconds of CPU time of the copying threads since the last call."""
@@ -259,11 +243,6 @@ class RankExperts:
                 raise
         if not holds_experts:
             return
-        if self.may_be_read:
-            raise RuntimeError(
-                "an optimizer steps while other ranks may still read the experts' memory "
-                "(peer_memory_bytes='parameters'); call finish_gradients() after the last micro-step"
-            )
         if self._topology.groups > 1 and self.accumulation.is_open:
             raise RuntimeError(
                 "an optimizer steps while gradients of experts are not summed over expert-parallel groups; call "

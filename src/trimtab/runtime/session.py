@@ -26,7 +26,6 @@ from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.old_state import state_in_order
 from trimtab.runtime.state.optimizer_rows import ExpertState
 from trimtab.runtime.state.renumbering import OnRenumber, check_order, numberings, places_after, tensors_by_expert
-from trimtab.runtime.state.weight_watch import WRITTEN
 from trimtab.runtime.state.whole_state import WholeState
 from trimtab.runtime.transfer import streams
 from trimtab.trace.numbering import Numbering
@@ -69,12 +68,7 @@ class Session(SessionSteps, SessionGradients):
         """Announce writes to parameters that address and version do not show: through `.data`, or to a flat buffer.
 
         Not a collective. Optimizer steps need no call.
-
-        Raises:
-            RuntimeError: if other ranks may have been reading them; see `peer_memory_bytes`.
         """
-        if self._experts.may_be_read:
-            raise RuntimeError(WRITTEN)
         self._experts.changed = True
 
     def suspend(self) -> None:
@@ -90,7 +84,7 @@ class Session(SessionSteps, SessionGradients):
         if not self.topology.has_groups:
             return
         self._calls.require_between_micro_steps("suspend")
-        self._lockstep.agree(SUSPEND, problem=self._experts.written(), all_data_ranks=True)
+        self._lockstep.agree(SUSPEND, all_data_ranks=True)
         self._drop_step()
         self._elements = dict
         self._experts.drain()

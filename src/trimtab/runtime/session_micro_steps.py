@@ -251,7 +251,6 @@ class SessionMicroSteps(SessionBase):
         self._calls.require_between_micro_steps(A_MICRO_STEP)
         if torch.is_grad_enabled():
             self._calls.accumulation.begin_forward()
-        written = self._experts.written()
         changed, trained, broken = self._experts.transfers.watch.compare(self._experts.changed)
         slices = None if step is None or problem is not None else step.slices
         if slices is not None and not slices.is_agreed(index):
@@ -264,7 +263,7 @@ class SessionMicroSteps(SessionBase):
                 # Choices in live micro-steps depend on them. Those of a plan were compared with it.
                 **(self.settings.shared if step is None else step.tokens_to_match(index) if problem is None else {}),
             },
-            problem=problem or written or broken or self._experts.optimizers.untrained(),
+            problem=problem or broken or self._experts.optimizers.untrained(),
         )  # fmt: skip
         if slices is not None:
             slices.agree(values_RV[:, 3:], index)

@@ -21,7 +21,6 @@ from trimtab.planner import PlanSettings
 from trimtab.rank_variables import is_switched_off
 from trimtab.runtime.live.balancer import LivePolicy
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.transfer.peer_memory import MostBytes
 
 Mode = Literal["plan", "static", "live", "shadow", "off"]
 Paths = Literal["both", "peer", "host", "message"]
@@ -80,10 +79,7 @@ class SessionSettings:
             with messages also between GPUs of one node, which otherwise read each other's memory if they can.
         mirror_bytes: most host memory of a node for mirrored experts; unlimited by default.
         peer_memory_bytes: most memory of a GPU for copies of its experts that other ranks of the node read; if they
-            need more, replicas are sent as messages on all ranks. By default a fifth of the GPU's memory. With
-            `parameters` there are no copies: the experts' parameters get memory that the others read, which takes
-            no more than before. Then write weights only in optimizer steps after `finish_gradients` or after a plan,
-            and suspend the session before they are offloaded.
+            need more, replicas are sent as messages on all ranks. By default a fifth of the GPU's memory.
         least_gain: a plan with a smaller predicted saving, as a fraction of the step, is not executed.
         max_rows_per_rank: rows, (token, expert) pairs, that no rank may exceed in any layer of a micro-step, in mode
             `plan`. A step that can't keep to it is refused when it is planned, with the smallest possible value.
@@ -120,7 +116,7 @@ class SessionSettings:
     ring_layers: Annotated[int, at_least(2)] = RING_LAYERS
     paths: Annotated[Paths, one_of(Paths)] = "both"
     mirror_bytes: Annotated[int | None, at_least(0)] = None
-    peer_memory_bytes: Annotated[MostBytes, at_least(0, "parameters")] = None
+    peer_memory_bytes: Annotated[int | None, at_least(0)] = None
     least_gain: Annotated[float, finite] = 0.005
     max_rows_per_rank: Annotated[int | None, at_least(1)] = None
     exact: bool = False

@@ -345,7 +345,7 @@ class SessionSteps(SessionMicroSteps):
         if problem is None:
             load, problem = attempt(checked_load, plan, trace, load, self.topology)
         same: dict[str, object] = {"the plan": plan.hash, **self._shared}
-        self._lockstep.agree(APPLY_PLAN, must_match=same, problem=problem or experts.written())
+        self._lockstep.agree(APPLY_PLAN, must_match=same, problem=problem)
         assert load is not None
         plan.check_mixed(load.of_group.mixed_ML)
 

@@ -5,7 +5,7 @@ Replica transfers, renumbering, checkpoints and planning use it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -221,21 +221,6 @@ class HomeExperts:
             if stack.data_ptr() != source[0].data_ptr():
                 _copy_rows(stack, source)
 
-    def lies_in(self, stacks: Sequence[torch.Tensor]) -> bool:
-        """Whether the parameters that are not staged have the memory of tensors `[E / R, ...]`."""
-        return all(
-            parameter.data_ptr() == row.data_ptr()
-            for stack, parameters in self._unstaged(stacks)
-            for row, parameter in zip(stack, parameters, strict=True)
-        )
-
-    def move_to(self, stacks: Sequence[torch.Tensor]) -> None:
-        """Let the parameters that are not staged have the memory of tensors `[E / R, ...]`, with their values."""
-        for stack, parameters in self._unstaged(stacks):
-            for row, parameter in zip(stack, parameters, strict=True):
-                row.copy_(parameter.detach())
-                parameter.data = row
-
     def _form_of(self, are_trained: Sequence[bool]) -> TrainedForm:
         numbers = [t for t, is_trained in enumerate(are_trained) if is_trained]
         shapes = [self.expert_shapes[t] for t in numbers]
@@ -243,14 +228,6 @@ class HomeExperts:
 
     def _sources_of(self, tensors: Sequence[ExpertTensor]) -> list[Rows]:
         return [self.staged(t) if self.are_staged[t] else _detached(tensor) for t, tensor in enumerate(tensors)]
-
-    def _unstaged(
-        self, stacks: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[Sequence[torch.Tensor], Sequence[torch.nn.Parameter]]]:
-        """For each tensor that is not staged the memory and the Parameters: one of the whole stack, or of each row."""
-        for stack, tensor, is_staged in zip(stacks, self.tensors, self.are_staged, strict=True):
-            if not is_staged:
-                yield [stack] if isinstance(tensor, torch.Tensor) else stack.unbind(), parameters_of(tensor)
 
     def staged(self, t: int) -> torch.Tensor:
         """Staging memory `[E / R, ...]` of a tensor that has another dtype than the compute dtype."""

@@ -33,12 +33,6 @@ Marks = tuple[list[int], list[int], list[int], list[bool]]
 """Of parameters: storages, addresses, versions, and whether they are trained."""
 
 
-WRITTEN = (
-    "weights of experts were written while other ranks may still read them (peer_memory_bytes='parameters'); write "
-    "them after finish_gradients() or a plan"
-)
-
-
 class WeightWatch:
     """The state of the parameters when copies were made.
 
@@ -98,14 +92,6 @@ class WeightWatch:
             return changed, trained, error
         return changed, trained, None
 
-    def written(self) -> RuntimeError | None:
-        """The error, once, if parameters have other versions in the same memory than when copies were made; or None."""
-        marks = [_marks(layer.parameters) for layer in self._layers]
-        if not _are_written(self._marks, marks):
-            return None
-        self._marks = marks
-        return RuntimeError(WRITTEN)
-
     def store(self) -> None:
         """Store the present state of the parameters, of which copies were just made."""
         parameters_L = [layer.parameters for layer in self._layers]
@@ -157,17 +143,6 @@ def _marks(parameters: Sequence[torch.nn.Parameter]) -> Marks:
         versions = [-1 if p.is_inference() else p._version for p in parameters]
     storages = [p.untyped_storage()._cdata for p in parameters]
     return storages, [p.data_ptr() for p in parameters], versions, [p.requires_grad for p in parameters]
-
-
-def _are_written(before: Sequence[Marks], now: Sequence[Marks]) -> bool:
-    """Whether parameters have other versions in the same memory."""
-    return any(
-        address == other_address and version != other_version
-        for (_, addresses, versions, _), (_, other_addresses, other_versions, _) in zip(before, now, strict=True)
-        for address, version, other_address, other_version in zip(
-            addresses, versions, other_addresses, other_versions, strict=False
-        )
-    )
 
 
 def _samples(layer: HomeExperts) -> list[torch.Tensor]:

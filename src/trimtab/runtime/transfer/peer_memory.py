@@ -3,9 +3,7 @@
 A rank copies replicas from another rank's memory on a side stream: a one-sided copy by the GPU's copy engine, without
 work for the home rank.
 
-On CUDA it is torch's symmetric memory (`across`). If a rank can't get it, all ranks send messages instead. The
-parameters themselves may have this memory, so that there is no copy: `in place`. No rank may then write them while
-others read; see `ReplicaRing.release_weights`. Tests
+On CUDA it is torch's symmetric memory (`across`). If a rank can't get it, all ranks send messages instead. Tests
 without a GPU replace `Symmetric`. `in_host_memory` is the same with shared memory of the host, for tests and `trimtab
 bench transfer`. CPU sessions use the mirror, which is as fast.
 """
@@ -15,9 +13,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +22,7 @@ import torch.distributed as dist
 from trimtab.rank_variables import can_share_gpus
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.state.flat_memory import carve, packed_bytes
-from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
+from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.mirror import share_memory
 
@@ -38,9 +35,6 @@ OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 DEFAULT_PART = 0.2
 
 T = TypeVar("T")
-
-MostBytes = int | Literal["parameters"] | None
-"""Most memory of a rank, None for `DEFAULT_PART`; or that the parameters get this memory, which is then no copy."""
 
 
 class Place(NamedTuple):
@@ -103,17 +97,10 @@ class Symmetric:
 class PeerMemory:
     """Memory of a node's ranks with all layers' home experts of each rank, in the compute dtype.
 
-    For staged layers it is also the staging memory. For others it is the parameters' own memory, or one more copy.
-
-    Args:
-        in_place: the parameters get this memory.
-
-    Attributes:
-        is_in_place: whether they have it.
+    For staged layers it is also the staging memory. For others it is one more copy.
     """
 
-    def __init__(self, topology: Topology, *, in_place: bool = False) -> None:
-        self.is_in_place = in_place
+    def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._keeps: list[object] = []
         self._layers: list[HomeExperts] = []
@@ -134,30 +121,23 @@ class PeerMemory:
             stacks_L += [some[i : i + per_layer] for i in range(0, len(some), per_layer)]
         for layer, stacks in zip(layers, self._own_L[-len(layers) :], strict=True):
             layer.stage_in(stacks)
-            if self.is_in_place:
-                layer.move_to(stacks)
 
     @classmethod
     def across(
-        cls, topology: Topology, layers: Sequence[HomeExperts], most_bytes: MostBytes = None
+        cls, topology: Topology, layers: Sequence[HomeExperts], most_bytes: int | None = None
     ) -> PeerMemory | None:
         """Allocate it in GPU memory. None on all ranks, with the reason in the log, if a rank can't. Collective.
 
         Args:
-            most_bytes: see `MostBytes`. Parameters move into it one layer after another, so that little more memory is
-                needed meanwhile.
+            most_bytes: most memory of a rank; `DEFAULT_PART` by default.
         """
         device = layers[0].device
         if topology.ranks_per_node == 1:
             return None
-        in_place = most_bytes == "parameters" and not all(all(layer.are_staged) for layer in layers)
-        peers = cls(topology, in_place=in_place)
+        peers = cls(topology)
         try:
             _on_all_ranks(lambda: _prepare(topology, device), topology)
-            if in_place:
-                _on_all_ranks(lambda: _check_owned(layers), topology)
-            for run in [[layer] for layer in layers] if in_place else [layers]:
-                peers._allocate(run, device, most_bytes)
+            peers._allocate(layers, device, most_bytes)
         except _OutOfReachError as problem:
             for layer in layers:
                 layer.drop_staging()
@@ -168,7 +148,7 @@ class PeerMemory:
             return None
         return peers
 
-    def _allocate(self, layers: Sequence[HomeExperts], device: torch.device, most_bytes: MostBytes) -> None:
+    def _allocate(self, layers: Sequence[HomeExperts], device: torch.device, most_bytes: int | None) -> None:
         """Add GPU memory of the next layers. Raises _OutOfReachError on all ranks, if a rank can't. Collective."""
         topology, nbytes = self._topology, packed_bytes(_like(layers))
         _on_all_ranks(lambda: _check_size(nbytes, device, most_bytes), topology)
@@ -191,25 +171,6 @@ class PeerMemory:
     def nbytes(self) -> int:
         """Bytes of this rank's part."""
         return sum(stack.nbytes for stacks in self._own_L for stack in stacks)
-
-    @property
-    def copied_bytes(self) -> int:
-        """The part of `nbytes` that is not memory of parameters."""
-        return sum(
-            stack.nbytes
-            for layer, stacks in zip(self._layers, self._own_L, strict=True)
-            for stack, is_staged in zip(stacks, layer.are_staged, strict=True)
-            if is_staged or not self.is_in_place
-        )
-
-    def is_left(self) -> bool:
-        """Whether parameters of any rank that should be in place have other memory now. Collective."""
-        if not self.is_in_place:
-            return False
-        has_left = not all(layer.lies_in(stacks) for layer, stacks in zip(self._layers, self._own_L, strict=True))
-        any_has = torch.tensor([int(has_left)])
-        dist.all_reduce(any_has, dist.ReduceOp.MAX, group=self._topology.expert_control)
-        return bool(any_has)
 
     def row(self, layer: int, home: int, row: int) -> list[torch.Tensor]:
         """The tensors of one expert of a layer: row `row` of rank `home`, which must be on this node."""
@@ -254,33 +215,11 @@ def _on_all_ranks(call: Callable[[], T], topology: Topology) -> T:
     return result
 
 
-def _check_owned(layers: Sequence[HomeExperts]) -> None:
-    """Raise if anything else uses the memory of parameters: it would not follow them."""
-    for layer in layers:
-        layer.drop_staging()
-    numbers = Counter(p.untyped_storage()._cdata for layer in layers for p in layer.parameters)
-    for layer in layers:
-        moved = zip(layer.tensors, layer.are_staged, strict=True)
-        for parameter in (p for tensor, is_staged in moved if not is_staged for p in parameters_of(tensor)):
-            if not parameter.is_contiguous():
-                raise RuntimeError(
-                    f"parameters of experts of MoE layer {layer.index} are not contiguous; in other memory they would "
-                    "be, and differ in that from their optimizer's state"
-                )
-            # The storage's own object counts as one.
-            storage = parameter.untyped_storage()
-            if torch._C._storage_Use_Count(storage._cdata) - 1 > numbers[storage._cdata]:
-                raise RuntimeError(
-                    f"another tensor uses the memory of experts of MoE layer {layer.index}, such as a flat buffer or a "
-                    "state dict; peer_memory_bytes='parameters' would leave it behind"
-                )
-
-
-def _check_size(nbytes: int, device: torch.device, most_bytes: MostBytes) -> None:
+def _check_size(nbytes: int, device: torch.device, most_bytes: int | None) -> None:
     """Raise if the memory is larger than the limit or the free memory, before anything is allocated."""
     free, total = Symmetric.sizes(device)
     most = int(DEFAULT_PART * total) if most_bytes is None else most_bytes
-    if most != "parameters" and nbytes > most:
+    if nbytes > most:
         raise RuntimeError(f"they need {_text(nbytes)} of a GPU, and peer_memory_bytes allows {_text(most)}")
     if nbytes > free:
         raise RuntimeError(f"they need {_text(nbytes)} of its GPU, which has {_text(free)} free")

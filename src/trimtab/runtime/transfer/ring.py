@@ -67,7 +67,6 @@ class ReplicaRing:
     Attributes:
         mirror: source of host-path replicas.
         peers: source of peer-path replicas with a home on this node; None if these are sent as messages.
-        may_be_read: whether other ranks may be reading the memory of parameters.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class ReplicaRing:
         self.counters = counters
         self.mirror = mirror
         self.peers: PeerMemory | None = None
-        self.may_be_read = False
         self._topology = topology
         self._homes = homes
         self._device = homes[0].device
@@ -170,18 +168,8 @@ class ReplicaRing:
         self.drain()
         self._visits.refresh()
         if self.peers is not None or self.mirror.is_used:
-            self._barrier()
-
-    def release_weights(self) -> None:
-        """Drain, and wait until no rank reads the memory of parameters, which may then be written. Collective."""
-        self.drain()
-        if self.peers is not None and self.peers.is_in_place:
-            self._barrier()
-
-    def _barrier(self) -> None:
-        streams.synchronize(self._device)
-        dist.barrier(group=self._topology.expert_control)
-        self.may_be_read = False
+            streams.synchronize(self._device)
+            dist.barrier(group=self._topology.expert_control)
 
     def refresh(self) -> None:
         """Copy the present weights to mirrors and symmetric memory. Collective, after `quiesce`."""
@@ -246,7 +234,6 @@ class ReplicaRing:
             elif self.peers is None or replica.home // per_node != replica.rank // per_node:
                 sent.append(replica)
             else:
-                self.may_be_read |= self.peers.is_in_place
                 if slots:
                     from_peers += zip(slots, self.peers.row(layer.index, replica.home, replica.row), strict=True)
                     self.counters.peer_bytes += layer.expert_bytes

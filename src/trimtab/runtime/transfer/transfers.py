@@ -16,7 +16,7 @@ from trimtab.runtime.state.weight_watch import WeightWatch
 from trimtab.runtime.transfer import streams
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.mirror import NodeMirror
-from trimtab.runtime.transfer.peer_memory import MostBytes, PeerMemory
+from trimtab.runtime.transfer.peer_memory import PeerMemory
 from trimtab.runtime.transfer.returns import GradientReturns
 from trimtab.runtime.transfer.ring import ReplicaRing
 
@@ -45,7 +45,7 @@ class Transfers:
         counters: Counters,
         verify_weights: bool,
         mirror_bytes: int | None = None,
-        peer_memory_bytes: MostBytes = None,
+        peer_memory_bytes: int | None = None,
     ) -> None:
         # Not on a CPU, where copies from the mirror are as fast.
         self._may_read_peers = streams.has_streams(layers[0].device)
@@ -71,11 +71,6 @@ class Transfers:
     def peer_memory_bytes(self) -> int:
         """Bytes of this rank's memory that the other ranks of its node read replicas from; 0 if they get messages."""
         return 0 if self.ring.peers is None else self.ring.peers.nbytes
-
-    @property
-    def copied_bytes(self) -> int:
-        """The part of `peer_memory_bytes` that is not memory of parameters."""
-        return 0 if self.ring.peers is None else self.ring.peers.copied_bytes
 
     def prepare(
         self,
@@ -150,9 +145,6 @@ class Transfers:
     def refresh(self) -> None:
         """Copy changed weights to staging memory, mirrors and symmetric memory."""
         self.ring.quiesce()
-        if self.ring.peers is not None and self.ring.peers.is_left():
-            self.ring.peers = None
-            self._read_peers()
         for layer in self.layers:
             layer.stage()
         self.ring.refresh()
