@@ -35,8 +35,6 @@ def test_case_equals_one_process(line: str) -> None:
     elif options.mode != "live" or case.seed % 2:
         # Random plans and choices have replicas.
         assert moved > 0
-    if options.mode == "live" and moved and not options.ways:
-        assert sum(each["live/homes_s"] for each in metrics) > 0
 
 
 def test_every_pair_of_values_occurs() -> None:

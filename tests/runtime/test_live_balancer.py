@@ -44,21 +44,6 @@ def test_metrics_are_means_of_the_calls() -> None:
     assert found["live/max_vio_after"] < found["live/max_vio_before"]
 
 
-def test_a_call_is_covered_if_compute_hardly_waited() -> None:
-    balancer = new_balancer("quota")
-    on_device: list[float | None] = [None]
-    balancer.waited(lambda: 1.0, lambda: 0.01)
-    balancer.waited(lambda: 2.0, lambda: on_device[0])
-    balancer.waited(lambda: 3.0, lambda: 0.01)
-    # The device is not done with the second.
-    assert (balancer.figures.timed, balancer.figures.homes_s) == (1, 1.0)
-    on_device[0] = 0.5
-    balancer.waited(lambda: 4.0, lambda: 0.01)
-    metrics = balancer.figures.metrics()
-    assert metrics["live/homes_s"] == 10.0
-    assert metrics["live/covered"] == 3 / 4
-
-
 @runs_on_ranks()
 def test_live_sessions_refuse_plans() -> None:
     session = Session(num_experts=2, mode="live")

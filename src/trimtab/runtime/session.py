@@ -243,9 +243,7 @@ class Session(SessionSteps, SessionGradients):
             `plan/measured_gain`: of the best strategy over doing nothing, if that was measured; in mode `live`:
             `live/calls` of layers; `live/replicas` in them, and `live/used_replicas`, the part with rows;
             `live/max_vio_before` and `live/max_vio_after`, max/mean - 1 of rank loads without and with them, mean over
-            calls; `live/choosing_s`, seconds of choosing; of calls with replicas on this rank, `live/homes_s`, seconds
-            of home experts, and `live/covered`, the part in which compute then waited less than 5% of that time for
-            weights.
+            calls; `live/choosing_s`, seconds of choosing.
         """
         metrics = self.counters.metrics() | {"transfer/cpu_s": self._experts.take_cpu_s()}
         metrics |= self._feedback.metrics() | {"transfer/peer_memory_bytes": self._experts.peer_memory_bytes}

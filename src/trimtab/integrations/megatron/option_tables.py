@@ -1,13 +1,15 @@
 """Options of Megatron-core by name: those that are refused, and those that no run has reached. Needs no Megatron.
 
 The names are those of TransformerConfig, DistributedDataParallelConfig and OptimizerConfig; they mean the same in all
-of them. Names that only newer versions have are among them.
+of them. Names that only newer versions have are among them. `options.toml` has the tables.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 
@@ -28,116 +30,18 @@ class Option(NamedTuple):
 
 
 OFF = (None, False)
-_FP8 = "replicas and their gradients are made in the dtype of the weights, without scales"
-_PADDED = "rows are planned without padding"
-_DROPS = "every recorded row is computed, none is dropped"
-_WGRAD = "gradients of experts have to be complete in the layer's backward, when those of replicas are added"
-_ONE_TENSOR = "weights of experts are read as one Parameter for each expert"
-_FSDP = "home experts have to be whole Parameters on their rank"
+_TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("options.toml").read_text("utf-8"))
 
-REFUSED = (
-    # Parallelism.
-    Option(
-        "expert_tensor_parallel_size", (None, 1), "a replica is a whole expert on one rank", "set it to 1 and raise EP"
-    ),
-    Option("expert_tensor_parallel_num_weight_shards", (None, 1), "a replica is a whole expert", "set it to 1"),
-    Option("expert_gtp_weight_remat_size", (None, 1), "a replica is a whole expert", "set it to 1"),
-    Option("hybrid_context_parallel", OFF, "its schedule runs a micro-batch in parts", "use plain context parallelism"),
-    # Router.
-    Option("moe_router_fusion", OFF, "a fused router can't replay recorded routing", "switch it off"),
-    Option("moe_router_force_load_balancing", OFF, "it replaces the router's logits by random ones", "switch it off"),
-    Option("moe_router_force_biased", (None, 0, 0.0), "it adds random numbers to the router's logits", "leave it out"),
-    Option("moe_expert_capacity_factor", (None,), _DROPS, "train without dropping tokens"),
-    Option("moe_token_dropping", OFF, _DROPS, "train without dropping tokens"),
-    Option("moe_pad_expert_input_to_capacity", OFF, _PADDED, "switch it off"),
-    Option("moe_router_padding_for_quantization", OFF, _PADDED, "switch it off"),
-    Option("moe_router_padding_for_fp8", OFF, _PADDED, "switch it off"),
-    Option("moe_expert_rank_capacity_factor", OFF, "rows that exceed its buffers are dropped", "leave it out"),
-    Option("moe_use_grouped_tensor", OFF, _PADDED, "switch it off"),
-    # Dispatcher.
-    Option(
-        "moe_token_dispatcher_type", (None, "alltoall", "flex"),
-        "only these dispatchers have been built for home experts and replicas",
-        "set it to alltoall or flex",
-    ),
-    Option(
-        "moe_flex_dispatcher_backend", (None, "deepep", "hybridep"),
-        "only these backends have been built for home experts and replicas",
-        "set it to deepep or hybridep",
-    ),
-    Option(
-        "overlap_moe_expert_parallel_comm", OFF, "layers of two micro-batches run at the same time", "switch it off"
-    ),
-    Option("moe_dispatch_fwd_dtype", (None, "bf16"), "rows are sent in their own dtype", "leave it at bf16"),
-    Option("moe_combine_bwd_dtype", (None, "bf16"), "rows are sent in their own dtype", "leave it at bf16"),
-    # Experts.
-    Option("fp8", OFF, _FP8, "train in bfloat16"),
-    Option("fp4", OFF, _FP8, "train in bfloat16"),
-    Option("fp8_param", OFF, _FP8, "keep parameters in bfloat16"),
-    Option("fp4_param", OFF, _FP8, "keep parameters in bfloat16"),
-    Option("fp8_param_gather", OFF, _FP8, "gather parameters in bfloat16"),
-    Option("fp4_param_gather", OFF, _FP8, "gather parameters in bfloat16"),
-    Option("reuse_grad_buf_for_mxfp8_param_ag", OFF, _FP8, "gather parameters in bfloat16"),
-    Option("quant_recipe", (None,), _FP8, "train without a quantization recipe"),
-    Option("use_kitchen", OFF, _FP8, "train without Kitchen"),
-    Option("moe_use_legacy_grouped_gemm", OFF, _ONE_TENSOR, "use TEGroupedMLP or SequentialMLP"),
-    Option("moe_single_grouped_weight", OFF, _ONE_TENSOR, "switch it off"),
-    Option("moe_single_grouped_bias", OFF, _ONE_TENSOR, "switch it off"),
-    Option("use_transformer_engine_op_fuser", OFF, "fused operations keep their own weights", "switch it off"),
-    Option(
-        "moe_apply_probs_on_input", OFF, "replicas apply the router's weights behind the activation", "switch it off"
-    ),
-    Option(
-        "transformer_impl", (None, "local", "transformer_engine"),
-        "its MoE layers replace their dispatcher in every forward", "set it to transformer_engine",
-    ),
-    Option(
-        "batch_invariant_mode", OFF, "sums over a token's experts follow the order of ranks, which replicas change",
-        "switch it off",
-    ),
-    Option("mlp_chunks_for_training", (None, 1), "a layer would run several times for a micro-batch", "set it to 1"),
-    # Gradients and optimizer.
-    Option("delay_wgrad_compute", OFF, _WGRAD, "switch it off"),
-    Option("overlap_dispatch_backward_with_experts_wgrad", OFF, _WGRAD, "switch it off"),
-    Option("use_megatron_fsdp", OFF, _FSDP, "use Megatron's DistributedDataParallel"),
-    Option("use_custom_fsdp", OFF, _FSDP, "use Megatron's DistributedDataParallel"),
-    Option("use_torch_fsdp2", OFF, _FSDP, "use Megatron's DistributedDataParallel"),
-    Option(
-        "num_distributed_optimizer_instances", (None, 1),
-        "its expert-data-parallel groups are parts of those that hold the same experts", "set it to 1",
-    ),
-    Option(
-        "overlap_param_gather_with_optimizer_step", OFF,
-        "the first bucket of parameters is still gathered when replicas are copied", "switch it off",
-    ),
-    # Memory.
-    Option("moe_paged_stash", OFF, "activations of replicas are not stashed", "switch it off"),
-)  # fmt: skip
-"""Options whose other values are refused. Some need more than their name: see `refusals`."""
 
-NEVER_RUN = (
-    Option("transformer_impl", (None, "local", "inference_optimized"), "it needs a GPU", ""),
-    Option("moe_grouped_gemm", OFF, "grouped experts of Transformer Engine need a GPU", ""),
-    Option("moe_permute_fusion", OFF, "the fused permutation needs a GPU", ""),
-    Option("gradient_accumulation_fusion", OFF, "fused gradients need a GPU", ""),
-    Option("fp16", OFF, "loss scaling needs a GPU", ""),
-    Option("tp_comm_overlap", OFF, "it needs Transformer Engine", ""),
-    Option("optimizer_cpu_offload", OFF, "it needs a GPU", ""),
-    Option("use_precision_aware_optimizer", OFF, "it needs Transformer Engine", ""),
-    Option("nccl_ub", OFF, "it needs NCCL", ""),
-    Option("cpu_offloading", OFF, "it needs Transformer Engine", ""),
-    Option("fine_grained_activation_offloading", OFF, "it needs a GPU", ""),
-    Option("enable_autocast", OFF, "it needs a GPU", ""),
-    Option("moe_latent_size", (None,), "its projections need Transformer Engine", ""),
-    Option("enable_mhc_connections", OFF, "no test has it", ""),
-)
-"""Options whose other values are allowed and have never run with Trimtab, with the reason."""
+def _options(table: str) -> tuple[Option, ...]:
+    return tuple(
+        Option(name, (None, *row.get("supported", [False])), row["reason"], row.get("remedy", ""))
+        for name, row in _TABLES[table].items()
+    )
 
-IMMOVABLE = (
-    Option("optimizer_cpu_offload", OFF, "the state of experts is on the host", "switch it off"),
-    Option("use_precision_aware_optimizer", OFF, "the state of experts is scaled", "switch it off"),
-)
-"""Options whose other values keep the ids of experts in a run."""
+
+REFUSED, NEVER_RUN, IMMOVABLE = map(_options, ("refused", "never_run", "immovable"))
+UNKNOWN: dict[str, str] = _TABLES["unknown"]
 
 _OFFLOADS_OF_EXPERTS = {"expert_fc1", "moe_act", "fused_group_mlp"}
 _GRAPH_MODULES_OUTSIDE = {"attn", "mlp", "mamba"}

@@ -175,8 +175,7 @@ class ExpertLayer(RoutedLayer):
         arrived = self._dispatcher.dispatch(hidden, physical_ids, expert_weights, call)
 
         def at_home(rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-            with call.computing_homes():
-                return self._apply([ExpertWeight(home) for home in homes], rows, groups)
+            return self._apply([ExpertWeight(home) for home in homes], rows, groups)
 
         def at_replicas(rows: torch.Tensor, groups: RowGroups) -> torch.Tensor:
             rows, *slots = UseReplicas.apply(rows, call, False)

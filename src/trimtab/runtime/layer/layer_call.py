@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from trimtab.runtime.autograd.gradient_watch import Accumulation, GradientWatch
 from trimtab.runtime.autograd.torch_engine import require_eager, running_backward, will_run
 from trimtab.runtime.layer.backward import Backward
-from trimtab.runtime.live.balancer import LiveCall, Seconds
+from trimtab.runtime.live.balancer import LiveCall
 from trimtab.runtime.program.micro_step import BoundRoutes
 from trimtab.runtime.program.physical_experts import PhysicalExperts
 from trimtab.runtime.program.program import Layout, RowPlaces
@@ -26,7 +25,6 @@ from trimtab.runtime.rows.exchange import RowExchange
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.returns import ReplicaGradients, accumulates
-from trimtab.runtime.transfer.streams import start_timer
 from trimtab.runtime.transfer.transfers import Transfers
 
 # In errors.
@@ -136,8 +134,6 @@ class LayerCall:
         self.replica_node: weakref.ref[Any] | None = None
         # Where a product adds up gradients of replicas, for each tensor.
         self._gradients: list[torch.Tensor | None] = []
-        # Of home experts in the forward, until their replicas are used.
-        self._homes_s: Seconds | None = None
         # If so, a reentrant checkpoint recomputes the layer, and its backward is nested in a tracked backward.
         self._made_in_backward = running_backward() is not None
 
@@ -251,22 +247,7 @@ class LayerCall:
     def replica_weights(self) -> list[torch.Tensor]:
         """This rank's replicas, `[count, ...]` for each stacked tensor. Waits for their transfers."""
         assert self._transfers is not None
-        homes_s, self._homes_s = self._homes_s, None
-        live = None if self.routes is None else self.routes.live
-        if homes_s is None or live is None or self._calls.topology.rank not in self.replicas.ranks:
-            return self._transfers.ring.replicas(self.number, self.homes.index)
-        stop = start_timer(self.homes.device)
-        weights = self._transfers.ring.replicas(self.number, self.homes.index)
-        live.balancer.waited(homes_s, stop())
-        return weights
-
-    @contextmanager
-    def computing_homes(self) -> Iterator[None]:
-        """The context in which home experts are computed. Live calls time it, unless a layer runs again in backward."""
-        is_timed = self.is_live and not self._made_in_backward
-        stop = start_timer(self.homes.device) if is_timed else None
-        yield
-        self._homes_s = None if stop is None else stop()
+        return self._transfers.ring.replicas(self.number, self.homes.index)
 
     def gradient_memory(self, count: int, dtypes: Sequence[torch.dtype | None]) -> list[torch.Tensor | None]:
         """Memory `[count, ...]` to which the product of this rank's replicas adds their gradients, for each tensor that

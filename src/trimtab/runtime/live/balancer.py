@@ -9,8 +9,7 @@ Replicas are chosen from an instance's counts in integers: the same on all ranks
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 from weakref import WeakValueDictionary
@@ -26,10 +25,6 @@ from trimtab.runtime.program.physical_experts import InstanceReplicas
 from trimtab.runtime.state.home_experts import HomeExperts
 
 LivePolicy = Literal["quota", "feplb", "off"]
-# A wait for weights that takes less than this part of the time of the home experts is none.
-COVERED = 0.05
-Seconds = Callable[[], float | None]
-"""A measured time; None as long as it is not known."""
 
 
 @dataclass(eq=False)
@@ -81,9 +76,6 @@ class Figures:
         replicas, used: replicas, and those with rows.
         vio_before, vio_after: sums over calls of max/mean - 1 of rank loads.
         choosing_s: seconds of choosing.
-        homes_s: seconds of home experts in calls with replicas on this rank.
-        timed, covered: these calls, and those of them in which compute then waited for weights of replicas for less
-            than `COVERED` of that time.
     """
 
     calls: int = 0
@@ -92,9 +84,6 @@ class Figures:
     vio_before: float = 0.0
     vio_after: float = 0.0
     choosing_s: float = 0.0
-    homes_s: float = 0.0
-    timed: int = 0
-    covered: int = 0
 
     def metrics(self) -> dict[str, float]:
         """By the names of `Session.take_metrics`."""
@@ -106,8 +95,6 @@ class Figures:
             "live/max_vio_before": self.vio_before / calls,
             "live/max_vio_after": self.vio_after / calls,
             "live/choosing_s": self.choosing_s,
-            "live/homes_s": self.homes_s,
-            "live/covered": self.covered / max(1, self.timed),
         }
 
 
@@ -134,8 +121,6 @@ class LiveBalancer:
         self._calls: WeakValueDictionary[int, LiveCall] = WeakValueDictionary()
         # By layer, of its last call; for FEPLB.
         self._past: dict[int, Array] = {}
-        # Of home experts, and of waits after them, that are not in the figures yet.
-        self._waits: deque[tuple[Seconds, Seconds]] = deque()
         self.figures = Figures()
 
     def choose(self, layer: int, counts_RE: Array) -> LiveCall:
@@ -157,18 +142,6 @@ class LiveBalancer:
         self._count(counts_RE, home_E, replicas, time.perf_counter() - start)
         call = self._calls[self.last] = LiveCall(self.last, layer, replicas, self.policy == "feplb")
         return call
-
-    def waited(self, homes: Seconds, wait: Seconds) -> None:
-        """Note how long home experts took in a call with replicas on this rank, and how long compute then waited."""
-        self._waits.append((homes, wait))
-        while self._waits:
-            homes_s, wait_s = self._waits[0][0](), self._waits[0][1]()
-            if homes_s is None or wait_s is None:
-                return
-            self._waits.popleft()
-            self.figures.homes_s += homes_s
-            self.figures.timed += 1
-            self.figures.covered += wait_s < COVERED * homes_s
 
     def count(self, micro_step: int, layer: int) -> int:
         """See `ReplicasOfStep`."""

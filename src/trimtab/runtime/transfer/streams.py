@@ -35,31 +35,6 @@ def release_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def start_timer(device: torch.device) -> Callable[[], Callable[[], float | None]]:
-    """Time what is queued on the current stream from now on.
-
-    Returns:
-        A function that ends the time. It returns another one, for the seconds: None while the device is not done. On a
-        device without streams they are those of the host.
-    """
-    if not has_streams(device):
-        start = time.perf_counter()
-
-        def stop_host() -> Callable[[], float | None]:
-            seconds = time.perf_counter() - start
-            return lambda: seconds
-
-        return stop_host
-    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    before.record()
-
-    def stop() -> Callable[[], float | None]:
-        after.record()
-        return lambda: before.elapsed_time(after) / 1e3 if after.query() else None
-
-    return stop
-
-
 def download(tensor: torch.Tensor) -> np.ndarray:
     """A tensor on the host. It waits for what the current stream computes, not for other streams."""
     return start_download(tensor)()
