@@ -11,7 +11,7 @@ from trimtab.doctor.finding import Finding
 from trimtab.doctor.megatron_check import check_options, flat_options, read_options, read_tree
 from trimtab.errors import InputError
 from trimtab.files import read_small_text
-from trimtab.integrations.framework_options import MILES, MTP, SLIME, VERL, refused, wrong_mode
+from trimtab.integrations.framework_options import MTP, TABLES, refused, wrong_mode
 from trimtab.integrations.megatron.option_tables import Option
 from trimtab.integrations.options import PluginOptions
 from trimtab.rank_variables import BALANCE
@@ -31,12 +31,12 @@ def check_slime(path: Path) -> list[Finding]:
     Raises:
         InputError: if the file can't be read, or has no options.
     """
-    return _check_arguments(path, "slime", SLIME)
+    return _check_arguments(path, "slime", TABLES["slime"])
 
 
 def check_miles(path: Path) -> list[Finding]:
     """As `check_slime`, of a miles run."""
-    return _check_arguments(path, "miles", MILES)
+    return _check_arguments(path, "miles", TABLES["miles"])
 
 
 def check_verl(path: Path) -> list[Finding]:
@@ -64,8 +64,10 @@ def check_verl(path: Path) -> list[Finding]:
         findings += _verl_replay(given, options.mode)
     except InputError as error:
         findings.append(Finding("verl options", "problem", str(error)))
-    of_plugin = {option.name: given.get(f"{_VERL_PLACES.get(option.name, _ENGINE)}.{option.name}") for option in VERL}
-    findings += [Finding("verl options", "problem", text) for text in refused(VERL, of_plugin, mode)]
+    of_plugin = {
+        option.name: given.get(f"{_VERL_PLACES.get(option.name, _ENGINE)}.{option.name}") for option in TABLES["verl"]
+    }
+    findings += [Finding("verl options", "problem", text) for text in refused(TABLES["verl"], of_plugin, mode)]
     engine = {
         name.rpartition(".")[2]: value
         for name, value in given.items()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.integrations.framework_options import MILES
+from trimtab.integrations.framework_options import TABLES
 from trimtab.integrations.replay_plugin import ReplayPlugin
 from trimtab.integrations.schedule import MicroBatchRoutes
 
@@ -49,7 +49,7 @@ class MilesPlugin(ReplayPlugin):
         "miles.utils.replay_base:Replay.backward_index",
         "miles.utils.replay_base:Replay.top_indices_list",
     )
-    refused = MILES
+    refused = TABLES["miles"]
 
     @property
     def _manager(self) -> Any:

@@ -16,9 +16,7 @@ from torch import nn
 from trimtab.errors import InputError
 from trimtab.integrations.dry_replay import UNREAD, DryReplayPlugin
 from trimtab.integrations.framework_options import (
-    MS_SWIFT,
-    MS_SWIFT_RAY,
-    MS_SWIFT_REPLAY,
+    TABLES,
     megatron_refusals,
     raise_first,
     refused,
@@ -76,8 +74,8 @@ class MsSwiftPlugin(DryReplayPlugin):
 
     package = "ms_swift"
     fits = "ms-swift 4.6.0 and 3602360a"
-    refused = MS_SWIFT
-    refused_replay = MS_SWIFT_REPLAY
+    refused = TABLES["ms_swift"]
+    refused_replay = TABLES["ms_swift_replay"]
     names = (
         f"{_BASE}:get_forward_backward_func",
         f"{_BASE}:BaseMegatronTrainer.__init__(args)",
@@ -96,7 +94,7 @@ class MsSwiftPlugin(DryReplayPlugin):
             return
         given, replays = vars(args), args.router_replay_mode != "disabled"
         self.refuse_options(given, replays=replays)
-        problems = refused(MS_SWIFT_RAY, given, self.options.mode) if replays and given.get("use_ray") else []
+        problems = refused(TABLES["ms_swift_ray"], given, self.options.mode) if replays and given.get("use_ray") else []
         raise_first(self.package, [*problems, *megatron_refusals(self.options.mode, given)])
 
     def install(self, trainer: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from trimtab.framework_names import check_names
 from trimtab.integrations.entry_point import run_entry_point
 from trimtab.integrations.framework_options import (
-    NEMO_RL,
+    TABLES,
     megatron_refusals,
     raise_first,
     read_options,
@@ -108,7 +108,8 @@ def check_supported(config: Mapping[str, Any], options: PluginOptions, extension
     replays = bool(value_at(config, "router_replay.enabled"))
     wrong = wrong_mode("nemo_rl", options.mode, replays)
     problems += [wrong] if wrong else []
-    problems += refused(NEMO_RL, {option.name: value_at(config, option.name) for option in NEMO_RL}, options.mode)
+    table = TABLES["nemo_rl"]
+    problems += refused(table, {option.name: value_at(config, option.name) for option in table}, options.mode)
     parts = ("model_overrides", "optimizer", "distributed_data_parallel_config")
     problems += megatron_refusals(options.mode, megatron, *(megatron.get(name) for name in parts))
     raise_first("nemo_rl", problems)

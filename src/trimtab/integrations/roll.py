@@ -14,7 +14,7 @@ from torch import nn
 
 from trimtab.errors import InputError
 from trimtab.integrations.dry_replay import UNREAD, DryReplayPlugin
-from trimtab.integrations.framework_options import ROLL, ROLL_REPLAY
+from trimtab.integrations.framework_options import TABLES
 from trimtab.integrations.schedule import innermost
 from trimtab.integrations.schedule_plugin import with_result
 
@@ -37,8 +37,8 @@ class RollPlugin(DryReplayPlugin):
 
     package = "roll"
     fits = "ROLL 8eb27cc2"
-    refused = ROLL
-    refused_replay = ROLL_REPLAY
+    refused = TABLES["roll"]
+    refused_replay = TABLES["roll_replay"]
     names = (
         "roll.distributed.scheduler.decorator:register(dispatch_mode)",
         "roll.distributed.scheduler.decorator:Dispatch.ONE_TO_ALL",

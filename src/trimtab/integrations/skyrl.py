@@ -18,8 +18,7 @@ from trimtab.errors import InputError
 from trimtab.framework_names import check_names
 from trimtab.integrations.entry_point import run_entry_point
 from trimtab.integrations.framework_options import (
-    SKYRL,
-    SKYRL_REPLAY,
+    TABLES,
     megatron_refusals,
     raise_first,
     read_options,
@@ -90,8 +89,7 @@ def check_supported(config: Any, options: PluginOptions) -> None:
         problems.append(f"trainer.strategy is {strategy}, and only Megatron has experts on several ranks")
     wrong = wrong_mode("skyrl", options.mode, bool(value_at(megatron, "moe_enable_routing_replay")))
     problems += [wrong] if wrong else []
-    of_mode = () if options.mode == "live" else SKYRL_REPLAY
-    options_of_skyrl = (*SKYRL, *of_mode)
+    options_of_skyrl = (*TABLES["skyrl"], *(() if options.mode == "live" else TABLES["skyrl_replay"]))
     given = {each.name: value_at(config, each.name) for each in options_of_skyrl}
     problems += refused(options_of_skyrl, given, options.mode)
     parts = (value_at(megatron, name) for name in ("transformer_config_kwargs", "optimizer_config_kwargs"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.integrations.framework_options import SLIME
+from trimtab.integrations.framework_options import TABLES
 from trimtab.integrations.replay_plugin import ReplayPlugin
 from trimtab.integrations.schedule import MicroBatchRoutes
 
@@ -44,7 +44,7 @@ class SlimePlugin(ReplayPlugin):
         "slime.utils.routing_replay:RoutingReplay.backward_index",
         "slime.utils.routing_replay:RoutingReplay.top_indices_list",
     )
-    refused = SLIME
+    refused = TABLES["slime"]
 
     def stage(self) -> str | None:
         if os.environ.get("ENABLE_ROUTING_REPLAY", "0") != "1":

@@ -17,7 +17,7 @@ from torch import nn
 
 from trimtab.errors import InputError
 from trimtab.framework_names import check_names
-from trimtab.integrations.framework_options import VERL, refused
+from trimtab.integrations.framework_options import TABLES, refused
 from trimtab.integrations.megatron import MegatronSession
 from trimtab.integrations.options import PluginOptions
 from trimtab.integrations.plugin_report import first_line, print_on_first_rank, step_figures
@@ -87,8 +87,8 @@ def check_supported(model_config: Any, engine_config: Any, options: PluginOption
         "lora.rank": model_config.lora.get("rank", 0),
         "mtp.enable": model_config.mtp.enable,
     }
-    given |= {option.name: getattr(engine_config, option.name) for option in VERL if option.name not in given}
-    for problem in refused(VERL, given, options.mode):
+    given |= {option.name: getattr(engine_config, option.name) for option in TABLES["verl"] if option.name not in given}
+    for problem in refused(TABLES["verl"], given, options.mode):
         raise InputError(f"verl can't be balanced: {problem}")
 
 

@@ -30,17 +30,25 @@ class Option(NamedTuple):
 
 
 OFF = (None, False)
-_TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("options.toml").read_text("utf-8"))
 
 
-def _options(table: str) -> tuple[Option, ...]:
+def options_of_table(table: Mapping[str, Any], reasons: Mapping[str, tuple[str, str]] = {}) -> tuple[Option, ...]:
+    """The options of a table of `options.toml` or `framework_options.toml`.
+
+    Args:
+        reasons: reason and remedy of rows that name their reason.
+    """
     return tuple(
-        Option(name, (None, *row.get("supported", [False])), row["reason"], row.get("remedy", ""))
-        for name, row in _TABLES[table].items()
-    )
+        Option(
+            name, (*([None] if row.get("unset", True) else []), *row.get("supported", [False])),
+            *reasons.get(row["reason"], (row["reason"], row.get("remedy", ""))),
+        )
+        for name, row in table.items()
+    )  # fmt: skip
 
 
-REFUSED, NEVER_RUN, IMMOVABLE = map(_options, ("refused", "never_run", "immovable"))
+_TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("options.toml").read_text("utf-8"))
+REFUSED, NEVER_RUN, IMMOVABLE = (options_of_table(_TABLES[n]) for n in ("refused", "never_run", "immovable"))
 UNKNOWN: dict[str, str] = _TABLES["unknown"]
 
 _OFFLOADS_OF_EXPERTS = {"expert_fc1", "moe_act", "fused_group_mlp"}
