@@ -190,7 +190,7 @@ def test_far_mirrors_are_filled_in_rounds() -> None:
     for mode in late_device.MODES:
         with late_device.install(mode) as device:
             homes = random_homes(topology, experts, (3, 4), (5,))
-            values, home_E = homes.parameters, homes.home_E
+            values, home_E = homes.parameters, homes.places.home_E
             mirror = NodeMirror(topology, homes.expert_like, homes.device)
             mirror.hold([np.argwhere(home_E[None] != node) for node in range(ranks)])
             for _ in range(2):

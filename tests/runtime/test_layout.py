@@ -16,7 +16,9 @@ from trimtab.runtime.state.expert_places import ExpertPlaces
 
 
 def planned_rows(ids_NK: Array, counts_RE: Array, experts: PhysicalExperts, replicas: InstanceReplicas) -> PlannedRows:
-    return PlannedRows.of(ids_NK, counts_RE[experts.rank], counts_RE[:, experts.is_here_E], experts, replicas)
+    return PlannedRows.of(
+        ids_NK, counts_RE[experts.rank], counts_RE[:, experts.places.experts_RH[experts.rank]], experts, replicas
+    )
 
 
 def test_rows_keep_their_planned_copy_unless_their_expert_is_another() -> None:

@@ -94,7 +94,7 @@ def measure_links(context: MeasurementContext) -> LinkRates:
 def mirror_of(topology: Topology, homes: HomeExperts) -> NodeMirror:
     """A mirror on every node that holds all experts of one layer. Collective."""
     mirror = NodeMirror(topology, homes.expert_like, homes.device)
-    mirror.hold([np.arange(len(homes.home_E))[:, None] * [0, 1]] * (topology.num_ranks // topology.ranks_per_node))
+    mirror.hold([np.arange(homes.num_experts)[:, None] * [0, 1]] * (topology.num_ranks // topology.ranks_per_node))
     mirror.refresh([homes])
     return mirror
 

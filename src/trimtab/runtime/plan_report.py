@@ -112,12 +112,6 @@ class PlanReport:
         """Memory of this rank."""
         return self.read_memory()
 
-    def __getattr__(self, name: str) -> int:
-        """Figures of `memory` that stood in the report itself."""
-        if name in ("pool_bytes", "mirror_bytes", "peer_memory_bytes", "free_bytes"):
-            return int(getattr(self.memory, name))
-        raise AttributeError(f"{type(self).__name__} has no {name}")
-
     def metrics(self) -> dict[str, float]:
         """Its figures and those of `memory`, by their names in the metrics of a step."""
         return by_key(self) | self.memory.metrics()

@@ -64,7 +64,7 @@ class RankExperts:
     @property
     def placement(self) -> Placement:
         """The homes of all experts."""
-        return Placement(np.stack([layer.home_E for layer in self.layers]))
+        return Placement(np.stack([layer.places.home_E for layer in self.layers]))
 
     @property
     def shape(self) -> tuple[int, int]:

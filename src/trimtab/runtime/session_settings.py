@@ -36,13 +36,12 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def at_least(least: int, *others: str) -> Check:
-    """The check of an integer of at least `least`, or of one of other values."""
+def at_least(least: int) -> Check:
+    """The check of an integer of at least `least`."""
 
     def check(name: str, value: Any) -> None:
-        if value not in others and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            or_else = "".join(f", or {other!r}" for other in others)
-            raise InputError(f"{name} is {value!r}; it should be a whole number of {least} or more{or_else}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InputError(f"{name} is {value!r}; it should be a whole number of {least} or more")
 
     return check
 

@@ -86,14 +86,14 @@ class SessionPlanner:
             settings.rates or default_rates(first.device), topology.num_ranks, topology.ranks_per_node,
             topology.groups, settings.slots_per_rank, settings.ring_layers, settings.paths,
             None if settings.mirror_bytes is None else settings.mirror_bytes // first.expert_bytes,
-            first.dispatch_forwards, len(layers), len(first.home_E), tuple(first.expert_shapes), first.dtype.itemsize,
+            first.dispatch_forwards, len(layers), first.num_experts, tuple(first.expert_shapes), first.dtype.itemsize,
             first.expert_groups, top_k,
         )  # fmt: skip
         operations = costs.operations.scaled(scale)
         if move_s_per_expert is not None:
             operations = operations._replace(near_state_s=move_s_per_expert, far_state_s=move_s_per_expert)
         costs = replace(costs, operations=operations)
-        placement = Placement(np.broadcast_to(first.home_E, (len(layers), len(first.home_E))))
+        placement = Placement(np.broadcast_to(first.places.home_E, (len(layers), first.num_experts)))
         return cls(topology, cluster, placement, costs, settings.plan_settings, settings.mode, excluded)
 
     def for_schedule(
@@ -134,7 +134,10 @@ class SessionPlanner:
                 tokens = sum(leaders.gather([int(lengths.sum())]))
                 # The first data rank has planned ahead.
                 ahead = leaders.gather([in_rollout.result(tokens)])[0]
-            planned = self._with_schedule(loads, schedule, ahead, sliced=sliced, may_move=may_move)
+            planned = plan_schedule(
+                loads, schedule, self.placement, self.cluster, ahead=ahead.planned,
+                **self._options(sliced=sliced, may_move=may_move),
+            )  # fmt: skip
             if len(set(leaders.gather([digest(planned.placement.home)]))) > 1:
                 raise RuntimeError("the planners of the expert-parallel groups have chosen different homes")
             return ahead.credited(planned)
@@ -206,7 +209,7 @@ class SessionPlanner:
             parts = (packed.of_group(group, ranks) for group in range(groups))
             by_expert = [ExpertLoads.from_sequences(sequences.select(mine), part) for mine, part in parts]
             return self._static(loads, by_expert, packed)
-        return self._with_schedule(loads, packed, PlannedAhead(), sliced=False)
+        return plan_schedule(loads, packed, self.placement, self.cluster, **self._options(sliced=False))
 
     def plan_ahead(self, sequences: SequenceCounts, *, token_budget: int) -> PlannedStep:
         """Plans for a part of a step's sequences. Not a collective."""
@@ -231,20 +234,6 @@ class SessionPlanner:
         """What the first rank of the group plans, on each of its ranks."""
         planned = on_first_rank(plan, self.topology.expert_control)
         return replace(planned, planning_s=time.perf_counter() - start)
-
-    def _with_schedule(
-        self,
-        loads: StepLoads,
-        schedule: Schedule,
-        ahead: PlannedAhead,
-        *,
-        sliced: bool,
-        may_move: bool = False,
-    ) -> PlannedStep:
-        return plan_schedule(
-            loads, schedule, self.placement, self.cluster, ahead=ahead.planned,
-            **self._options(sliced=sliced, may_move=may_move),
-        )  # fmt: skip
 
     def _options(self, *, sliced: bool, may_move: bool = False) -> dict[str, Any]:
         """Arguments of all calls of the planner."""

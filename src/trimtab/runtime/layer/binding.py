@@ -71,7 +71,7 @@ def _balanced_layout(
         )
     call = micro_step.choose(homes.index, counts_RE)
     experts = calls.experts
-    counts_E, arriving_RH = counts_RE[experts.rank], counts_RE[:, experts.is_here_E]
+    counts_E, arriving_RH = counts_RE[experts.rank], counts_RE[:, homes.home_experts]
     if not call.moves or not call.replicas.count:
         planned = PlannedRows.of(ids_NK, counts_E, arriving_RH, experts, call.replicas)
         return place_rows(planned, has_places=homes.sends_rows).on(homes.device), call
@@ -109,14 +109,14 @@ def _exchanged_layout(
 
 def _exchange_counts(calls: LayerCalls, homes: HomeExperts, ids_NK: Array) -> Array:
     """Rows of every rank by expert, `[R, E]`. Collective."""
-    num_experts, problem = len(homes.home_E), _problem_of(homes, ids_NK)
+    num_experts, problem = homes.num_experts, _problem_of(homes, ids_NK)
     counts_E = np.zeros(0, np.int64) if problem else np.bincount(ids_NK.reshape(-1), minlength=num_experts)
     return calls.lockstep.agree(COUNTS, layer=homes.index, values=counts_E.tolist(), problem=problem)
 
 
 def _problem_of(homes: HomeExperts, ids_NK: Array, planned: PlannedRows | None = None) -> Exception | None:
     """The error of a layer's ids, or None."""
-    num_experts = len(homes.home_E)
+    num_experts = homes.num_experts
     if planned is not None and ids_NK.shape != planned.ids_NK.shape:
         return RuntimeError(
             f"MoE layer {homes.index} was called with expert ids {list(ids_NK.shape)}; the micro-step was planned with "

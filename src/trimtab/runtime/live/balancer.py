@@ -131,11 +131,11 @@ class LiveBalancer:
         """
         start = time.perf_counter()
         self.last += 1
-        homes, home_E = self._layers[layer], self._layers[layer].home_E
+        homes, home_E = self._layers[layer], self._layers[layer].places.home_E
         if self.policy == "quota":
             replicas = choose_quotas(counts_RE, home_E, self._limits)
         elif self.policy == "feplb":
-            replicas = choose_moves(counts_RE, home_E, homes.rows_E, self._dynamic(layer, homes), self._limits)
+            replicas = choose_moves(counts_RE, home_E, homes.places.rows_E, self._dynamic(layer, homes), self._limits)
             self._past[layer] = counts_RE
         else:
             replicas = InstanceReplicas.none(len(counts_RE))
@@ -165,7 +165,7 @@ class LiveBalancer:
         if past_RE is not None:
             hottest_RH = np.argsort(-past_RE.sum(axis=0)[experts_RH], axis=1, kind="stable")
             experts_RH = np.take_along_axis(experts_RH, hottest_RH, axis=1)
-        dynamic_E = np.zeros(len(homes.home_E), np.bool_)
+        dynamic_E = np.zeros(homes.num_experts, np.bool_)
         dynamic_E[experts_RH[:, : self._limits.slots]] = True
         return dynamic_E
 

@@ -195,11 +195,6 @@ class PhysicalExperts:
         """Physical experts of all ranks, R * (H + S)."""
         return self.num_ranks * self.num_local
 
-    @property
-    def is_here_E(self) -> Array:
-        """`[E]` bool, whether this rank is the home of each expert."""
-        return self.home_ids_E // self.num_local == self.rank
-
     def replica_ids(self, replicas: InstanceReplicas) -> Array:
         """The physical experts of replicas, `[P]` int64."""
         return replicas.ranks * self.num_local + self.num_homes + replicas.slots
@@ -235,7 +230,7 @@ class PlannedRows:
         Args:
             ids_NK: `[n, K]` integer expert ids of this rank's tokens; E and more are unknown.
             counts_E: `[E]` integer known rows of this rank.
-            arriving_RH: `[R, H]` integer known rows of every rank for this rank's home experts, in ascending order.
+            arriving_RH: `[R, H]` integer known rows of every rank for this rank's home experts.
 
         Raises:
             ValueError: if the counts of this rank's ids differ from `counts_E`.
@@ -247,11 +242,10 @@ class PlannedRows:
         np.subtract.at(sent_P, home_ids_E[replicas.experts], quotas_PR[:, rank])
         sent_P[replica_ids] = quotas_PR[:, rank]
 
-        is_here_E = experts.is_here_E
         arriving_RG = np.zeros((experts.num_ranks, experts.num_local), np.int64)
-        arriving_RG[:, home_ids_E[is_here_E] % experts.num_local] = arriving_RH
-        left = is_here_E[replicas.experts]
-        np.subtract.at(arriving_RG.T, home_ids_E[replicas.experts[left]] % experts.num_local, quotas_PR[left])
+        arriving_RG[:, : experts.num_homes] = arriving_RH
+        left = experts.places.home_E[replicas.experts] == rank
+        np.subtract.at(arriving_RG.T, experts.places.rows_E[replicas.experts[left]], quotas_PR[left])
         came = replicas.ranks == rank
         arriving_RG[:, experts.num_homes + replicas.slots[came]] = quotas_PR[came].T
 

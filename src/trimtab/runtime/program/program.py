@@ -78,15 +78,10 @@ class SecondPhase:
 
     def on(self, device: torch.device) -> SecondPhase:
         """The same on a device; the host does not wait for the copies."""
-        kept_rows, leaving_rows = upload([self.kept_rows, self.leaving_rows], device)
-        kept_ends, came_ends = upload([self.kept_groups.ends, self.came_groups.ends], device)
-        return replace(
-            self,
-            kept_rows=kept_rows,
-            leaving_rows=leaving_rows,
-            kept_groups=replace(self.kept_groups, ends=kept_ends),
-            came_groups=replace(self.came_groups, ends=came_ends),
-        )
+        kept, came = self.kept_groups, self.came_groups
+        kept_rows, leaving_rows, *ends = upload([self.kept_rows, self.leaving_rows, kept.ends, came.ends], device)
+        kept, came = (replace(groups, ends=end) for groups, end in zip((kept, came), ends, strict=True))
+        return replace(self, kept_rows=kept_rows, leaving_rows=leaving_rows, kept_groups=kept, came_groups=came)
 
 
 class RowPlaces(NamedTuple):

@@ -9,15 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
 from trimtab.runtime.program.program import Program
 from trimtab.runtime.state.flat_memory import Packed, carve
 from trimtab.runtime.transfer.streams import BackgroundCopies, Wait
-
-# Layers of the first chunks; the last number is that of all further chunks.
-CHUNK_SIZES = (1, 1, 2, 4, 8)
 
 
 @dataclass(eq=False)
@@ -126,9 +124,5 @@ class UploadedPrograms:
 
 def chunks_of(num_layers: int) -> list[range]:
     """Layers that are made and uploaded together: few at the beginning, for which the first layers wait."""
-    chunks: list[range] = []
-    while not chunks or chunks[-1].stop < num_layers:
-        start = chunks[-1].stop if chunks else 0
-        size = CHUNK_SIZES[min(len(chunks), len(CHUNK_SIZES) - 1)]
-        chunks.append(range(start, min(start + size, num_layers)))
-    return chunks
+    starts = [start for start in (0, 1, 2, 4, *range(8, num_layers, 8)) if start < num_layers]
+    return [range(*ends) for ends in pairwise([*starts, num_layers])]

@@ -24,20 +24,7 @@ ByExpert = Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]]
 """Tensors `[E, ...]` of a layer that every rank holds, such as its router's, or a function that returns them."""
 
 
-class _DetachedRows:
-    """The values of a list of Parameters, detached."""
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._parameters = parameters
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-    def __getitem__(self, row: int, /) -> torch.Tensor:
-        return self._parameters[row].detach()
-
-
-Rows = torch.Tensor | _DetachedRows
+Rows = torch.Tensor | list[torch.Tensor]
 """A tensor of all home experts, indexed by row: a stack, or a list of tensors `[...]`."""
 
 
@@ -70,6 +57,7 @@ class HomeExperts:
     Attributes:
         index: the layer's number among the session's layers, 0 .. L-1.
         places: rank and row of each expert.
+        num_experts: of all ranks, E.
         dtype: the compute dtype.
         likes: shape `[E / R, ...]` and dtype of the tensors as they were added, stacks and lists alike.
         gradient_dtype: the dtype in which gradients of replicas are sent and added.
@@ -100,7 +88,7 @@ class HomeExperts:
         self.index = index
         self._read = parameters
         self._rank = rank
-        self.places = ExpertPlaces.at(home_E)
+        self.places, self.num_experts = ExpertPlaces.at(home_E), len(home_E)
         self.likes = [_like(tensor) for tensor in self.tensors]
         self.joins_in_backward = joins_in_backward
         self.sends_rows, self.dispatch_forwards, self.expert_groups, self.equal_tokens = True, False, (1, 1), ""
@@ -186,16 +174,6 @@ class HomeExperts:
         experts_H: Array = self.places.experts_RH[self._rank]
         return experts_H
 
-    @property
-    def home_E(self) -> Array:
-        """`[E]` int16, the home rank of every expert."""
-        return self.places.home_E
-
-    @property
-    def rows_E(self) -> Array:
-        """`[E]` int64, the row of every expert on its home rank."""
-        return self.places.rows_E
-
     def stage_in(self, stacks: Sequence[torch.Tensor]) -> None:
         """Use the given tensors `[E / R, ...]` as staging memory, if the layer is staged."""
         self._staging, self._is_staging_given = [*stacks], True
@@ -258,12 +236,12 @@ def _like(tensor: ExpertTensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _detached(tensor: ExpertTensor) -> Rows:
-    return tensor.detach() if isinstance(tensor, torch.Tensor) else _DetachedRows(tensor)
+    return tensor.detach() if isinstance(tensor, torch.Tensor) else [each.detach() for each in tensor]
 
 
 def _copy_rows(stack: torch.Tensor, source: Rows) -> None:
     if isinstance(source, torch.Tensor):
         stack.copy_(source)
     else:
-        for row in range(len(source)):
-            stack[row].copy_(source[row])
+        for row, value in zip(stack, source, strict=True):
+            row.copy_(value)

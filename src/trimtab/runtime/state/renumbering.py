@@ -55,7 +55,7 @@ def tensors_by_expert(layer: HomeExperts) -> list[torch.Tensor]:
         InputError: if nothing was declared, a tensor was replaced in the model or has not a row for each expert, or an
             optimizer's state is neither single numbers nor rows.
     """
-    num_experts, declared = len(layer.home_E), layer.declared
+    num_experts, declared = layer.num_experts, layer.declared
     if layer.by_expert is None:
         raise InputError(
             f"MoE layer {layer.index} can't be renumbered: nothing says what its router has of each expert. In a "

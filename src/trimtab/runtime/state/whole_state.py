@@ -103,7 +103,7 @@ class _Entry:
         if self.layer is None or self.row is None or self.numbered is None:
             return [self.name]
         num_rows = len(self.layer.home_experts)
-        return [self.numbered.with_number(e) for e in range(self.row, len(self.layer.home_E), num_rows)]
+        return [self.numbered.with_number(e) for e in range(self.row, self.layer.num_experts, num_rows)]
 
     @property
     def own_name(self) -> str:
@@ -123,7 +123,7 @@ class _Entry:
         InputError if a stack has another number of experts."""
         if self.layer is None or not self.is_stack:
             return whole
-        num_experts = len(self.layer.home_E)
+        num_experts = self.layer.num_experts
         if whole.ndim == 0 or len(whole) != num_experts:
             raise InputError(
                 f"a tensor of {self.name!r} has shape {_shape(whole)}; this model has {num_experts} experts"
@@ -185,7 +185,7 @@ class WholeState:
             rows = state[entry.own_name] = value.detach()
             if entry.layer is not None and entry.is_stack:
                 mesh = DeviceMesh.from_group(self._group, rows.device.type)
-                shape = torch.Size([len(entry.layer.home_E), *rows.shape[1:]])
+                shape = torch.Size([entry.layer.num_experts, *rows.shape[1:]])
                 state[entry.name] = DTensor.from_local(
                     rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=rows.stride()
                 )
@@ -323,7 +323,7 @@ class WholeState:
         parts = self._exchange(rows, everywhere=everywhere)
         if parts is None:
             return {}
-        shape = (len(entry.layer.home_E), *value.shape[1:]) if entry.is_stack else value.shape
+        shape = (entry.layer.num_experts, *value.shape[1:]) if entry.is_stack else value.shape
         return {name: whole.view(value.dtype).reshape(shape) for name, whole in entry.whole(parts).items()}
 
     def _exchange(self, rows: torch.Tensor, *, everywhere: bool) -> list[torch.Tensor] | None:

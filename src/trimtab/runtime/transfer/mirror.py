@@ -107,7 +107,8 @@ class NodeMirror:
         sources = [layer.sources for layer in layers]
         for node, entries in enumerate(self._entries_N):
             for number, (layer, expert) in enumerate(entries.tolist()):
-                home, row = int(layers[layer].home_E[expert]), int(layers[layer].rows_E[expert])
+                places = layers[layer].places
+                home, row = int(places.home_E[expert]), int(places.rows_E[expert])
                 receiver = node * per_node + number % per_node
                 if home // per_node == node:
                     if home == here.rank:
