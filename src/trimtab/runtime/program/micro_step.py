@@ -100,6 +100,9 @@ class BoundRoutes:
             counters.compare_routing(own_ids, recorded, program.read_N, program.num_read)
         if program.known_N is not None:
             recorded = torch.where(program.known_N[:, None], recorded, own_ids)
+        elif self.positions is None:
+            # The caller may write to its ids.
+            return recorded.clone()
         return recorded if self.positions is None else live_ids.index_copy(0, self.positions, recorded)
 
 

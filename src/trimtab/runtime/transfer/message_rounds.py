@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from trimtab.runtime.transfer.streams import has_streams
+from trimtab.runtime.transfer import streams
 
 # Most sends and receives of a rank in one batch.
 MOST_OPERATIONS = 64
@@ -72,7 +72,7 @@ def post_round(messages: Sequence[Message], rank: int, group: dist.ProcessGroup,
     posted: list[Posted] = []
     operations: list[dist.P2POp] = []
     receives: list[bool] = []
-    is_queued = messages[0].tensor is not None and has_streams(messages[0].tensor.device)
+    is_queued = messages[0].tensor is not None and streams.has_streams(messages[0].tensor.device)
     for sender, receiver, tensor in messages:
         assert tensor is not None
         arrives = receiver == rank

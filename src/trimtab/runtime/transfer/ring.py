@@ -269,12 +269,11 @@ class ReplicaRing:
 
     def _free_buffer(self, needed: Sequence[Instance]) -> int:
         """A free buffer, else that of the oldest instance that is not in `needed`."""
-        if self._free:
-            return self._free.pop()
-        oldest = next(key for key in self._held if key not in needed)
-        arrival = self._held.pop(oldest)
-        arrival.wait()
-        return arrival.buffer
+        if not self._free:
+            arrival = self._held.pop(next(key for key in self._held if key not in needed))
+            self._free.append(arrival.buffer)
+            arrival.wait()
+        return self._free.pop()
 
 
 # Events that are kept at least; at most twice as many.
