@@ -86,13 +86,6 @@ def test_a_test_that_hangs_fails_with_the_place_where_it_waits(tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_a_run_can_stop_at_the_first_failure(tmp_path: Path) -> None:
-    (tmp_path / "test_mixed.py").write_text(MIXED)
-    found, _ = outcomes(tmp_path, "-x")
-    assert found == {"passes": "PASSED", "fails": "FAILED"}
-
-
-@pytest.mark.slow
 def test_commands_are_those_of_new_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams, status, folder and session; files that are open here are not open there."""
     for owner, name in ((forked_commands.SUBPROCESS, "_fork_exec"), (forked_commands.UTIL, "spawnv_passfds")):

@@ -15,8 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.grouped_linear import GroupedLinear
+from benchmarks.host import CASES
 from trimtab.cluster import ModelSpec
 
+# Of a planned call of a layer, without and with replicas.
+MOST_MORE_CALLS = (80, 480)
 ROOT = Path(__file__).parents[2]
 
 
@@ -67,8 +70,8 @@ def test_figures(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.host", *words, str(tmp_path / "host.json")]
     subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     cases = json.loads((tmp_path / "host.json").read_text())["cases"]
-    assert [(case["experts"], case["layers"]) for case in cases] == [
-        (experts, layers) for experts in ("TEGroupedMLP", "SequentialMLP") for layers in (1, 2)
+    assert [(case["experts"], case["ranks"], case["replicas"], case["layers"]) for case in cases] == [
+        (case.experts, case.ranks, case.replicas, layers) for case in CASES for layers in (1, 2)
     ]
     for case in cases:
         assert {name: len(seconds) for name, seconds in case["step_s"].items()} == dict.fromkeys(
@@ -78,3 +81,5 @@ def test_figures(tmp_path: Path) -> None:
         assert (planning < planned).all()
         assert case["ratio"] == np.median(planned / plain)
         assert case["micro_batch_ms"]["planning"] == pytest.approx(np.median(planning) / 2 * 1e3)
+        layer, most = case["calls"]["layer"], 1.1 * MOST_MORE_CALLS[min(1, case["replicas"])]
+        assert layer["planned"] - layer["plain"] < most

@@ -12,16 +12,14 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from benchmarks import namespaces
 from benchmarks.harness import run_command
-from benchmarks.namespaces import read_error_file, run_on_nodes
+from benchmarks.namespaces import run_on_nodes
 from trimtab.errors import InputError, RankFailedError
-from trimtab.launch import launcher
 
 ROOT = Path(__file__).parents[2]
 JOB = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "node_rank.py")]
@@ -178,20 +176,3 @@ def test_error_messages_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(InputError, match=r"install iproute2 and util-linux$"):
         run_job("true")
-
-
-def test_the_first_to_raise_does_not_depend_on_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks report in files, whose times are those of a clock that may be set."""
-    reported = []
-    for number in range(2):
-        file, before = tmp_path / f"{number}.json", time.monotonic()
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        failing = get_context("fork").Process(target=launcher._exit_with_error, args=(ValueError("wrong"),))
-        failing.start()
-        failing.join()
-        assert failing.exitcode == 1
-        report = read_error_file(file)
-        assert report is not None
-        assert before <= report.time <= time.monotonic()
-        reported.append(report.time)
-    assert reported == sorted(reported)

@@ -15,16 +15,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.late_device import unwaited
-from helpers.loop import (
-    MAX_NORM,
-    Changes,
-    ExpectedError,
-    Loop,
-    Pending,
-    action,
-    has_gradients,
-    zero_gradients,
-)
+from helpers.loop import MAX_NORM, Changes, ExpectedError, Loop, Pending, action, has_gradients, zero_gradients
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 

@@ -13,14 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from helpers.loop import (
-    SEQUENCES,
-    Loop,
-    Options,
-    action,
-    make_loop,
-    zero_gradients,
-)
+from helpers.loop import SEQUENCES, Loop, Options, action, make_loop, zero_gradients
 from helpers.planned_steps import rows_in
 from helpers.random_plans import random_group_plans, random_plan, random_schedule, random_trace
 from helpers.random_slices import as_header, random_slices

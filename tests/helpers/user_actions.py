@@ -15,13 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from helpers.actions import forward
-from helpers.loop import (
-    Loop,
-    action,
-    make_optimizer,
-    make_session,
-    zero_gradients,
-)
+from helpers.loop import Loop, action, make_optimizer, make_session, zero_gradients
 from helpers.moe_model import TinyMoE
 from helpers.plans import plan
 from trimtab.errors import InputError

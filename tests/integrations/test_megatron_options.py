@@ -13,13 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.examples import examples
-from helpers.megatron_renumbering import (
-    BY_POSITION,
-    RESHARDABLE,
-    Pair,
-    compare_checkpoints,
-    save_checkpoints,
-)
+from helpers.megatron_renumbering import BY_POSITION, RESHARDABLE, Pair, compare_checkpoints, save_checkpoints
 from helpers.megatron_runs import NEED_GPU, case_of, compare_runs, layout_of, use_layout
 from helpers.rank_pool import on_ranks
 from trimtab.doctor.megatron_check import read_options

@@ -251,11 +251,7 @@ def test_refuses_by_name_before_the_first_step(package: str) -> None:
         ("", "enable_mtp_training=True is not supported", {"enable_mtp_training": True}),
         ("", "mtp_num_layers=1 is not supported: .* or use mode=live", {"mtp_num_layers": 1}),
         ("", "overlap_moe_expert_parallel_comm=True is not", {"overlap_moe_expert_parallel_comm": True}),
-        (
-            "",
-            r"moe_router_fusion=True is not .* \(1 more\)",
-            {"moe_router_fusion": True, "fp8": "e4m3"},
-        ),
+        ("", r"moe_router_fusion=True is not .* \(1 more\)", {"moe_router_fusion": True, "fp8": "e4m3"}),
     ]
     with stand_in(package) as framework:
         before = vars(framework.model).copy(), vars(framework.actor).copy(), vars(framework.replay).copy()

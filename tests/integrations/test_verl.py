@@ -23,17 +23,7 @@ from trimtab.errors import InputError
 
 pytestmark = pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed; make test-verl runs these")
 if find_spec("verl") is not None:
-    from helpers.verl_engine import (
-        Comparison,
-        Run,
-        VerlCase,
-        batch,
-        compare,
-        engine_of,
-        engine_pass,
-        loss,
-        make_engine,
-    )
+    from helpers.verl_engine import Comparison, Run, VerlCase, batch, compare, engine_of, engine_pass, loss, make_engine
     from helpers.verl_fakes import prepare
 
 on_verl_ranks = partial(runs_on_ranks, patched="verl")

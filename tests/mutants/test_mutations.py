@@ -7,16 +7,13 @@ import json
 import random
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from experiments.page_tables import markdown_table, read_page, tables_of_page
-from mutants import run
 from mutants.copies import ROOT
 from mutants.mutations import Mutation, find_mutations, read_signatures
-from mutants.run import FIGURES, PAGE, Trials, draw_from, not_noticed, summarise, table_of
+from mutants.run import FIGURES, PAGE, draw_from, table_of
 from mutants.trial import Trial
 
 SOURCE = '''
@@ -159,73 +156,3 @@ def test_outcomes_of_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tes
         failed = {"killed": f"FAILED {test}.py::{test} - ", "failed at set-up": f"ERROR {test}.py::{test} - "}
         assert trial.failed_test().startswith(failed.get(result, ""))
         assert result != "survived" or not trial.failed_test()
-
-
-LONG, WAITS, CRASH = "more than 100 s of processor time", "no progress in 30 s", "ended with status -11"
-
-
-@pytest.mark.parametrize(
-    ("trials", "outcome"),
-    [
-        # The outcome of each trial and its processor seconds; the second one is without the mistake.
-        ([("killed", 1)], "killed"),
-        ([("survived", 1)], "survived"),
-        ([(LONG, 101), ("survived", 40), (LONG, 201)], "no end"),
-        ([(LONG, 101), ("survived", 40), ("survived", 150)], "survived"),
-        ([(LONG, 101), (LONG, 101)], "undecided"),
-        ([(WAITS, 1), ("survived", 1), (WAITS, 1)], "no end"),
-        ([(WAITS, 1), ("survived", 1), ("killed", 1)], "killed"),
-        ([(CRASH, 1), ("survived", 1), (CRASH, 1)], "killed"),
-        ([(CRASH, 1), ("survived", 1), ("failed at set-up", 1)], "undecided"),
-    ],
-)
-@pytest.mark.parametrize(
-    "as_python", [None, ["survived"], [LONG, LONG], ["killed", "killed"], [CRASH, "survived", "survived"]]
-)
-def test_what_trials_of_a_mistake_say(
-    trials: list[tuple[str, float]], outcome: str, as_python: list[str] | None
-) -> None:
-    (mutation,) = find_mutations("f.py", b"@kernel\ndef f():\n  return 1\n" if as_python else b"x = 1\n", {})
-    selection: Any = SimpleNamespace(tests_of=lambda mutation, as_python: (["test"], 1.0))
-    of_mistake = Trials(mutation, selection)
-    # Kernels that survive as Python, or take long there with and without the mistake, are compiled.
-    for n, each in enumerate(as_python or ()):
-        of_mistake.take(each, trial_of(101, mistaken=n != 1))
-    for n, (each, seconds) in enumerate(trials):
-        assert of_mistake.result is None
-        of_mistake.take(each, trial_of(seconds, mistaken=n != 1))
-    assert of_mistake.result is not None
-    assert of_mistake.result.outcome == outcome
-
-
-@pytest.mark.parametrize(("said", "outcome"), [("a choice", "no change"), ("tests/test_f.py::test", "survived")])
-def test_mistakes_that_change_nothing_are_no_part_of_the_share(
-    said: str, outcome: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "said_of", lambda mutation: said)
-    (mutation,) = find_mutations("f.py", b"x = 1\n", {})
-    results = []
-    for ending in ("survived", "killed"):
-        of_mistake = Trials(mutation, SimpleNamespace(tests_of=lambda mutation, as_python: (["test"], 1.0)))  # type: ignore[arg-type]
-        of_mistake.take(ending, trial_of(1))
-        assert of_mistake.result is not None
-        results.append(of_mistake.result)
-    # It is tried all the same.
-    assert [result.outcome for result in results] == [outcome, "killed"]
-    assert not_noticed(summarise(results)["all"]) == ("0%" if outcome == "no change" else "50%")
-
-
-def test_a_kill_as_python_is_one_if_the_test_passes_without_the_mistake() -> None:
-    (mutation,) = find_mutations("f.py", b"@kernel\ndef f():\n  return 1\n", {})
-    tests = ["test_f.py::test[a]", "test_f.py::test[a b]", "test_f.py::test"]
-    of_mistake = Trials(mutation, SimpleNamespace(tests_of=lambda mutation, as_python: (tests, 1.0)))  # type: ignore[arg-type]
-    of_mistake.take("killed", trial_of(1, failed="FAILED test_f.py::test[a b] - AssertionError"))
-    assert of_mistake.result is None
-    assert of_mistake._tests == ["test_f.py::test[a b]"]
-    of_mistake.take("survived", trial_of(1, mistaken=False))
-    assert of_mistake.result is not None
-    assert of_mistake.result.outcome == "killed"
-
-
-def trial_of(seconds: float, *, mistaken: bool = True, failed: str = "") -> Any:
-    return SimpleNamespace(used_s=seconds, limit_s=100.0, mistaken=mistaken, failed_test=lambda: failed)

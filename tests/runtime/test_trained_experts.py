@@ -18,18 +18,7 @@ from torch.nn.utils import parametrize
 from helpers.moe_model import Shape, TinyMoE
 from helpers.planned_steps import SHAPE, Step, make
 from helpers.rank_tests import runs_on_ranks
-from helpers.tiny_training import (
-    LISTED,
-    SHAPES,
-    adamw,
-    again,
-    change,
-    error_of,
-    momentum_error,
-    renumber,
-    saved,
-    train,
-)
+from helpers.tiny_training import LISTED, SHAPES, adamw, again, change, error_of, momentum_error, renumber, saved, train
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.state.optimizer_rows import check_elementwise

@@ -97,7 +97,8 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
         call.mark(DISPATCH)
-        places = call.places
+        places = call.layout.places
+        assert places is not None
         ctx.call, ctx.num_arrived = call, sum(call.layout.recv_splits)
         # Saved, so that autograd frees them after the backward.
         ctx.save_for_backward(places.row_places, places.home_rows, places.replica_rows)
@@ -126,7 +127,8 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, call: LayerCall, *outputs: torch.Tensor) -> torch.Tensor:
         call.mark(COMBINE)
-        places = call.places
+        places = call.layout.places
+        assert places is not None
         arrived = outputs[0].new_empty(sum(call.layout.recv_splits), outputs[0].shape[1])
         parts = (places.home_rows, places.replica_rows)[: len(outputs)]
         for rows, part in zip(parts, outputs, strict=True):

@@ -18,7 +18,7 @@ from trimtab.runtime.layer.backward import Backward
 from trimtab.runtime.live.balancer import LiveCall
 from trimtab.runtime.program.micro_step import BoundRoutes
 from trimtab.runtime.program.physical_experts import PhysicalExperts
-from trimtab.runtime.program.program import Layout, RowPlaces
+from trimtab.runtime.program.program import Layout
 from trimtab.runtime.ranks.lockstep import RETURNS, Lockstep, message_tag
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.exchange import RowExchange
@@ -136,12 +136,6 @@ class LayerCall:
         self._gradients: list[torch.Tensor | None] = []
         # If so, a reentrant checkpoint recomputes the layer, and its backward is nested in a tracked backward.
         self._made_in_backward = running_backward() is not None
-
-    @property
-    def places(self) -> RowPlaces:
-        """The places of rows that Trimtab sends, while the forward runs."""
-        assert self.layout.places is not None
-        return self.layout.places
 
     def mark(self, activity: int, *, outside: bool = False) -> None:
         """Mark the start of an activity of this layer; recorded if a Recorder is active.

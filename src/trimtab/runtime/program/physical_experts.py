@@ -69,10 +69,6 @@ class InstanceReplicas:
     def __post_init__(self) -> None:
         self.count = len(self.experts)
 
-    def count_on(self, rank: int) -> int:
-        """Replicas on a rank."""
-        return int(np.count_nonzero(self.ranks == rank))
-
     def located(self, places: ExpertPlaces) -> list[Replica]:
         """The replicas with their places, in plan order. Places of a session are always the same."""
         if self._located is None:

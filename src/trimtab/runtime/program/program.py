@@ -214,7 +214,7 @@ def place_rows(planned: PlannedRows, *, has_places: bool) -> Layout:
     experts, num_homes = planned.experts, planned.experts.num_homes
     sent_R, arriving_RG = planned.sent_P.reshape(experts.num_ranks, -1).sum(axis=1), planned.arriving_RG
     group_sizes = arriving_RG.sum(axis=0)
-    num_here = planned.replicas.count_on(experts.rank)
+    num_here = int(np.count_nonzero(planned.replicas.ranks == experts.rank))
     outer_NK = planned.physical_NK if experts.outer_ids_P is None else experts.outer_ids_P[planned.physical_NK]
     if not has_places and experts.outer_ranks_R is not None:
         sent_R, arriving_RG = sent_R[experts.outer_ranks_R], arriving_RG[experts.outer_ranks_R]
