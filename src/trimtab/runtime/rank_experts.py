@@ -220,7 +220,7 @@ class RankExperts:
         return 0 if self._transfers is None else self._transfers.peer_memory_bytes
 
     def memory(self, table_bytes: int) -> RankMemory:
-        """Memory of this rank now, by owner; `table_bytes` is that of row tables."""
+        """Memory of this rank now, by owner; `table_bytes` is that of programs."""
         return RankMemory.of(self.layers, self._transfers, table_bytes)
 
     def close(self) -> None:
