@@ -143,8 +143,8 @@ class RankMemory:
     )  # fmt: skip
     return_bytes: int = measured("of arriving gradients of replicas", "bytes", key="memory/return_bytes")
     table_bytes: int = measured(
-        "of programs, where rows of layers go: on a GPU those of micro-steps that are open or wait for their backward, on a CPU all that are "
-        "kept", "bytes", key="memory/table_bytes",
+        "of programs, where rows of layers go: on a GPU those of micro-steps that are open or wait for their backward, "
+        "on a CPU all that are kept", "bytes", key="memory/table_bytes",
     )  # fmt: skip
     communicator_bytes: int = measured(
         "of the NCCL communicators that Trimtab created; an estimate from the default size of NCCL's buffers", "bytes",

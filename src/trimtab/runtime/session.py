@@ -247,7 +247,7 @@ class Session(SessionSteps, SessionGradients):
         """
         metrics = self.counters.metrics() | {"transfer/cpu_s": self._experts.take_cpu_s()}
         metrics |= self._feedback.metrics() | {"transfer/peer_memory_bytes": self._experts.peer_memory_bytes}
-        metrics |= self._live_metrics()
+        metrics |= {} if self._live is None else self._live.take_metrics()
         agreement = metrics.get("moe/replay_agreement", 1.0)
         if agreement < LEAST_AGREEMENT and not self._has_told_agreement:
             self._has_told_agreement = True

@@ -14,7 +14,7 @@ from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner import StepPlan
 from trimtab.runtime.layer.layer_call import A_MICRO_STEP
-from trimtab.runtime.live.balancer import Figures, LiveBalancer, LiveMicroStep
+from trimtab.runtime.live.balancer import LiveBalancer, LiveMicroStep
 from trimtab.runtime.plan_report import RankMemory
 from trimtab.runtime.program.micro_step import BoundRoutes, MicroStep, RunningStep
 from trimtab.runtime.ranks.lockstep import LIVE_MICRO_STEP, MICRO_STEP
@@ -142,24 +142,11 @@ class SessionMicroSteps(SessionBase):
         for name in ("_programs_thread", "_uploads"):
             vars(self).pop(name, None)
 
-    def _begin_step(self, step: RunningStep) -> None:
-        """Run the micro-steps of a step. Its first programs are made at once, unless its replicas follow."""
-        self._step = step
-        if step.slices is None and step.plan.num_micro_steps:
-            step.start_programs(0, True, False, self._programs_thread)
-
     def _need_step(self, what: str) -> RunningStep:
         """The step. Raises RuntimeError if there is none."""
         if self._step is None:
             raise RuntimeError(f"{what} needs a planned step; call plan() or apply_plan() first")
         return self._step
-
-    def _live_metrics(self) -> dict[str, float]:
-        """Figures of choices in live micro-steps since the last call; none if there were none."""
-        if self._live is None:
-            return {}
-        figures, self._live.figures = self._live.figures, Figures()
-        return figures.metrics()
 
     def _prepare_live(self) -> None:
         """Let live micro-steps be balanced, if the mode says so. Collective when it begins."""

@@ -376,7 +376,9 @@ class SessionSteps(SessionMicroSteps):
         # Optimizers may have written to parameters in ways that don't show.
         experts.changed = True
         self._calls.is_planned = True
-        self._begin_step(step)
+        self._step = step
+        if slices is None and plan.num_micro_steps:
+            step.start_programs(0, True, False, self._programs_thread)
         self._feedback.begin(planned if is_executed and schedule is not None else None)
         return PlanReport.of(
             planned, (before, after), self.memory, is_executed=is_executed,

@@ -10,9 +10,10 @@ import torch
 from trimtab.runtime.autograd.torch_engine import once_differentiable
 from trimtab.runtime.layer.binding import bind
 from trimtab.runtime.layer.layer import Leave, RoutedLayer, UseReplicas
-from trimtab.runtime.layer.layer_call import LayerCall
+from trimtab.runtime.layer.layer_call import LayerCall, LayerCalls
 from trimtab.runtime.program.micro_step import BoundRoutes
 from trimtab.runtime.ranks.recorder import BACKWARD, DISPATCH, OTHER
+from trimtab.runtime.state.home_experts import HomeExperts
 
 
 class FrameworkLayer(RoutedLayer):
@@ -22,11 +23,14 @@ class FrameworkLayer(RoutedLayer):
     to physical experts; its own home experts; `use_replicas`, and its product with these weights, or one product with
     those of home experts, too; its combine; `end`. Gradients of replicas are added to the `main_grad` of the home's
     parameters, or to their gradient if they have none, before autograd accumulates them and runs hooks on that.
+
+    Attributes:
+        routes: returns the routes of a call now, None outside of micro-steps; see `LayerCalls.routes`.
     """
 
-    def routes(self) -> BoundRoutes | None:
-        """The routes of a call now; None outside of micro-steps. See `LayerCalls.routes`."""
-        return self._calls.routes()
+    def __init__(self, calls: LayerCalls, homes: HomeExperts) -> None:
+        super().__init__(calls, homes)
+        self.routes = calls.routes
 
     def recorded_ids(self, routes: BoundRoutes, tokens: int, top_k: int) -> torch.Tensor | None:
         """The recorded ids `[T, K]` int64 of a call with these routes, which replay; None if it needs `route` with the
@@ -154,6 +158,7 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         call: LayerCall = ctx.call
         added = call.join_parameters(ctx.parameters)
-        call.mark(OTHER + BACKWARD, outside=True)
+        if call.is_recorded:
+            call.mark(OTHER + BACKWARD, outside=True)
         call.end_backward()
         return grads[0], None, *added

@@ -250,13 +250,15 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, combined: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        call.mark(OTHER, outside=True)
+        if call.is_recorded:
+            call.mark(OTHER, outside=True)
         ctx.call = call
         return combined.view_as(combined)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.call.mark(COMBINE + BACKWARD)
+        if ctx.call.is_recorded:
+            ctx.call.mark(COMBINE + BACKWARD)
         # First, to start transfers of replicas that backward needs.
         ctx.call.begin_backward()
         return grads[0], None

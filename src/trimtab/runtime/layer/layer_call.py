@@ -22,7 +22,7 @@ from trimtab.runtime.program.program import Layout
 from trimtab.runtime.ranks.lockstep import RETURNS, Lockstep, message_tag
 from trimtab.runtime.ranks.topology import Topology
 from trimtab.runtime.rows.exchange import RowExchange
-from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
+from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.returns import ReplicaGradients, accumulates
 from trimtab.runtime.transfer.transfers import Transfers
@@ -225,14 +225,13 @@ class LayerCall:
             return gradients
         return self._transfers.returns.join(self.homes, gradients)
 
-    def replicated_parameters(self) -> list[torch.nn.Parameter]:
+    def replicated_parameters(self) -> list[torch.Tensor]:
         """The trained Parameters, of lists, of this rank's experts that have replicas."""
         homes, rank = self.homes, self._calls.topology.rank
         rows = dict.fromkeys(each.row for each in self.replicas.located(homes.places) if each.home == rank)
-        tensors = [parameters_of(tensor) for tensor in (homes.current if rows else ())]
-        return [parameters[row] for parameters in tensors if parameters[0].requires_grad for row in rows]
+        return [one[row] for one in (homes.current if rows else ()) if one[0].requires_grad for row in rows]
 
-    def join_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
+    def join_parameters(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Add gradients of replicas to the parameters; see `GradientReturns.join_parameters`."""
         if self._transfers is None or not self.replicas.count:
             return []

@@ -143,6 +143,11 @@ class LiveBalancer:
         call = self._calls[self.last] = LiveCall(self.last, layer, replicas, self.policy == "feplb")
         return call
 
+    def take_metrics(self) -> dict[str, float]:
+        """Figures of the choices since the last call."""
+        figures, self.figures = self.figures, Figures()
+        return figures.metrics()
+
     def count(self, micro_step: int, layer: int) -> int:
         """See `ReplicasOfStep`."""
         replicas = self._replicas_of(micro_step, layer)

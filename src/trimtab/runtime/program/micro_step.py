@@ -54,6 +54,7 @@ class BoundRoutes:
         positions: `[n]`, rows of the tokens in the forward, or None; see `MicroStep`.
         replays: whether rows are routed as recorded.
         is_balanced: whether rows go to physical experts.
+        is_planned: whether the plan is executed.
     """
 
     micro_step: MicroStep
@@ -69,11 +70,7 @@ class BoundRoutes:
         # Read several times in each call of a layer.
         self.index, self.positions = self.micro_step.index, self.micro_step.positions
         self.replays, self.is_balanced = self.programs is not None, self.transfers is not None
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether the plan is executed."""
-        return self.replays and self.is_balanced
+        self.is_planned = self.replays and self.is_balanced
 
     def program(self, layer: int) -> Program | None:
         """The program of a layer; None if its rows are not known before the router has chosen."""

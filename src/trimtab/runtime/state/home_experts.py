@@ -98,7 +98,10 @@ class HomeExperts:
         self.expert_shapes = [shape[1:] for shape, _ in self.likes]
         self.expert_like: list[Like] = [(tuple(shape), self.dtype) for shape in self.expert_shapes]
         self.expert_bytes = sum(shape.numel() for shape in self.expert_shapes) * self.dtype.itemsize
+        # Of `hold`.
         self._held: list[ExpertTensor] | None = None
+        self._held_form: TrainedForm | None = None
+        self._held_sources: list[Rows] | None = None
         self.are_staged = [dtype != self.dtype for _, dtype in self.likes]
         self.is_staged = any(self.are_staged)
         self._staging: list[torch.Tensor | None] = []
@@ -113,9 +116,8 @@ class HomeExperts:
 
     def hold(self) -> None:
         """Read the tensors for the calls of the layer until this is called again, as they stay between two plans."""
-        self._held = self.tensors
-        are_trained = _are_trained(self._held)
-        self._held_form = are_trained, self._form_of(are_trained), self._sources_of(self._held)
+        self._held, self._held_form, self._held_sources = self.tensors, None, None
+        self._held_trained = _are_trained(self._held)
 
     @property
     def current(self) -> list[ExpertTensor]:
@@ -151,12 +153,16 @@ class HomeExperts:
     @property
     def are_trained(self) -> list[bool]:
         """For each tensor, whether it is not frozen. A list is frozen as a whole."""
-        return _are_trained(self.tensors) if self._held is None else self._held_form[0]
+        return _are_trained(self.tensors) if self._held is None else self._held_trained
 
     @property
     def trained_form(self) -> TrainedForm:
         """What is trained of one expert."""
-        return self._form_of(_are_trained(self.tensors)) if self._held is None else self._held_form[1]
+        if self._held is None or self._held_form is None:
+            numbers = [t for t, is_trained in enumerate(self.are_trained) if is_trained]
+            shapes = [self.expert_shapes[t] for t in numbers]
+            self._held_form = TrainedForm(numbers, shapes, [shape.numel() for shape in shapes])
+        return self._held_form
 
     @property
     def device(self) -> torch.device:
@@ -166,7 +172,12 @@ class HomeExperts:
     @property
     def sources(self) -> list[Rows]:
         """The values in the compute dtype: the parameters' own memory, or staging memory."""
-        return self._sources_of(self.tensors) if self._held is None else self._held_form[2]
+        sources = self._held_sources
+        if sources is None:
+            tensors = enumerate(self.current)
+            sources = [self.staged(t) if self.are_staged[t] else _detached(tensor) for t, tensor in tensors]
+            self._held_sources = sources if self._held else None
+        return sources
 
     @property
     def home_experts(self) -> Array:
@@ -191,21 +202,14 @@ class HomeExperts:
 
     def drop_staging(self) -> None:
         """Free the staging memory, until it is used again."""
-        self._staging, self._is_staging_given, self._held = [None] * len(self.likes), False, None
+        self._staging, self._is_staging_given = [None] * len(self.likes), False
+        self._held = self._held_sources = None
 
     def copy_to(self, stacks: Sequence[torch.Tensor]) -> None:
         """Copy `sources` to tensors `[E / R, ...]`, except to those that are the staging memory."""
         for stack, source in zip(stacks, self.sources, strict=True):
             if stack.data_ptr() != source[0].data_ptr():
                 _copy_rows(stack, source)
-
-    def _form_of(self, are_trained: Sequence[bool]) -> TrainedForm:
-        numbers = [t for t, is_trained in enumerate(are_trained) if is_trained]
-        shapes = [self.expert_shapes[t] for t in numbers]
-        return TrainedForm(numbers, shapes, [shape.numel() for shape in shapes])
-
-    def _sources_of(self, tensors: Sequence[ExpertTensor]) -> list[Rows]:
-        return [self.staged(t) if self.are_staged[t] else _detached(tensor) for t, tensor in enumerate(tensors)]
 
     def staged(self, t: int) -> torch.Tensor:
         """Staging memory `[E / R, ...]` of a tensor that has another dtype than the compute dtype."""

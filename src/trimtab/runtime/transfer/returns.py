@@ -166,9 +166,7 @@ class GradientReturns:
         add_arrivals(targets, [of_tensor for _, of_row in arrived for of_tensor in of_row])
         return joined
 
-    def join_parameters(
-        self, layer: HomeExperts, parameters: Sequence[torch.nn.Parameter]
-    ) -> list[torch.Tensor | None]:
+    def join_parameters(self, layer: HomeExperts, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Wait for the gradients of the last `start`, which must be of the same layer of lists, and add them to the
         parameters' `main_grad` where they have one.
 
@@ -188,7 +186,7 @@ class GradientReturns:
         arrived = self._arrived(pending)
         if not arrived:
             return []
-        tensors = [parameters_of(layer.current[t]) for t in trained]
+        tensors = [layer.current[t] for t in trained]
         for row, of_row in arrived:
             for of_layer, of_tensor in zip(tensors, of_row, strict=True):
                 parameter = of_layer[row]
