@@ -20,7 +20,7 @@ from recipes.rl.responses import Prompts, gather, generate
 from trimtab.array_type import Array
 from trimtab.integrations.transformers.distributed_experts import check_experts
 from trimtab.integrations.transformers.families import family_of, moe_blocks, num_experts
-from trimtab.runtime.rows.grouped_products import ApplyExperts, ExpertWeight, RowGroups
+from trimtab.runtime.program.grouped_products import ApplyExperts, ExpertWeight, RowGroups
 from trimtab.trace import id_dtype
 
 

@@ -25,7 +25,7 @@ from trimtab.doctor.gpu_examination import StageResult, examine_gpus, merge, run
 from trimtab.doctor.gpu_stages import check_equality, compare_rate
 from trimtab.doctor.self_check import PathCheck
 from trimtab.errors import InputError
-from trimtab.runtime.rows.exchange import exchange_rows
+from trimtab.runtime.program.exchange import exchange_rows
 from trimtab.runtime.transfer.peer_memory import Place
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -22,8 +22,8 @@ from trimtab.doctor.gpu_stages import check_bandwidth
 from trimtab.figures import plural
 from trimtab.report.number_text import bytes_text
 from trimtab.runtime import Session
+from trimtab.runtime.program.exchange import exchange_rows
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.exchange import exchange_rows
 from trimtab.runtime.transfer.message_rounds import Message, post
 from trimtab.runtime.transfer.mirror import NodeMirror
 from trimtab.runtime.transfer.peer_memory import PeerMemory

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from helpers.late_device import LateDevice
 from helpers.late_streams import Event, Stream
-from trimtab.runtime.rows import exchange
+from trimtab.runtime.program import exchange
 
 Key = tuple[Any, ...]
 

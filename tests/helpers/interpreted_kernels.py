@@ -22,7 +22,7 @@ def interpreted_kernels() -> ModuleType:
     for name in list(sys.modules):
         if name.split(".")[0] == "triton" and not name.startswith("triton._C"):
             del sys.modules[name]
-    kernels = import_module("trimtab.runtime.rows.triton_kernels")
+    kernels = import_module("trimtab.runtime.program.triton_kernels")
     interpreter: Any = import_module("triton.runtime.interpreter")
     truncate = interpreter.InterpreterBuilder.create_fp_trunc
 

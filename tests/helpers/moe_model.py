@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from trimtab.array_type import Array
 from trimtab.runtime import ExpertLayer, ExpertWeight, RowGroups, Session, gated_experts
 from trimtab.runtime.layer.dispatch import Dispatcher
-from trimtab.runtime.rows.grouped_products import ApplyExperts
+from trimtab.runtime.program.grouped_products import ApplyExperts
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from recipes.rl.checkpoint import last_checkpoint
 from recipes.rl.config import TrainConfig, resumed
 from recipes.rl.train import Trainer, run_training
 from trimtab.runtime import session_micro_steps
-from trimtab.runtime.planning_in_rollout import PlanningInRollout
+from trimtab.runtime.planning.background_slices import StepSlices
+from trimtab.runtime.planning.planning_in_rollout import PlanningInRollout
 from trimtab.runtime.ranks import lockstep
-from trimtab.runtime.rows.background_slices import StepSlices
 
 STEPS = 4
 

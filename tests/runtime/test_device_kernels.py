@@ -20,7 +20,7 @@ from helpers.interpreted_kernels import interpreted_kernels
 from helpers.programs import run_on_rank
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
-from trimtab.runtime.rows import device_kernels
+from trimtab.runtime.program import device_kernels
 
 triton = pytest.importorskip("triton")
 

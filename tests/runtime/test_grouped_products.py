@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from trimtab.runtime.rows.grouped_products import ExpertWeight, RowGroups, grouped_bias, grouped_linear
+from trimtab.runtime.program.grouped_products import ExpertWeight, RowGroups, grouped_bias, grouped_linear
 
 GROUPS = RowGroups.on_host(np.array([3, 0, 5, 1]))
 

@@ -20,7 +20,7 @@ from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.integrations.transformers.distributed_experts import auxiliary_loss
 from trimtab.runtime import ExpertLayer, Session
-from trimtab.runtime.rows.rank_load import assign_unread
+from trimtab.runtime.planning.rank_load import assign_unread
 from trimtab.trace import RoutingTrace
 
 MICRO_STEPS, TOLERANCE = 2, 1e-12

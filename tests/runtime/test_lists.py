@@ -15,7 +15,7 @@ from helpers.rank_tests import runs_on_ranks
 from helpers.tiny_training import renumber
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.runtime import RowGroups, Session, gated_experts
-from trimtab.runtime.rows import grouped_products
+from trimtab.runtime.program import grouped_products
 from trimtab.runtime.state.whole_state import find_number
 
 SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=16, width=8, lists=ALL_LISTS)

@@ -19,8 +19,8 @@ from helpers.rank_tests import runs_on_ranks
 from trimtab.errors import InputError
 from trimtab.planner import Schedule
 from trimtab.runtime import Session
-from trimtab.runtime.program import micro_step
-from trimtab.runtime.program.micro_step import BoundRoutes
+from trimtab.runtime.layer import micro_step
+from trimtab.runtime.layer.micro_step import BoundRoutes
 
 
 def make_session(**settings: Any) -> tuple[Session, TinyMoE]:

@@ -12,12 +12,12 @@ import torch
 
 from helpers.random_plans import random_plan, random_schedule, random_trace
 from trimtab.planner import Placement, Workload
-from trimtab.runtime.program import micro_step
-from trimtab.runtime.program.micro_step import RunningStep
+from trimtab.runtime.layer import micro_step
+from trimtab.runtime.layer.micro_step import RunningStep
+from trimtab.runtime.layer.programs import Programs
+from trimtab.runtime.planning.rank_load import RankLoad
 from trimtab.runtime.program.physical_experts import PhysicalExperts
 from trimtab.runtime.program.program import Program
-from trimtab.runtime.program.programs import Programs
-from trimtab.runtime.rows.rank_load import RankLoad
 from trimtab.runtime.state.expert_places import ExpertPlaces
 
 

@@ -30,6 +30,21 @@ def test_weights_are_prefetched_and_not_transferred_needlessly() -> None:
         assert harness.fetched[5:] == [(0, there) for there in again.get(layer, [1, 0])]
 
 
+def test_predicted_weights_are_asked_for_several_at_once() -> None:
+    harness = Harness(one_each(1, 12), places=5)
+    for _ in range(2):
+        harness.step()
+        harness.late.clear()
+        harness.ring.begin(0)
+        asked = []
+        for layer in range(12):
+            before = len(harness.fetched)
+            harness.visit(0, layer)
+            asked.append(len(harness.fetched) - before)
+    assert asked == [0, 0, 2, 0, 2, 0, 2, 0, 1, 0, 0, 0]
+    assert harness.late == []
+
+
 def test_start_of_a_micro_step_is_predicted_from_the_last_one() -> None:
     harness = Harness(one_each(2, 4), places=2)
     harness.ring.begin(0)

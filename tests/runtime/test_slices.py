@@ -19,7 +19,7 @@ from trimtab.errors import RanksDisagreeError
 from trimtab.planner.plan.slices import to_bytes
 from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.runtime import session_micro_steps
-from trimtab.runtime.rows import background_slices
+from trimtab.runtime.planning import background_slices
 
 
 def run_with(planner: str, steps: int) -> tuple[dict[str, float], list[str]]:

@@ -18,7 +18,7 @@ from trimtab.cluster.operations import LOGIT_BYTES, ROW_PASSES, TOKEN_PASSES
 from trimtab.integrations.transformers import moe_blocks
 from trimtab.planner import pack_by_length
 from trimtab.runtime import ExpertLayer, Session
-from trimtab.runtime.rows.exchange import exchange_rows
+from trimtab.runtime.program.exchange import exchange_rows
 from trimtab.trace import RoutingTrace
 
 # (fraction of a balanced rank's rows, fraction of its experts that they go to).

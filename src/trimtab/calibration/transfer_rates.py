@@ -14,8 +14,8 @@ from trimtab.calibration.fits import Fit, fit_rates
 from trimtab.calibration.measurement import MeasurementContext, add_random_layer
 from trimtab.cluster.operations import OPTIMIZER_BYTES
 from trimtab.runtime import Session
+from trimtab.runtime.program.exchange import exchange_rows
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.exchange import exchange_rows
 from trimtab.runtime.state.home_experts import HomeExperts, Rows
 from trimtab.runtime.transfer.mirror import NodeMirror
 from trimtab.runtime.transfer.peer_memory import PeerMemory

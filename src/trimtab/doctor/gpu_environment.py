@@ -15,7 +15,7 @@ from trimtab.doctor.finding import Finding
 from trimtab.figures import plural
 from trimtab.rank_variables import can_share_gpus
 from trimtab.report.number_text import bytes_text
-from trimtab.runtime.rows.grouped_products import GROUPED_KERNEL_CAPABILITIES
+from trimtab.runtime.program.grouped_products import GROUPED_KERNEL_CAPABILITIES
 from trimtab.runtime.transfer.peer_memory import Place, Symmetric
 
 DEVICES = Path("/sys/bus/pci/devices")

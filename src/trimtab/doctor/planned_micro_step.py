@@ -14,7 +14,7 @@ from trimtab.cluster import ClusterSpec
 from trimtab.planner import Placement, Schedule, StepPlan, Workload
 from trimtab.planner.replicas.paths import HOST, PEER
 from trimtab.rank_variables import rank_variable
-from trimtab.runtime.rows.grouped_products import gated_experts
+from trimtab.runtime.program.grouped_products import gated_experts
 from trimtab.runtime.session import Session
 from trimtab.runtime.session_settings import Paths
 from trimtab.runtime.transfer import streams

@@ -5,9 +5,15 @@ It needs expert tensors and a function that applies them, and is independent of 
 
 from trimtab.planner import PlannedStep
 from trimtab.runtime.layer.layer import ExpertLayer
+from trimtab.runtime.layer.micro_step import MicroStep
 from trimtab.runtime.plan_report import PlanReport, RankMemory
-from trimtab.runtime.program.micro_step import MicroStep
-from trimtab.runtime.rows.grouped_products import ExpertWeight, RowGroups, gated_experts, grouped_bias, grouped_linear
+from trimtab.runtime.program.grouped_products import (
+    ExpertWeight,
+    RowGroups,
+    gated_experts,
+    grouped_bias,
+    grouped_linear,
+)
 from trimtab.runtime.session import Session
 
 __all__ = [

@@ -20,12 +20,12 @@ from trimtab.runtime.layer.dispatch import Dispatcher, RowDispatcher
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.layer.layer import ExpertLayer, HomeWeights
 from trimtab.runtime.layer.layer_call import LayerCalls
+from trimtab.runtime.planning.background_slices import COMPARED
+from trimtab.runtime.program.grouped_products import ApplyExperts
 from trimtab.runtime.program.physical_experts import PhysicalExperts
 from trimtab.runtime.rank_experts import RankExperts
 from trimtab.runtime.ranks.lockstep import Lockstep
 from trimtab.runtime.ranks.process_groups import tell_wrong_variables
-from trimtab.runtime.rows.background_slices import COMPARED
-from trimtab.runtime.rows.grouped_products import ApplyExperts
 from trimtab.runtime.session_settings import Mode, Paths, SessionSettings
 from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.home_experts import ByExpert, ExpertTensor, HomeExperts, ReadParameters, read_tensors

@@ -14,9 +14,9 @@ from trimtab.cluster import ClusterSpec
 from trimtab.errors import InputError
 from trimtab.planner import StepPlan
 from trimtab.runtime.layer.layer_call import A_MICRO_STEP
+from trimtab.runtime.layer.micro_step import BoundRoutes, MicroStep, RunningStep
 from trimtab.runtime.live.balancer import LiveBalancer, LiveMicroStep
 from trimtab.runtime.plan_report import RankMemory
-from trimtab.runtime.program.micro_step import BoundRoutes, MicroStep, RunningStep
 from trimtab.runtime.ranks.lockstep import LIVE_MICRO_STEP, MICRO_STEP
 from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.session_base import SessionBase

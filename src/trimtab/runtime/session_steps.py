@@ -17,17 +17,23 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import PlannedStep, Schedule, SequenceCounts, StepPlan
 from trimtab.planner.plan.workload import max_over_mean
+from trimtab.runtime.layer.micro_step import RunningStep
 from trimtab.runtime.plan_report import PlanReport
-from trimtab.runtime.planning_in_rollout import PlanningInRollout
-from trimtab.runtime.program.micro_step import RunningStep
+from trimtab.runtime.planning.background_slices import planner_thread, start_slices
+from trimtab.runtime.planning.planning_in_rollout import PlanningInRollout
+from trimtab.runtime.planning.rank_load import RankLoad, assign_unread, checked_load
+from trimtab.runtime.planning.trace_checks import (
+    countable_trace,
+    fingerprints,
+    in_present_ids,
+    own_trace,
+    trace_of_micro_steps,
+)
 from trimtab.runtime.ranks.lockstep import APPLY_PLAN, PLAN, PLAN_SEQUENCES, digest
 from trimtab.runtime.ranks.rank_calls import attempt
-from trimtab.runtime.rows.background_slices import planner_thread, start_slices
-from trimtab.runtime.rows.rank_load import RankLoad, assign_unread, checked_load
 from trimtab.runtime.session_micro_steps import SessionMicroSteps
 from trimtab.runtime.session_settings import SessionSettings
 from trimtab.runtime.step_planner import SessionPlanner
-from trimtab.runtime.trace_checks import countable_trace, fingerprints, in_present_ids, own_trace, trace_of_micro_steps
 from trimtab.trace import RoutingTrace
 from trimtab.trace.numbering import Numbering
 

@@ -27,11 +27,11 @@ from trimtab.planner import (
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.step_planning import plan_homes
 from trimtab.planner.plan.workload import ExpertLoads, max_over_mean
-from trimtab.runtime.planning_in_rollout import PlannedAhead, PlanningInRollout, RankSequences
+from trimtab.runtime.planning.planning_in_rollout import PlannedAhead, PlanningInRollout, RankSequences
+from trimtab.runtime.planning.rank_load import RankLoad, RequestedCounts
 from trimtab.runtime.ranks.lockstep import digest
 from trimtab.runtime.ranks.rank_calls import Leaders, on_first_rank
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.rank_load import RankLoad, RequestedCounts
 from trimtab.runtime.session_settings import Mode, Paths, SessionSettings
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.trace import RoutingTrace

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from trimtab.integrations.megatron.planned_sizes import multihot, planned_rows
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
 from trimtab.runtime.layer.layer_call import LayerCall
-from trimtab.runtime.rows.device_kernels import multi_hot
+from trimtab.runtime.program.device_kernels import multi_hot
 
 
 class PlannedDispatcher:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trimtab.runtime.layer.framework_layer import FrameworkLayer
-from trimtab.runtime.program.micro_step import BoundRoutes
+from trimtab.runtime.layer.micro_step import BoundRoutes
 
 _OWN = ("plain", "_layer", "_is_replaying", "_taken")
 Taken = tuple[torch.Tensor | None, BoundRoutes | None]

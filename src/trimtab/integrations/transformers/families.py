@@ -16,7 +16,7 @@ from torch import nn
 
 from trimtab.errors import InputError
 from trimtab.runtime import ExpertWeight, RowGroups, gated_experts, grouped_bias, grouped_linear
-from trimtab.runtime.rows.grouped_products import ApplyExperts
+from trimtab.runtime.program.grouped_products import ApplyExperts
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from trimtab.runtime.autograd.torch_engine import (
     running_backward,
     running_node,
 )
-from trimtab.runtime.program.micro_step import BoundRoutes
+from trimtab.runtime.layer.micro_step import BoundRoutes
 
 # Micro-steps whose ranges are kept.
 KEPT_FORWARDS = 512

@@ -11,8 +11,8 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError, RanksDisagreeError
 from trimtab.runtime.autograd.torch_engine import running_backward
 from trimtab.runtime.layer.layer_call import LayerCall, LayerCalls
+from trimtab.runtime.layer.micro_step import BoundRoutes
 from trimtab.runtime.live.balancer import LiveCall, LiveMicroStep
-from trimtab.runtime.program.micro_step import BoundRoutes
 from trimtab.runtime.program.physical_experts import InstanceReplicas, PlannedRows
 from trimtab.runtime.program.program import Layout, SecondPhase, place_rows
 from trimtab.runtime.ranks.lockstep import COUNTS

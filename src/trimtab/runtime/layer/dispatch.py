@@ -17,12 +17,12 @@ import torch.nn.functional as F
 
 from trimtab.runtime.autograd.torch_engine import once_differentiable
 from trimtab.runtime.layer.layer_call import LayerCall
+from trimtab.runtime.program.device_kernels import combine_gradients, is_finer
+from trimtab.runtime.program.exchange import RowExchange
+from trimtab.runtime.program.grouped_products import RowGroups
 from trimtab.runtime.program.program import SecondPhase
 from trimtab.runtime.ranks import lockstep
 from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, DISPATCH, EXPERTS
-from trimtab.runtime.rows.device_kernels import combine_gradients, is_finer
-from trimtab.runtime.rows.exchange import RowExchange
-from trimtab.runtime.rows.grouped_products import RowGroups
 
 OfRows = Callable[[torch.Tensor], torch.Tensor]
 

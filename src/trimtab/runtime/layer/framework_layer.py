@@ -11,7 +11,7 @@ from trimtab.runtime.autograd.torch_engine import once_differentiable
 from trimtab.runtime.layer.binding import bind
 from trimtab.runtime.layer.layer import Leave, RoutedLayer, UseReplicas
 from trimtab.runtime.layer.layer_call import LayerCall, LayerCalls
-from trimtab.runtime.program.micro_step import BoundRoutes
+from trimtab.runtime.layer.micro_step import BoundRoutes
 from trimtab.runtime.ranks.recorder import BACKWARD, DISPATCH, OTHER
 from trimtab.runtime.state.home_experts import HomeExperts
 

@@ -18,8 +18,8 @@ from trimtab.runtime.autograd.torch_engine import SubstitutedValues, once_differ
 from trimtab.runtime.layer.binding import bind
 from trimtab.runtime.layer.dispatch import Dispatcher, run_in_two_phases
 from trimtab.runtime.layer.layer_call import LayerCall, LayerCalls
+from trimtab.runtime.program.grouped_products import ApplyExperts, ExpertWeight, RowGroups
 from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, OTHER
-from trimtab.runtime.rows.grouped_products import ApplyExperts, ExpertWeight, RowGroups
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 
 HomeWeights = Callable[[], Sequence[torch.Tensor]]

@@ -15,13 +15,13 @@ import torch
 from trimtab.runtime.autograd.gradient_watch import Accumulation, GradientWatch
 from trimtab.runtime.autograd.torch_engine import require_eager, running_backward, will_run
 from trimtab.runtime.layer.backward import Backward
+from trimtab.runtime.layer.micro_step import BoundRoutes
 from trimtab.runtime.live.balancer import LiveCall
-from trimtab.runtime.program.micro_step import BoundRoutes
+from trimtab.runtime.program.exchange import RowExchange
 from trimtab.runtime.program.physical_experts import PhysicalExperts
 from trimtab.runtime.program.program import Layout
 from trimtab.runtime.ranks.lockstep import RETURNS, Lockstep, message_tag
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.exchange import RowExchange
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.returns import ReplicaGradients, accumulates

@@ -1,1 +1,1 @@
-"""What each layer of a micro-step does with its rows, complete before the layer is called."""
+"""What a layer of a micro-step does with its rows: physical experts, places, exchange, expert compute."""

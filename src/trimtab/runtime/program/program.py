@@ -18,8 +18,8 @@ import torch
 
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
+from trimtab.runtime.program.grouped_products import RowGroups
 from trimtab.runtime.program.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows
-from trimtab.runtime.rows.grouped_products import RowGroups
 from trimtab.runtime.state.flat_memory import upload
 
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from trimtab.runtime.autograd.gradient_watch import has_hooks
 from trimtab.runtime.autograd.torch_engine import will_run
+from trimtab.runtime.program.device_kernels import add_arrivals, ordered_sum
 from trimtab.runtime.program.physical_experts import InstanceReplicas, Replica
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.device_kernels import add_arrivals, ordered_sum
 from trimtab.runtime.state.home_experts import HomeExperts, parameters_of
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.message_rounds import Message, post

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trimtab.runtime.rows.grouped_products import GROUPED_KERNEL_CAPABILITIES
+from trimtab.runtime.program.grouped_products import GROUPED_KERNEL_CAPABILITIES
 
 
 @cache
@@ -32,7 +32,7 @@ def load_kernels(device: torch.device) -> ModuleType | None:
         return None
     import triton
 
-    from trimtab.runtime.rows import triton_kernels
+    from trimtab.runtime.program import triton_kernels
 
     # Compiles C source of Triton, for which there may be no compiler.
     _ = triton.runtime.driver.active

@@ -28,10 +28,10 @@ from trimtab.planner import StepPlan
 from trimtab.planner.plan.slices import SlicePlanner, SliceRules, from_bytes, layers_of_rank, rounds_of, to_bytes
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.planner.replicas.replica_table import ReplicaTable
+from trimtab.runtime.planning.rank_load import RankLoad
 from trimtab.runtime.program.physical_experts import CACHED_MICRO_STEPS, InstanceReplicas
 from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.rank_load import RankLoad
 
 # Rounds that the ranks compare when they enter a micro-step.
 COMPARED = 3

@@ -15,14 +15,14 @@ import torch
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.planner import Schedule, StepPlan
+from trimtab.runtime.layer.programs import Programs, UploadedPrograms
 from trimtab.runtime.live.balancer import LiveMicroStep
+from trimtab.runtime.planning.background_slices import StepSlices
+from trimtab.runtime.planning.rank_load import RankLoad
 from trimtab.runtime.program.physical_experts import InstanceReplicas, PhysicalExperts, PlannedRows, PlanReplicas
 from trimtab.runtime.program.program import Program, place_rows
-from trimtab.runtime.program.programs import Programs, UploadedPrograms
 from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.ranks.topology import Topology
-from trimtab.runtime.rows.background_slices import StepSlices
-from trimtab.runtime.rows.rank_load import RankLoad
 from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.streams import BackgroundCopies

@@ -1,1 +1,0 @@
-"""Rows of one instance: physical experts, layout, exchange, expert compute."""
