@@ -44,6 +44,7 @@ class RankExperts:
         optimizers: hooks of optimizer steps.
         changed: whether weights are known to have changed since copies were made.
         at_backward_end: called when a backward has ended.
+        framework_state: what a framework's optimizers keep of the experts; None if torch's train them.
     """
 
     def __init__(self, settings: SessionSettings, topology: Topology, lockstep: Lockstep, counters: Counters) -> None:
@@ -52,7 +53,7 @@ class RankExperts:
         self._lockstep, self._counters = lockstep, counters
         self._transfers: Transfers | None = None
         self._move_price = MovePrice(topology)
-        self._framework_state: ExpertState | None = None
+        self.framework_state: ExpertState | None = None
         self.layers: list[HomeExperts] = []
         self.backward = Backward(self._complete_gradients, self._drop_gradients)
         self.accumulation = Accumulation(lambda: [p for p in self.parameters() if p.requires_grad])
@@ -136,26 +137,17 @@ class RankExperts:
     @property
     def state(self) -> ExpertState:
         """What is renumbered with the experts."""
-        return self._framework_state or ExpertState(self.optimizers.registered)
-
-    @state.setter
-    def state(self, state: ExpertState) -> None:
-        self._framework_state = state
+        return self.framework_state or ExpertState(self.optimizers.registered)
 
     @property
     def knows_optimizers(self) -> bool:
         """Whether it is known which optimizers train the experts."""
-        return self._framework_state is not None or bool(self.optimizers.registered)
-
-    def num_moved(self, placement: Placement) -> int:
-        """Number of experts whose home differs; 0 if the placement has another shape."""
-        fits = placement.home.shape == self.shape
-        return int(np.count_nonzero(placement.home != self.placement.home)) if fits else 0
+        return self.framework_state is not None or bool(self.optimizers.registered)
 
     def check_move(self, places_L: Sequence[ExpertPlaces]) -> None:
         """Check that rows can go to these places. Raises InputError, or RuntimeError if gradients would be lost."""
         moved = [layer for layer in self.layers if layer.places.moved(places_L[layer.index]).size]
-        if moved and self._framework_state is None:
+        if moved and self.framework_state is None:
             self.need_own("renumber them")
             self.optimizers.check_registered(moved)
         check_movable(self.layers, places_L, self.state)

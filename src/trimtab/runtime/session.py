@@ -115,7 +115,7 @@ class Session(SessionSteps, SessionGradients):
         Args:
             state: what a framework's optimizers keep of the experts.
         """
-        self._experts.state = state
+        self._experts.framework_state = state
 
     def on_renumber(self, callback: OnRenumber) -> None:
         """Call a function after every `renumber`, for what is kept of the model and combined with it by name: averages

@@ -19,16 +19,10 @@ from trimtab.planner import PlannedStep, Schedule, SequenceCounts, StepPlan
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime.layer.micro_step import RunningStep
 from trimtab.runtime.plan_report import PlanReport
+from trimtab.runtime.planning import trace_checks
 from trimtab.runtime.planning.background_slices import planner_thread, start_slices
 from trimtab.runtime.planning.planning_in_rollout import PlanningInRollout
 from trimtab.runtime.planning.rank_load import RankLoad, assign_unread, checked_load
-from trimtab.runtime.planning.trace_checks import (
-    countable_trace,
-    fingerprints,
-    in_present_ids,
-    own_trace,
-    trace_of_micro_steps,
-)
 from trimtab.runtime.ranks.lockstep import APPLY_PLAN, PLAN, PLAN_SEQUENCES, digest
 from trimtab.runtime.ranks.rank_calls import attempt
 from trimtab.runtime.session_micro_steps import SessionMicroSteps
@@ -100,7 +94,7 @@ class SessionSteps(SessionMicroSteps):
                 "or switch it off"
             )
         shape = self._experts.shape
-        trace, wrong = (None, problem) if problem else attempt(trace_of_micro_steps, rows, *shape, unread)
+        trace, wrong = (None, problem) if problem else attempt(trace_checks.trace_of_micro_steps, rows, *shape, unread)
         if trace is not None:
             layers = trace.layer_indices if self.decoder_layers is None else self.decoder_layers
             of_layers = partial(replace, trace, numbering=numbering, layer_indices=layers)
@@ -162,7 +156,7 @@ class SessionSteps(SessionMicroSteps):
         """
         if not self.topology.has_groups:
             raise RuntimeError("plan_ahead() needs the session's process groups; call it before suspend()")
-        counted, problem = attempt(lambda: countable_trace(self._present(trace), self._experts.shape))
+        counted, problem = attempt(lambda: trace_checks.countable_trace(self._present(trace), self._experts.shape))
         # The other ranks wait for this one's counts.
         mine = trace.part(0, 0) if counted is None else counted
         in_rollout = self._in_rollout = self._in_rollout or PlanningInRollout(self.topology)
@@ -201,7 +195,7 @@ class SessionSteps(SessionMicroSteps):
             in_rollout=self._take_in_rollout(sliced=sliced),
         )  # fmt: skip
         prints_D: list[Any] = [None] * self.topology.num_data_ranks
-        dist.all_gather_object(prints_D, fingerprints(mine), group=self.topology.control)
+        dist.all_gather_object(prints_D, trace_checks.fingerprints(mine), group=self.topology.control)
         return replace(planned, sequences=np.concatenate(prints_D))
 
     def apply_plan(self, planned: PlannedStep, trace: RoutingTrace) -> PlanReport:
@@ -242,11 +236,11 @@ class SessionSteps(SessionMicroSteps):
         super()._drop_step()
 
     def _present(self, trace: RoutingTrace) -> RoutingTrace:
-        return in_present_ids(trace, self.numbering, self.decoder_layers)
+        return trace_checks.in_present_ids(trace, self.numbering, self.decoder_layers)
 
     def _checked(self, trace: RoutingTrace, *of_schedule: Any) -> RoutingTrace:
         """This rank's trace by present ids, as `own_trace`."""
-        return own_trace(self._present(trace), self._experts.shape, *of_schedule)
+        return trace_checks.own_trace(self._present(trace), self._experts.shape, *of_schedule)
 
     def _own_trace(
         self, trace: RoutingTrace, plan: StepPlan, hashes: Array | None
@@ -321,7 +315,8 @@ class SessionSteps(SessionMicroSteps):
         slots = self.settings.slots_per_rank
         if plan.slots_per_rank > slots:
             raise InputError(f"the plan is for {plan.slots_per_rank} slots a rank; this session has {slots}")
-        if moved := self._experts.num_moved(plan.placement):
+        home_LE = self._experts.placement.home
+        if plan.home.shape == home_LE.shape and (moved := np.count_nonzero(plan.home != home_LE)):
             raise InputError(
                 f"the plan has other homes for {moved} experts than the session; experts change their rank only by "
                 "renumber()"
