@@ -141,23 +141,25 @@ class _GroupedLinear(torch.autograd.Function):
         transposed: bool,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows, *(weights if again is None else []))
-        ctx.is_list, ctx.again, ctx.groups, ctx.transposed = is_list, again, groups, transposed
+        # Saved, since the memory of the ends has all tables of some layers, and a graph may outlive its backward.
+        ctx.save_for_backward(rows, groups.ends, *(weights if again is None else []))
+        ctx.is_list, ctx.again, ctx.counts, ctx.transposed = is_list, again, groups.counts, transposed
         return _rows_by_weight(rows, _oriented(weights if is_list else weights[0], not transposed), groups)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad = grads[0].contiguous()
-        rows, *kept = ctx.saved_tensors
+        rows, ends, *kept = ctx.saved_tensors
+        groups = RowGroups(ctx.counts, ends)
         grad_rows = None
         grad_weights: Sequence[torch.Tensor | None] = [None] * (len(ctx.needs_input_grad) - 5)
         if ctx.needs_input_grad[0]:
             values = kept if ctx.is_list else kept[0] if ctx.again is None else ctx.again()
-            grad_rows = _rows_by_weight(grad, _oriented(values, ctx.transposed), ctx.groups)
+            grad_rows = _rows_by_weight(grad, _oriented(values, ctx.transposed), groups)
         if any(ctx.needs_input_grad[5:]):
             outer, inner = (rows, grad) if ctx.transposed else (grad, rows)
-            grad_weights = _weight_gradients(outer, inner, ctx.groups, is_list=ctx.is_list)
+            grad_weights = _weight_gradients(outer, inner, groups, is_list=ctx.is_list)
         return grad_rows, None, None, None, None, *grad_weights
 
 

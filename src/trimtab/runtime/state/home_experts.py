@@ -172,11 +172,10 @@ class HomeExperts:
     @property
     def sources(self) -> list[Rows]:
         """The values in the compute dtype: the parameters' own memory, or staging memory."""
-        sources = self._held_sources
-        if sources is None:
-            tensors = enumerate(self.current)
-            sources = [self.staged(t) if self.are_staged[t] else _detached(tensor) for t, tensor in tensors]
-            self._held_sources = sources if self._held else None
+        sources = self._held_sources or [
+            self.staged(t) if self.are_staged[t] else _detached(tensor) for t, tensor in enumerate(self.current)
+        ]
+        self._held_sources = sources if self._held else None
         return sources
 
     @property
