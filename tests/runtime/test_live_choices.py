@@ -106,7 +106,7 @@ def test_moves_are_those_of_the_published_greedy(load: Load) -> None:
 def balancer_of(policy: Any, layers: int = 1) -> tuple[LiveBalancer, Load]:
     load = Load(0, 4, 4, 1, 2)
     places = ExpertPlaces(load.home_E, load.rows_E)
-    homes: Any = SimpleNamespace(home_E=load.home_E, rows_E=load.rows_E, places=places)
+    homes: Any = SimpleNamespace(num_experts=len(load.home_E), places=places)
     return LiveBalancer(policy, [homes] * layers, load.limits), load
 
 
