@@ -11,13 +11,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.live import POLICIES, LiveBenchmark, print_figures, run_benchmark, summarise_live
-from benchmarks.live_stragglers import (
-    ChosenInstance,
-    differences,
-    straggler,
-    straggler_cases,
-    summarise_cases,
-)
+from benchmarks.live_stragglers import ChosenInstance, differences, straggler, straggler_cases, summarise_cases
 from trimtab.launch import launch
 from trimtab.runtime.program.physical_experts import InstanceReplicas
 

@@ -36,10 +36,10 @@ def test_a_router_that_does_not_ask_for_its_plan_is_named(state: State, live: bo
         assert pair.error(pair.step(pair.other, function)) < 1e-12
 
 
-@pytest.mark.parametrize("trained", ["router", "attention"])
+@pytest.mark.parametrize("trained", ["router", "attention", "experts"])
 @runs_on_ranks()
-def test_experts_may_be_frozen(state: State, trained: str) -> None:
-    """As with adapters on attention, or where routers alone are trained."""
+def test_parts_may_be_frozen(state: State, trained: str) -> None:
+    """As with adapters on attention; without trained attention the input of the first layer needs no gradient."""
     pair = Pair()
     for model in (pair.plain, pair.other):
         for name, parameter in model.named_parameters().items():

@@ -21,14 +21,7 @@ from helpers.planner_steps import (
 )
 from trimtab import ClusterSpec, Placement, Workload
 from trimtab.cluster import QWEN3_30B, StepCosts
-from trimtab.planner import (
-    PlannedStep,
-    PlanSettings,
-    Schedule,
-    StepPlan,
-    pack_by_length,
-    plan_schedule,
-)
+from trimtab.planner import PlannedStep, PlanSettings, Schedule, StepPlan, pack_by_length, plan_schedule
 from trimtab.planner.plan.prediction import predict
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.step_planning import StepPlanning

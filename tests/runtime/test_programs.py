@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +16,12 @@ from helpers.random_plans import random_plan, random_schedule, random_trace
 from trimtab.planner import Placement, Workload
 from trimtab.runtime.layer import micro_step
 from trimtab.runtime.layer.micro_step import RunningStep
-from trimtab.runtime.layer.programs import Programs
+from trimtab.runtime.layer.programs import Programs, UploadedPrograms
 from trimtab.runtime.planning.rank_load import RankLoad
 from trimtab.runtime.program.physical_experts import PhysicalExperts
 from trimtab.runtime.program.program import Program
 from trimtab.runtime.state.expert_places import ExpertPlaces
+from trimtab.runtime.transfer.streams import BackgroundCopies
 
 
 def numbered(layer: int) -> Program:
@@ -38,6 +41,28 @@ def test_an_error_of_the_thread_is_raised_where_the_tables_are_used() -> None:
     programs.of(0)
     with pytest.raises(ValueError, match="not those"):
         programs.of(1)
+
+
+def test_programs_are_uploaded_while_a_thread_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+
+    def slow(_: Program) -> int:
+        time.sleep(0.02)
+        return 16
+
+    monkeypatch.setattr(Program, "nbytes", property(slow))
+    copies = BackgroundCopies(cpu)
+    for _ in range(3):
+        programs = Programs(numbered, 4, cpu)
+        thread = threading.Thread(target=programs.make_all)
+        thread.start()
+        uploaded = UploadedPrograms(programs, copies)
+        for layer in range(4):
+            recorded = uploaded.of(layer).recorded_NK
+            assert recorded is not None
+            assert recorded.tolist() == [[layer], [layer]]
+        thread.join()
+    copies.close()
 
 
 def a_step(micro_steps: int) -> RunningStep:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from contextlib import nullcontext
+from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
 
@@ -13,6 +16,7 @@ import torch.distributed as dist
 
 from helpers.planned_steps import Step, make
 from helpers.rank_tests import runs_on_ranks
+from trimtab.runtime import Session
 from trimtab.runtime.ranks import recorder as recorder_module
 from trimtab.runtime.ranks.recorder import ACTIVITIES, EXPERTS, OTHER, REFRESHING, SUMMING, WAITING, Recorder
 
@@ -72,3 +76,31 @@ def test_layers_are_recorded_without_changing_results() -> None:
         expected += [(f"{name}, backward", layer) for layer in (3, 2, 1, 0)
                      for name in ("combine", "experts", "dispatch")]  # fmt: skip
         assert [entry for entry, _ in groupby(names)] == expected
+
+
+@runs_on_ranks()
+def test_one_rank_may_record() -> None:
+    """Every other layer has replicas, and all ranks ask for the same weights in the same order."""
+    session = Session(num_experts=4, slots_per_rank=1, least_gain=-1.0, paths="message", max_rows_per_rank=10**6)
+    experts = [torch.nn.ParameterList([torch.ones(8, 8), torch.ones(8, 8)]) for _ in range(6)]
+    layers = [session.add_framework_layer(partial(lambda each: [list(each)], each)) for each in experts]
+    tokens = np.arange(512)
+    ids_NL = np.stack([tokens % 4 if layer % 2 == 0 else tokens * 0 + layer // 2 % 2 * 2 for layer in range(6)], axis=1)
+    session.plan_micro_steps([ids_NL[:, :, None]] * 4)
+    assert session.step_plan.num_replicas == 3 * 4
+    choices = random.Random(3)
+    for _ in range(14):
+        index, trains, records = choices.randrange(4), choices.random() < 0.7, choices.random() < 0.5
+        hidden = torch.ones(512, 8, requires_grad=True)
+        with session.recording() if records and not session.rank else nullcontext(), torch.set_grad_enabled(trains):
+            with session.micro_step(index):
+                for place, layer in enumerate(layers):
+                    routes = layer.routes()
+                    assert routes is not None
+                    hidden, call = layer.begin(hidden, torch.from_numpy(ids_NL[:, place, None]), routes)
+                    if call.replicas.count:
+                        hidden, _ = layer.use_replicas(hidden, call)
+                    hidden = layer.end(hidden, call)
+            if trains:
+                hidden.sum().backward()
+    session.close()

@@ -64,6 +64,9 @@ class FrameworkLayer(RoutedLayer):
         call = bind(self._calls, self.homes, expert_ids, routes, problem)
         call.begin_forward()
         if call.has_graph and (call.replicas.count or call.is_recorded):
+            if call.replicas.count and not hidden.requires_grad and any(self.homes.are_trained):
+                # Ranks that have replicas alone would be without a backward, in which others wait for them.
+                hidden = hidden.detach().requires_grad_()
             hidden = _Enter.apply(hidden, call, *(call.replicated_parameters() if call.replicas.count else ()))
         if call.is_recorded:
             call.mark(DISPATCH)

@@ -208,7 +208,8 @@ class LayerCall:
         replica_node = None if self.replica_node is None else self.replica_node()
         if replica_node is not None and not will_run(replica_node):
             self._check_excluded()
-        if transfers is not None:
+        # A framework's layer without replicas has a node on ranks that record, and on no others.
+        if transfers is not None and (self.homes.sends_rows or self.replicas.count or self.is_live):
             self._prefetch(transfers)
         for memory in self._gradients:
             if memory is not None:

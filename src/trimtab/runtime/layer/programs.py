@@ -76,8 +76,9 @@ class Programs:
                     chunk.packed = Packed.of([t for program in made for t in program.tensors], self._pack_for)
                     packed = iter(chunk.packed.tensors)
                     made = [program.moved(packed) for program in made]
-                self._made[chunk.layers.start : chunk.layers.stop] = made
+                # Before other threads see the programs.
                 chunk.nbytes = max(1, sum(program.nbytes for program in made))
+                self._made[chunk.layers.start : chunk.layers.stop] = made
         program = self._made[layer]
         assert program is not None
         return program

@@ -101,7 +101,6 @@ class HomeExperts:
         # Of `hold`.
         self._held: list[ExpertTensor] | None = None
         self._held_form: TrainedForm | None = None
-        self._held_sources: list[Rows] | None = None
         self.are_staged = [dtype != self.dtype for _, dtype in self.likes]
         self.is_staged = any(self.are_staged)
         self._staging: list[torch.Tensor | None] = []
@@ -116,7 +115,7 @@ class HomeExperts:
 
     def hold(self) -> None:
         """Read the tensors for the calls of the layer until this is called again, as they stay between two plans."""
-        self._held, self._held_form, self._held_sources = self.tensors, None, None
+        self._held, self._held_form = self.tensors, None
         self._held_trained = _are_trained(self._held)
 
     @property
@@ -172,11 +171,12 @@ class HomeExperts:
     @property
     def sources(self) -> list[Rows]:
         """The values in the compute dtype: the parameters' own memory, or staging memory."""
-        sources = self._held_sources or [
-            self.staged(t) if self.are_staged[t] else _detached(tensor) for t, tensor in enumerate(self.current)
-        ]
-        self._held_sources = sources if self._held else None
-        return sources
+        return [self.staged(t) if self.are_staged[t] else _detached(tensor) for t, tensor in enumerate(self.current)]
+
+    def source(self, row: int) -> list[torch.Tensor]:
+        """The tensors of one row of `sources`."""
+        staged = self.are_staged
+        return [self.staged(t)[row] if staged[t] else tensor[row].detach() for t, tensor in enumerate(self.current)]
 
     @property
     def home_experts(self) -> Array:
@@ -201,8 +201,7 @@ class HomeExperts:
 
     def drop_staging(self) -> None:
         """Free the staging memory, until it is used again."""
-        self._staging, self._is_staging_given = [None] * len(self.likes), False
-        self._held = self._held_sources = None
+        self._staging, self._is_staging_given, self._held = [None] * len(self.likes), False, None
 
     def copy_to(self, stacks: Sequence[torch.Tensor]) -> None:
         """Copy `sources` to tensors `[E / R, ...]`, except to those that are the staging memory."""

@@ -208,7 +208,7 @@ class GradientReturns:
     def _take_memory(self, layer: HomeExperts, arriving: int) -> torch.Tensor:
         """Memory `[arriving, N]` for the trained tensors of experts, spare or new."""
         size, dtype = sum(layer.trained_form.sizes), layer.gradient_dtype
-        for index, spare in enumerate(self._spare):
+        for index, spare in enumerate(self._spare if arriving else ()):
             if spare.shape[0] >= arriving and spare.shape[1] == size and spare.dtype is dtype:
                 return self._spare.pop(index)
         return torch.empty(arriving, size, dtype=dtype, device=layer.device)
@@ -246,6 +246,9 @@ class GradientReturns:
             of_rows.setdefault(row, []).append(of_replica)
         if pending.memory.shape[0]:
             self._spare.append(pending.memory)
+            if len(self._spare) > self._layers:
+                # Live calls have more and more replicas at first.
+                self._spare = sorted(self._spare, key=len)[1:]
         return [(row, [list(of_tensor) for of_tensor in zip(*of_row, strict=True)]) for row, of_row in of_rows.items()]
 
 

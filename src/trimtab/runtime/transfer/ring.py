@@ -255,14 +255,13 @@ class ReplicaRing:
         rank = self._topology.rank
         if len(sent) * len(buffer) <= MOST_OPERATIONS:
             sent = [replica for replica in sent if rank in (replica.home, replica.rank)]
-        sources = layer.sources if any(replica.home == rank for replica in sent) else []
         messages: list[Message] = []
         for replica in sent:
             tensors: Iterable[torch.Tensor | None] = [None] * len(buffer)
             if replica.rank == rank:
                 tensors = [tensor[replica.slot] for tensor in buffer]
             elif replica.home == rank:
-                tensors = [tensor[replica.row] for tensor in sources]
+                tensors = layer.source(replica.row)
                 self.counters.peer_bytes += layer.expert_bytes
             messages += [Message(replica.home, replica.rank, tensor) for tensor in tensors]
         return messages
