@@ -104,7 +104,6 @@ class NodeMirror:
             return 0
         here, per_node = self._topology, self._topology.ranks_per_node
         messages: list[Message] = []
-        sources = [layer.sources for layer in layers]
         for node, entries in enumerate(self._entries_N):
             for number, (layer, expert) in enumerate(entries.tolist()):
                 places = layers[layer].places
@@ -112,12 +111,12 @@ class NodeMirror:
                 receiver = node * per_node + number % per_node
                 if home // per_node == node:
                     if home == here.rank:
-                        for target, tensor in zip(self._rows[layer, expert], sources[layer], strict=True):
-                            target.copy_(tensor[row], non_blocking=True)
+                        for target, tensor in zip(self._rows[layer, expert], layers[layer].source(row), strict=True):
+                            target.copy_(tensor, non_blocking=True)
                 elif receiver == here.rank:
                     messages += [Message(home, receiver, target) for target in self._rows[layer, expert]]
                 else:
-                    sent = [tensor[row] if home == here.rank else None for tensor in sources[layer]]
+                    sent = layers[layer].source(row) if home == here.rank else [None] * len(self._like)
                     messages += [Message(home, receiver, tensor) for tensor in sent]
         rounds = rounds_of_rank(messages, here.rank)
         staging = self._staging(rounds)

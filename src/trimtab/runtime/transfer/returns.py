@@ -95,7 +95,7 @@ class GradientReturns:
         if not layer.joins_in_backward:
             tensors = layer.tensors
             targets = [[p if accumulates(layer, p) else None for p in parameters_of(tensors[t])] for t in form.numbers]
-        # One message for each pair of ranks, with its replicas in plan order.
+        # One message for each pair of ranks, with its replicas in plan order. No replica is at its home.
         pairs: dict[tuple[int, int], list[Replica]] = {}
         for replica in located:
             pairs.setdefault((replica.rank, replica.home), []).append(replica)
@@ -110,17 +110,12 @@ class GradientReturns:
                 tensor = memory[start : start + len(of_pair)]
                 rows |= dict(zip(of_pair, tensor.unbind(), strict=True))
                 start += len(of_pair)
-            if pair[0] == rank:
+            elif pair[0] == rank:
                 own = [self._own(layer, t, gradients[t], each.slot) for each in of_pair for t in form.numbers]
-                flat = torch.cat([gradient.reshape(-1) for gradient in own]).to(memory.dtype)
-                if tensor is not None:
-                    tensor.copy_(flat.view_as(tensor))
-                    continue
-                self._counters.gradient_bytes += flat.nbytes
-                sent.append(flat)
-                tensor = flat
-            if pair[0] != pair[1]:
-                messages.append(Message(*pair, tensor))
+                tensor = torch.cat([gradient.reshape(-1) for gradient in own]).to(memory.dtype)
+                self._counters.gradient_bytes += tensor.nbytes
+                sent.append(tensor)
+            messages.append(Message(*pair, tensor))
         split = [(each.row, rows[each].split(form.sizes)) for each in located if each.home == rank]
         works = [work for _, work in post(messages, rank, self._topology.gradients, tag=tag)]
         self._in_transfer.append(_Return(layer, targets, split, form.shapes, memory, sent, works))
@@ -174,7 +169,7 @@ class GradientReturns:
             parameters: trained ones, among them all for which gradients arrive.
 
         Returns:
-            For each parameter the gradient that autograd has to add, in its dtype; None if there is none.
+            The gradient of each parameter that autograd adds, in its dtype; None if there is none.
         """
         trained = layer.trained_form.numbers
         if not trained:
