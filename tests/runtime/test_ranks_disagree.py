@@ -25,6 +25,7 @@ from trimtab.cluster import ClusterSpec
 from trimtab.errors import RanksDisagreeError
 from trimtab.runtime import Session, gated_experts
 from trimtab.runtime.ranks import lockstep
+from trimtab.runtime.ranks.rank_calls import CallThread
 from trimtab.runtime.session_settings import SessionSettings
 
 State = dict[str, Any]
@@ -258,3 +259,12 @@ def test_a_dispatcher_that_needs_equal_tokens_gets_them_or_an_error(state: State
             assert routes is not None
             layer.begin(hidden, ids, routes)
     session.close()
+
+
+def test_an_error_of_a_call_on_the_waiting_thread_is_raised_once() -> None:
+    thread = CallThread()
+    for call, raised in ((lambda: 1 / 0, pytest.raises(ZeroDivisionError)), (lambda: None, nullcontext())):
+        thread.start(call)
+        assert thread.is_done(60.0)
+        with raised:
+            thread.result()
