@@ -221,7 +221,8 @@ class SessionMicroSteps(SessionBase):
                     routes.transfers.ring.begin(index if routes.live is None else routes.live.balancer.last)
                 yield
                 if routes.transfers is not None:
-                    routes.transfers.ring.end(index)
+                    # Sends of live calls are by call, and none is of a later micro-step.
+                    routes.transfers.ring.end(index if routes.live is None else None)
         finally:
             self._calls.current = None
             self._calls.backward.close()

@@ -192,7 +192,7 @@ class WholeState:
         return state
 
     def load_weights(self, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-        """Load this rank's rows of whole tensors,. Not a collective.
+        """Load this rank's rows of whole tensors. Not a collective.
 
         Args:
             state: as `weights` yields it, from a run with any number of ranks; the same on every rank.
@@ -262,7 +262,7 @@ class WholeState:
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, Mapping[str, StateValue]],
     ) -> None:
-        """Replace the optimizer's state by this rank's rows of whole state,. Not a collective.
+        """Replace the optimizer's state by this rank's rows of whole state. Not a collective.
 
         Learning rates and other settings of the optimizer do not change.
 

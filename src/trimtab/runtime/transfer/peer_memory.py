@@ -4,8 +4,8 @@ A rank copies replicas from another rank's memory on a side stream: a one-sided 
 work for the home rank.
 
 On CUDA it is torch's symmetric memory (`across`). If a rank can't get it, all ranks send messages instead. Tests
-without a GPU replace `Symmetric`. `in_host_memory` is the same with shared memory of the host, for tests and `trimtab
-bench transfer`. CPU sessions use the mirror, which is as fast.
+without a GPU replace `Symmetric`. `in_host_memory` is the same with shared memory of the host, for live micro-steps on
+CPUs. Plans on CPUs use the mirror, which is as fast.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class GradientReturns:
             parameters: trained ones, among them all for which gradients arrive.
 
         Returns:
-            The gradient of each parameter that autograd adds, in its dtype; None if there is none.
+            For each parameter the gradient that autograd has still to add, in its dtype; None if none arrived.
         """
         trained = layer.trained_form.numbers
         if not trained:

@@ -151,11 +151,12 @@ class ReplicaRing:
         for of_micro_step in [*self._sends]:
             self._wait_for_sends(of_micro_step)
 
-    def end(self, micro_step: int) -> None:
-        """Wait for a micro-step's sends at the end of its forward, so that they do not hold the weights' memory. On a
-        GPU memory is not reused before they end, and compute does not wait."""
+    def end(self, micro_step: int | None) -> None:
+        """Wait for a micro-step's sends at the end of its forward, so that they do not hold the weights' memory; for
+        all sends, if it is None. On a GPU memory is not reused before they end, and compute does not wait."""
         if not streams.has_streams(self._device):
-            self._wait_for_sends(micro_step)
+            for number in [*self._sends] if micro_step is None else [micro_step]:
+                self._wait_for_sends(number)
 
     def drain(self) -> None:
         """Wait for all transfers and drop all replicas."""
