@@ -30,9 +30,9 @@ from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
 from trimtab.cluster.step_costs import ALL_TO_ALLS
 from trimtab.planner import Schedule, Workload
-from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.step_times import dense_seconds
 from trimtab.simulator.step import StepSettings
+from trimtab.timeline.parts import PARTS
 
 
 def bound_step(

@@ -21,14 +21,14 @@ from recipes.rl.responses import Response, gather
 from trimtab.array_type import Array
 from trimtab.calibration.alternating_rounds import median_with_interval
 from trimtab.files import write_atomically
-from trimtab.planner.plan.pass_times import PARTS
 from trimtab.report.html import write_html
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import seconds
 from trimtab.report.timelines import write_perfetto
 from trimtab.runtime.ranks import recorder as kinds
 from trimtab.runtime.ranks.recorder import BACKWARD, Recording
-from trimtab.simulator.recorded_operations import LANES
+from trimtab.timeline.parts import PARTS
+from trimtab.timeline.recorded_operations import LANES
 
 if TYPE_CHECKING:
     from recipes.rl.train import Trainer

@@ -8,9 +8,9 @@ import numpy as np
 
 from trimtab.cluster import ClusterSpec
 from trimtab.planner import Placement, PlannedStep, Schedule, StepPlan, Workload
-from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.strategy import NOTHING
+from trimtab.timeline.parts import PARTS
 from trimtab.trace import RoutingTrace
 
 

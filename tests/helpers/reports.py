@@ -12,7 +12,7 @@ from trimtab.analysis.trace_comparison import compare_traces
 from trimtab.array_type import Array
 from trimtab.report.comparison_report import ComparisonReport
 from trimtab.report.model import AnalysisReport, LoadMap, PolicyResult, Report, Timeline
-from trimtab.simulator.recorded_operations import LANES
+from trimtab.timeline.recorded_operations import LANES
 
 KINDS = (
     "attention", "dispatch", "experts", "combine", "waiting for other ranks", "replica weights",

@@ -42,6 +42,8 @@ def pour(release: float, work: float, busy: Iterable[tuple[float, float]], spare
         if work <= rate * (end - start):
             return start + work / rate
         work -= rate * (end - start)
+        if work <= NEAR * end:
+            return end
     return release
 
 
@@ -56,13 +58,42 @@ class Copy(NamedTuple):
 
 @dataclass
 class Lane:
-    """One direction of one rank's link: transfers one after another, at what all-to-alls leave."""
+    """One direction of one rank's link: transfers one after another, at what all-to-alls leave.
 
-    free: float = 0.0
+    Attributes:
+        busy: the all-to-alls on the link; more are added.
+        spare: the part of the link that these leave.
+        waiting: of each transfer, from when on and how long alone.
+    """
 
-    def serve(self, release: float, work: float, busy: Iterable[tuple[float, float]], spare: float) -> float:
-        self.free = pour(max(self.free, release), work, busy, spare) if work > 0 else max(self.free, release)
-        return self.free
+    busy: list[tuple[float, float]]
+    spare: float
+    waiting: list[tuple[float, float]] = field(default_factory=list)
+
+    def done(self, number: int) -> float:
+        """When a transfer, and all before it, are done, with the all-to-alls that are known now; 0 for number -1."""
+        free = 0.0
+        for release, work in self.waiting[: number + 1]:
+            free = max(free, release)
+            free = pour(free, work, self.busy, self.spare) if work > 0 else free
+        return free
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A transfer and its numbers on lanes, the first of which shows it."""
+
+    release: float
+    lanes: tuple[tuple[Lane, int], ...]
+
+    @property
+    def start(self) -> float:
+        lane, number = self.lanes[0]
+        return max(self.release, lane.done(number - 1))
+
+    @property
+    def end(self) -> float:
+        return max(lane.done(number) for lane, number in self.lanes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,9 +159,10 @@ class Simulation:
         self.groups = range(settings.groups)
         self.ranks = [(g, r) for g in self.groups for r in range(plan.num_ranks)]
         self.at = dict.fromkeys(self.ranks, Moment())
-        self.lanes: dict[tuple[str, int, int], Lane] = defaultdict(Lane)
+        self.lanes: dict[tuple[str, int, int], Lane] = {}
+        # Transfers of the micro-step that is shown: kind, lane, rank, layer.
+        self.drawn: list[tuple[str, str, tuple[int, int], int, Transfer]] = []
         self.calls: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
-        self.home_by: dict[tuple[int, int], float] = defaultdict(float)
         self.result = ReferenceStep()
         self.is_shown = False
         self.lengths = lengths
@@ -219,34 +251,40 @@ class Simulation:
     def is_near(self, copy: Copy) -> bool:
         return copy.home // self.plan.ranks_per_node == copy.rank // self.plan.ranks_per_node
 
-    def send(self, what: str, link: str, source: int | None, to: int, g: int, release: float, work: float) -> float:
-        """A transfer over one link of the rank it leaves, if any, and one of the rank that it comes to."""
+    def lane(self, what: str, link: str, direction: str, g: int, r: int) -> Lane:
         spare = {"near": self.costs.near_spare, "far": self.costs.far_spare, "host": 1.0}[link]
-        done = []
-        for direction, r in (("out", source), ("in", to)):
-            if r is not None:
-                busy = [] if link == "host" else self.calls[link, g, r]
-                done.append(self.lanes[f"{what} {link} {direction}", g, r].serve(release, work, busy, spare))
-        return max(done)
+        busy = [] if link == "host" else self.calls[link, g, r]
+        return self.lanes.setdefault((f"{what} {link} {direction}", g, r), Lane(busy, spare))
 
-    def bring(self, g: int, copies: list[Copy], release: float, layer: int) -> dict[int, float]:
-        """When ranks have the weights of all these copies."""
+    def send(self, lanes: list[Lane], release: float, work: float) -> Transfer:
+        for lane in lanes:
+            lane.waiting.append((release, work))
+        return Transfer(release, tuple((lane, len(lane.waiting) - 1) for lane in lanes))
+
+    def bring(self, g: int, copies: list[Copy], since: dict[int, float], layer: int) -> dict[int, float]:
+        """When ranks have the weights of all these copies, which set out when both their ranks are so far."""
         there: dict[int, float] = defaultdict(float)
         costs = self.costs
         for copy in copies:
             link = "host" if copy.from_host else "near" if self.is_near(copy) else "far"
             work = {"host": costs.host_weights_s, "near": costs.near_weights_s, "far": costs.far_weights_s}[link]
-            source = None if copy.from_host else copy.home
-            start = max(release, self.lanes[f"weights {link} in", g, copy.rank].free)
-            done = self.send("weights", link, source, copy.rank, g, release, work)
-            lane = {"host": "host link", "near": "node link", "far": "network"}[link]
-            self.draw("weights", lane, (g, copy.rank), layer, start, done)
-            there[copy.rank] = max(there[copy.rank], done)
+            lanes, release = [self.lane("weights", link, "in", g, copy.rank)], since[copy.rank]
+            if not copy.from_host:
+                lanes.append(self.lane("weights", link, "out", g, copy.home))
+                release = max(release, since[copy.home])
+            transfer = self.send(lanes, release, work)
+            there[copy.rank] = max(there[copy.rank], transfer.end)
+            if self.is_shown and work > 0:
+                lane = {"host": "host link", "near": "node link", "far": "network"}[link]
+                self.drawn.append(("weights", lane, (g, copy.rank), layer, transfer))
         return there
+
+    def everywhere(self, time: float) -> dict[int, float]:
+        return dict.fromkeys(range(self.plan.num_ranks), time)
 
     def new_weights(self, now: float) -> None:
         """Copies that stay may set out, layer by layer."""
-        self.kept_from = now
+        self.kept_from = self.everywhere(now)
         self.kept_by: dict[tuple[int, int], dict[int, float]] = {}
 
     def kept(self, g: int, layer: int) -> dict[int, float]:
@@ -255,16 +293,21 @@ class Simulation:
             self.kept_by[g, layer] = self.bring(g, self.kept_copies[layer], self.kept_from, layer)
         return self.kept_by[g, layer]
 
-    def return_gradient(self, g: int, copy: Copy, layer: int, release: float) -> float:
-        """When a copy's gradient is home."""
+    def return_gradient(self, g: int, copy: Copy, layer: int, release: float) -> Transfer:
         link = "near" if self.is_near(copy) else "far"
+        ends = (("out", copy.rank), ("in", copy.home))
+        lanes = [self.lane("gradients", link, direction, g, r) for direction, r in ends]
         work = self.costs.near_gradient_s if link == "near" else self.costs.far_gradient_s
-        start = max(release, self.lanes[f"gradients {link} out", g, copy.rank].free)
-        done = self.send("gradients", link, copy.rank, copy.home, g, release, work)
-        lane = "node link" if link == "near" else "network"
-        self.draw("gradients", lane, (g, copy.rank), layer, start, done)
-        self.home_by[g, copy.home] = max(self.home_by[g, copy.home], done)
-        return done
+        transfer = self.send(lanes, release, work)
+        if self.is_shown and work > 0:
+            lane = "node link" if link == "near" else "network"
+            self.drawn.append(("gradients", lane, (g, copy.rank), layer, transfer))
+        return transfer
+
+    def returned(self, d: tuple[int, int]) -> float:
+        """When all gradients that a rank sends or gets have been moved."""
+        mine = [lane for (name, *where), lane in self.lanes.items() if name.startswith("grad") and tuple(where) == d]
+        return max((lane.done(len(lane.waiting) - 1) for lane in mine), default=0.0)
 
     # The step.
 
@@ -314,6 +357,8 @@ class Simulation:
             backward_began = max(map(self.time, self.ranks))
             self.backward(now)
             if self.is_shown:
+                for kind, lane, d, layer, transfer in self.drawn:
+                    self.draw(kind, lane, d, layer, transfer.start, transfer.end)
                 self.result.shown = [
                     replace(op, start=op.start - origin, end=op.end - origin) for op in self.result.shown
                 ]
@@ -321,7 +366,7 @@ class Simulation:
             is_last = now is rounds[-1]
             if is_last or rounds[number + 1][0][0] != batch:
                 for d in self.ranks:
-                    self.wait(d, self.home_by[d], -1)
+                    self.wait(d, self.returned(d), -1)
                 self.meet(self.ranks)
                 took = self.time(self.ranks[0]) - backward_began
                 optimizer = max(0.0, costs.reduce_s - took) + costs.optimizer_s
@@ -376,9 +421,10 @@ class Simulation:
         return inside, outside
 
     def begin(self) -> None:
-        self.began = {g: min(map(self.time, self.group(g))) for g in self.groups}
+        self.began = {g: {r: self.time((g, r)) for g, r in self.group(g)} for g in self.groups}
         self.met: dict[int, list[float]] = {g: [] for g in self.groups}
-        self.returning: dict[int, list[dict[int, float]]] = {g: [] for g in self.groups}
+        self.returning: dict[int, list[list[tuple[int, Transfer]]]] = {g: [] for g in self.groups}
+        self.leaving: list[tuple[int, Copy, int, float]] = []
 
     def forward(self, now: list[tuple[int, int, int, bool]]) -> None:
         self.begin()
@@ -393,7 +439,6 @@ class Simulation:
 
     def backward(self, now: list[tuple[int, int, int, bool]]) -> None:
         factor = self.costs.dense_backward
-        leaving: list[tuple[int, Copy, int, float]] = []
         self.begin()
         for _, g, m, _ in now:
             self.compute(g, self.dense(m, factor)[1], "attention", "head", -1)
@@ -401,22 +446,20 @@ class Simulation:
             if self.settings.meet == "layer":
                 self.meet(self.ranks)
             for _, g, m, closes in now:
-                self.moe_backward(g, m, layer)
-                if closes and self.traits.copies == "layer slots":
-                    leaving += [(g, copy, layer, self.time((g, copy.rank))) for copy in self.kept_copies[layer]]
+                self.moe_backward(g, m, layer, closes)
                 self.compute(g, self.dense(m, factor)[0], "attention", "attention", layer)
         # By now it is known which all-to-alls they met.
-        for g, copy, layer, ready in leaving:
+        for g, copy, layer, ready in self.leaving:
             self.return_gradient(g, copy, layer, ready)
 
     def travelling(self, m: int, layer: int) -> list[Copy]:
         """Copies that come for this instance alone."""
         return self.copies[m, layer] if self.traits.copies in ("shared slots", "unbounded") else []
 
-    def release(self, g: int, places: int) -> float:
+    def since(self, g: int, places: int) -> dict[int, float]:
         """When there is a place for the instance whose ranks have just met: as one of `places` before it was done."""
         met = self.met[g]
-        return self.began[g] if len(met) <= places else met[-places]
+        return self.began[g] if len(met) <= places else self.everywhere(met[-places])
 
     def moe_forward(self, g: int, m: int, layer: int) -> None:
         traits, group = self.traits, self.group(g)
@@ -430,28 +473,30 @@ class Simulation:
         now = self.time(group[0])
         if copies:
             self.met[g].append(now)
-        release = now if live else self.release(g, self.settings.ring_layers)
+        since = self.everywhere(now) if live else self.since(g, self.settings.ring_layers)
         there: dict[int, float] = {}
         if traits.waits_for_weights:
-            there = self.bring(g, copies, release, layer)
+            there = self.bring(g, copies, since, layer)
             for d in group:
                 self.wait(d, there.get(d[1], 0.0), layer)
             self.meet(group)
         self.all_to_all(g, m, layer, "dispatch")
+        release = 0.0
         if traits.hops == 2:
             # The home has its rows, and plans beside the experts that stay.
             arrived = max(map(self.time, group))
             release = arrived + self.live_planning
             self.draw("planning", "CPU", group[0], layer, arrived, release)
+            since = self.everywhere(release)
         if not traits.waits_for_weights:
-            there = self.bring(g, copies, release, layer)
+            there = self.bring(g, copies, since, layer)
         if traits.copies == "layer slots":
             there = self.kept(g, layer)
         self.experts(g, m, layer, there, rows_move=release, factor=1.0)
         self.meet(group)
         self.all_to_all(g, m, layer, "combine")
 
-    def moe_backward(self, g: int, m: int, layer: int) -> None:
+    def moe_backward(self, g: int, m: int, layer: int, closes: bool) -> None:
         traits, group, places = self.traits, self.group(g), self.settings.ring_layers
         copies = self.travelling(m, layer)
         self.meet(group)
@@ -463,21 +508,21 @@ class Simulation:
         if copies and traits.copies == "shared slots" and number >= places:
             # Planned by now, so a live balancer's weights come one layer ahead.
             ahead = 2 if traits.transfers_start == "layer" else places
-            there = self.bring(g, copies, self.release(g, ahead), layer)
+            there = self.bring(g, copies, self.since(g, ahead), layer)
         if traits.copies == "layer slots":
             there = self.kept(g, layer)
         self.experts(g, m, layer, there, rows_move=0.0, factor=self.costs.expert_backward)
+        if closes and traits.copies == "layer slots":
+            self.leaving += [(g, copy, layer, self.time((g, copy.rank))) for copy in self.kept_copies[layer]]
         if copies:
             if traits.copies == "shared slots" and number >= places:
                 # The room for gradients is still taken by those of `places` instances before.
-                for copy in copies:
-                    until = self.returning[g][number - places].get(copy.home, 0.0)
-                    self.wait((g, copy.home), until, layer)
-            home_by: dict[int, float] = defaultdict(float)
-            for copy in copies:
-                done = self.return_gradient(g, copy, layer, self.time((g, copy.rank)))
-                home_by[copy.home] = max(home_by[copy.home], done)
-            self.returning[g].append(home_by)
+                for home, transfer in self.returning[g][number - places]:
+                    self.wait((g, home), transfer.end, layer)
+            sent = [
+                (copy.home, self.return_gradient(g, copy, layer, self.time((g, copy.rank)))) for copy in copies
+            ]  # fmt: skip
+            self.returning[g].append(sent)
         self.meet(group)
         self.all_to_all(g, m, layer, "dispatch")
 
@@ -495,6 +540,8 @@ class Simulation:
             stay, moved = factor * need.experts, factor * need.moved
             self.draw("experts", "compute", d, layer, began, began + stay)
             self.spend(d, stay, experts=mean, imbalance=stay + moved - mean)
+            # Also who gets no rows waits until that is known.
+            self.wait(d, rows_move, layer)
             if need.moved > 0:
                 rows_are_here = max(began, rows_move) + need.hop
                 self.wait(d, max(rows_are_here, there.get(d[1], 0.0)), layer)

@@ -31,7 +31,7 @@ from recipes.rl.compare import (
 from recipes.rl.train import Trainer
 from trimtab.runtime.ranks.recorder import BACKWARD, COMBINE, DISPATCH, OTHER, SUMMING, WAITING, Recording
 from trimtab.runtime.ranks.recorder import EXPERTS as RUN
-from trimtab.simulator.recorded_operations import LANES
+from trimtab.timeline.recorded_operations import LANES
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:

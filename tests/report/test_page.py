@@ -17,7 +17,7 @@ from trimtab.report.html import page_of, write_html
 from trimtab.report.model import LoadMap, Report, Timeline
 from trimtab.report.page_data import PageArrays, busiest_ranks
 from trimtab.report.tables import Row, TableData
-from trimtab.simulator.recorded_operations import LANES
+from trimtab.timeline.recorded_operations import LANES
 
 VOID = {"meta", "link", "input", "br", "img"}
 

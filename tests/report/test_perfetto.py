@@ -17,7 +17,7 @@ from helpers.reports import KINDS, some_report
 from trimtab.errors import InputError
 from trimtab.report.model import Timeline
 from trimtab.report.timelines import write_perfetto
-from trimtab.simulator.recorded_operations import LANES
+from trimtab.timeline.recorded_operations import LANES
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -18,11 +18,11 @@ from helpers.planned_steps import make
 from helpers.rank_pool import on_ranks
 from helpers.rank_tests import runs_on_ranks
 from trimtab.cluster import QWEN3_30B, ClusterSpec, StepCosts
-from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.strategy import ALL_BUT_NOTHING, ANY, NEAR, NOTHING, STEP, Strategy
 from trimtab.runtime import PlannedStep
 from trimtab.runtime import feedback as feedback_module
 from trimtab.runtime.feedback import COMPARED_EVERY, DROPPED_STEPS, FIRST_COMPARED, Feedback
+from trimtab.timeline.parts import PARTS
 
 NEAR_REPLICAS, REHOME = Strategy(replicas=NEAR), Strategy(homes=STEP)
 

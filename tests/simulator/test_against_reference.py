@@ -14,7 +14,7 @@ from helpers.reference_flows import needs_of
 from helpers.simulated_steps import Case, cases
 from helpers.simulator_reference import Shown
 from trimtab.planner.plan.rank_work import even_work, rank_work
-from trimtab.simulator.recorded_operations import KINDS, LANES, Operations
+from trimtab.timeline.recorded_operations import KINDS, LANES, Operations
 
 EXACT = 1e-9
 

@@ -20,11 +20,11 @@ import pytest
 from helpers.simulated_steps import Case, free_costs, planning_time
 from trimtab import ClusterSpec, Placement, Schedule, StepPlan, Workload
 from trimtab.cluster import StepCosts
-from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.prediction import predict
 from trimtab.policies import Traits
 from trimtab.policies.planning_time import Exchange
 from trimtab.simulator.step import StepSettings
+from trimtab.timeline.parts import PARTS
 
 MICROSECOND = 1e-6
 
@@ -108,11 +108,11 @@ def test_dispatch_waits_for_weights_if_required() -> None:
 
 
 def test_slots_of_every_layer() -> None:
-    # Brought once, and slowed down by the first dispatch. The gradient leaves as the layer's backward ends, 8 s after
-    # that of the step began, and takes 20; nothing else is on the link by then.
+    # Brought once, and slowed down by the first dispatch. The gradient leaves when its rank has computed, 3 s after the
+    # backward began, takes 20 and loses half of the second of dispatch.
     case = small_case(known_at="past", transfers_start="step", copies="layer slots").but(near_gradient_s=20.0)
     parts: dict[str, float] = {"attention": 8, "dispatch": 6, "experts": 16}
-    check(case, 10.5 + 9 + 8 + 20, **parts, imbalance=-1 + 1 + 2, transfers=3.5 + (8 + 20 - 16))
+    check(case, 10.5 + 9 + 23.5, **parts, imbalance=-1 + 1 + 2, transfers=3.5 + (23.5 - 16))
 
 
 def test_a_ring_of_one_layer_fetches_again_and_without_bounds_nothing_is() -> None:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from helpers.comparison_cases import some_case
 from trimtab.cluster import Layout
 from trimtab.cluster.operations import OperationCosts
-from trimtab.planner.plan.rank_work import RankWork
 from trimtab.planner.plan.step_times import dense_seconds
 from trimtab.report.policies_table import CHANGES, waterfall_rows
 from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.pipeline import BUBBLE
 from trimtab.simulator.step import SEQUENCES, WAITING, StepSettings
+from trimtab.timeline.layer_passes import RankWork
 
 
 def plain_seconds(

@@ -29,8 +29,8 @@ from trimtab.runtime.live.balancer import LivePolicy, choose_moves, choose_quota
 from trimtab.runtime.ranks import lockstep
 from trimtab.runtime.transfer import message_rounds, ring
 from trimtab.runtime.transfer.message_rounds import Posted
-from trimtab.simulator import recorded_operations as rec
 from trimtab.simulator.step import StepSettings
+from trimtab.timeline import recorded_operations as rec
 
 TOKENS = 1024
 # FEPLB moves expert 1 to rank 1, and nothing else.

@@ -13,7 +13,6 @@ from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec, StepCosts, default_model
 from trimtab.errors import InputError
 from trimtab.planner.placement.placement import Placement
-from trimtab.planner.plan.pass_times import MIGRATION
 from trimtab.planner.plan.plan_settings import PlanSettings, refuse, require_known_routes
 from trimtab.planner.plan.planned_step import PlannedStep
 from trimtab.planner.plan.prediction import Prediction, dense_times, plan_parts, refreshing_seconds, slowest
@@ -31,6 +30,7 @@ from trimtab.planner.schedule.grouping import group_by_routing
 from trimtab.planner.schedule.schedule import Schedule, pack_by_length
 from trimtab.planner.schedule.sequence_counts import SequenceCounts
 from trimtab.planner.schedule.time_packing import dense_rows, pack_by_time
+from trimtab.timeline.parts import MIGRATION
 from trimtab.trace.routing import RoutingTrace
 
 

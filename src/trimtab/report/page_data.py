@@ -16,7 +16,7 @@ from trimtab.array_type import Array
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.model import LoadMap, Report, Timeline
 from trimtab.report.timelines import row_name, rows_of
-from trimtab.simulator.recorded_operations import LANES
+from trimtab.timeline.recorded_operations import LANES
 
 
 class PageArrays:

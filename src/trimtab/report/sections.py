@@ -9,7 +9,6 @@ from itertools import cycle
 from rich.console import RenderableType
 from rich.markup import escape as shown_text
 
-from trimtab.planner.plan.pass_times import PARTS
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.report.model import PolicyResult, Report, Timeline
 from trimtab.report.number_text import NONE, bytes_text, seconds
@@ -33,6 +32,7 @@ from trimtab.report.tables import Row, TableData, first_lines, html_table, termi
 from trimtab.report.widgets import Section, facts, heat_map, lead, notes_section, options
 from trimtab.simulator.pipeline import BUBBLE
 from trimtab.simulator.simulated_case import SimulatedCase
+from trimtab.timeline.parts import PARTS
 from trimtab.trace import RoutingTrace
 
 SHOWN_LAYERS = 10

@@ -19,10 +19,10 @@ from trimtab.report.tables import Facts
 from trimtab.simulator.comparison import FIRST_PLACEMENT_STEPS, Outcome, fits, operations
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.memory import ways_to_fit
-from trimtab.simulator.recorded_operations import KINDS
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
 from trimtab.simulator.step import StepSettings, imbalance_cost
 from trimtab.simulator.yardstick import yardstick
+from trimtab.timeline.recorded_operations import KINDS
 from trimtab.trace import RoutingTrace
 
 ABOUT = {

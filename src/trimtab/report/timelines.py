@@ -16,7 +16,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.files import write_atomically
 from trimtab.report.model import Timeline
-from trimtab.simulator.recorded_operations import LANES
+from trimtab.timeline.recorded_operations import LANES
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,8 +23,8 @@ from trimtab.policies.policy import with_intervals
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.expert_time import Balance, summarise_balance
 from trimtab.simulator.memory import RankLoad, mirror_bytes, rank_memory, replica_pool_bytes, state_bytes
-from trimtab.simulator.recorded_operations import Operations
 from trimtab.simulator.step import SimulatedStep, mean_step, simulate_step
+from trimtab.timeline.recorded_operations import Operations
 
 # Steps over which the first placement of a run is charged. Serving engines keep one for thousands (vLLM: 3,000).
 FIRST_PLACEMENT_STEPS = 100

@@ -14,17 +14,15 @@ from trimtab.cluster.operations import OperationCosts
 from trimtab.cluster.parallel_layout import ZERO1, Checkpointing
 from trimtab.cluster.specs import RING_LAYERS
 from trimtab.planner import Placement, StepPlan, Workload
-from trimtab.planner.plan.pass_times import PARTS
-from trimtab.planner.plan.rank_work import RankWork, even_work, rank_work
+from trimtab.planner.plan.rank_work import even_work, rank_work
 from trimtab.planner.plan.step_times import dense_seconds, exchange_seconds, moving_seconds, refresh_seconds
 from trimtab.planner.replicas.paths import PEER, layers_of_replicas
 from trimtab.policies.policy import Traits
-from trimtab.simulator.clocks import Clocks
 from trimtab.simulator.pipeline import BUBBLE, PassTimes, Pipeline
-from trimtab.simulator.recorded_operations import Operations
-from trimtab.simulator.replica_transfers import Copies, Transfers
 from trimtab.simulator.resampling import ResampledTrace
-from trimtab.simulator.timeline import (
+from trimtab.simulator.timeline import Rounds, run_step
+from trimtab.simulator.token_replay import count_transfers
+from trimtab.timeline.layer_passes import (
     AT_LAYER,
     AT_MICRO_STEP,
     AT_STEP,
@@ -32,12 +30,13 @@ from trimtab.simulator.timeline import (
     NONE,
     SHARED,
     UNBOUNDED,
+    RankWork,
     Recipe,
-    Rounds,
     Run,
-    run_step,
 )
-from trimtab.simulator.token_replay import count_transfers
+from trimtab.timeline.parts import PARTS
+from trimtab.timeline.recorded_operations import Operations
+from trimtab.timeline.replica_transfers import Copies
 from trimtab.trace import RoutingTrace
 
 STORES = {"none": NONE, "shared slots": SHARED, "layer slots": KEPT, "unbounded": UNBOUNDED}
@@ -45,8 +44,6 @@ STARTS = {"never": AT_STEP, "step": AT_STEP, "micro-step": AT_MICRO_STEP, "layer
 # Most operations of a rank in a layer, in two forwards and a backward, and outside of layers.
 OPERATIONS_PER_LAYER, OPERATIONS_OUTSIDE = 34, 6
 # Names of causes, see `SimulatedStep.causes_s`.
-# Seconds of dense parts in layers and outside of them, and of exchanges there.
-Dense = tuple[Array, Array, Array, Array]
 WAITING, SEQUENCES = "waiting", "sequences"
 
 
@@ -160,7 +157,7 @@ def simulate_step(
     # Rounds of planning run beside the moves of homes, which precede the timeline. It runs the stages of a pipeline one
     # after another, so that a micro-step takes longer there.
     rounds = _rounds(plan, chosen.groups, planning.round_s * traced * stages, -moving_s)
-    ranks, shape_GLR = plan.num_ranks * chosen.groups, (chosen.groups, plan.num_layers, plan.num_ranks)
+    ranks = plan.num_ranks * chosen.groups
     copies = _copies(plan, paths_P, kept=STORES[traits.copies] == KEPT)
     recipe = Recipe(
         store=STORES[traits.copies],
@@ -172,8 +169,7 @@ def simulate_step(
         planning_s=traits.live_planning_seconds(cluster),
     )
 
-    no_exchange = np.zeros((2, 0, plan.num_ranks))
-    exchange = no_exchange, no_exchange
+    exchange: tuple[Array, ...] = ()
     if chosen.layout.pieces > 1:
         exchange = exchange_seconds(plan.schedule, lengths, costs)
     pipeline = None
@@ -182,27 +178,14 @@ def simulate_step(
         send_M = _most_tokens(plan, lengths) * (costs.send_token_s * traced)
         pipeline = Pipeline.of(chosen.layout, model, plan.num_layers, costs.head_part, send_M)
 
-    def run(work: RankWork, dense: Dense, shown_round: int) -> tuple[float, dict[str, float], Operations]:
+    def run(work: RankWork, dense: tuple[Array, ...], shown_round: int) -> tuple[float, dict[str, float], Operations]:
         """Seconds of the timeline, in all and by part, and operations."""
         times = PassTimes() if pipeline else None
-        clocks = Clocks(np.zeros(ranks), np.zeros((ranks, len(PARTS))), np.zeros((0, 6)), np.zeros(1, np.int64))
+        passes = Run.at_zero(dense, work, costs, recipe, copies, groups=chosen.groups)
         operations = run_step(
-            Run(
-                dense[0],
-                dense[1],
-                work,
-                costs,
-                recipe,
-                clocks,
-                Transfers.none(copies, costs, plan.ranks_per_node, shape_GLR, chosen.ring_layers),
-                pass_start_G=np.empty(chosen.groups),
-                num_fetched_G=np.empty(chosen.groups, np.int64),
-                fetch_time_GL=np.empty(shape_GLR[:2]),
-                exchange_2MR=dense[2],
-                outer_exchange_2MR=dense[3],
-                spent_GX=np.zeros((chosen.groups, plan.num_layers + 2)),
-            ),
+            passes,
             rounds,
+            costs,
             refresh_s=refresh_s,
             recompute=chosen.recompute,
             checkpointing=chosen.checkpointing is True,
@@ -211,21 +194,20 @@ def simulate_step(
             + 4 * chosen.groups * plan.num_replicas,
             times=times,
         )
-        parts_s = dict(zip(PARTS, clocks.parts_DP[0].tolist(), strict=True))
+        parts_s = dict(zip(PARTS, passes.clocks.parts_DP[0].tolist(), strict=True))
+        time_s = float(passes.clocks.time_D[0])
         if not pipeline or not times:
-            return float(clocks.time_D[0]), parts_s, operations
+            return time_s, parts_s, operations
         bubble_s = times.bubble(pipeline)
         parts_s = {part: seconds / stages for part, seconds in parts_s.items()} | {BUBBLE: bubble_s}
-        return float(clocks.time_D[0]) / stages + bubble_s, parts_s, operations
+        return time_s / stages + bubble_s, parts_s, operations
 
     dense = (attention_MR, outer_MR, *exchange)
     show_round = -1 if show is None else int(np.argwhere(rounds.order_QG == show)[0, 0])
     time_s, parts_s, operations = run(work, dense, show_round)
     even_experts = work._replace(experts_MLR=_even(work.experts_MLR), moved_MLR=_even(work.moved_MLR))
     even_experts_s, _, _ = run(even_experts, dense, -1)
-    even_s, even_parts_s, _ = run(
-        even_experts, (_even(attention_MR), _even(outer_MR), _even(exchange[0]), _even(exchange[1])), -1
-    )
+    even_s, even_parts_s, _ = run(even_experts, tuple(map(_even, dense)), -1)
     # Each stage moves its own homes, and writes its own mirrors.
     refresh_s, moving_s, all_moving_s = refresh_s / stages, moving_s / stages, all_moving_s / stages
     header_s = planning.header_s * traced
@@ -327,10 +309,9 @@ def _paths(plan: StepPlan, cluster: ClusterSpec, traits: Traits) -> Array:
 def _copies(plan: StepPlan, paths_P: Array, *, kept: bool) -> Copies:
     """Replicas by instance; if they are kept for the step, by layer, and once for all micro-steps that use them."""
     layer_P = layers_of_replicas(plan.replica_starts, plan.num_layers)
-    home_P, rank_P = plan.home[layer_P, plan.replica_experts].astype(np.int64), plan.replica_ranks.astype(np.int64)
-    if not kept:
-        return Copies(plan.replica_starts, home_P, rank_P, paths_P)
-    copies = np.stack([layer_P, plan.replica_experts, rank_P, home_P, paths_P]).astype(np.int64)
-    layer, _, rank, home, path = np.unique(copies, axis=1)
-    starts = np.searchsorted(layer, np.arange(plan.num_layers + 1))
-    return Copies(starts, np.ascontiguousarray(home), np.ascontiguousarray(rank), path.astype(np.uint8))
+    starts, home_P, rank_P = plan.replica_starts, plan.home[layer_P, plan.replica_experts], plan.replica_ranks
+    if kept:
+        copies = np.stack([layer_P, plan.replica_experts, rank_P, home_P, paths_P]).astype(np.int64)
+        layer_P, _, rank_P, home_P, paths_P = np.unique(copies, axis=1)
+        starts = np.searchsorted(layer_P, np.arange(plan.num_layers + 1))
+    return Copies.of(starts, home_P, rank_P, paths_P, plan.ranks_per_node)

@@ -1,7 +1,8 @@
 """Predicted time of a step under a plan, by part: the planner's objective.
 
-Rows, experts and dense parts are those that the simulator charges, for every rank. Transfers of replicas are timed in a
-short form (`pass_times.py`). A test compares predictions with simulated steps.
+Rows, experts, dense parts and transfers of replicas are those that the simulator charges, on the same timeline. Each
+micro-step runs forward and backward once; its forward counts as often as a step has it. A test compares predictions
+with simulated steps.
 """
 
 from __future__ import annotations
@@ -13,21 +14,18 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster import StepCosts
-from trimtab.planner.plan.pass_times import (
-    MIGRATION,
-    OPTIMIZER,
-    PARTS,
-    PLANNING,
-    PassInput,
-    time_passes,
-)
-from trimtab.planner.plan.rank_work import RankWork, rank_work
+from trimtab.kernels import kernel
+from trimtab.planner.plan.rank_work import rank_work
 from trimtab.planner.plan.step_plan import StepPlan
 from trimtab.planner.plan.step_times import dense_seconds, moving_seconds, refresh_seconds
 from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.paths import layers_of_replicas
 from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.planner.schedule.schedule import Schedule
+from trimtab.timeline.clocks import synchronise
+from trimtab.timeline.layer_passes import AT_MICRO_STEP, SHARED, RankWork, Recipe, Run, run_pass
+from trimtab.timeline.parts import MIGRATION, OPTIMIZER, PARTS, PLANNING, TRANSFERS
+from trimtab.timeline.replica_transfers import Copies, returned_by
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,20 +70,12 @@ def group_parts(
         closes_M: `[M]` bool, the last micro-steps of mini-batches.
     """
     layer_P = layers_of_replicas(replicas.replica_starts, len(home_LE))
-    given = PassInput(
-        *dense,
-        work.near_MLR,
-        work.far_MLR,
-        work.experts_MLR,
-        replicas.replica_starts,
-        home_LE[layer_P, replicas.experts].astype(np.int64),
-        replicas.ranks.astype(np.int64),
-        paths_P,
-        ranks_per_node,
-        costs.ring_layers,
-    )
+    home_P = home_LE[layer_P, replicas.experts]
+    copies = Copies.of(replicas.replica_starts, home_P, replicas.ranks, paths_P, ranks_per_node)
+    recipe = Recipe(SHARED, AT_MICRO_STEP, costs.ring_layers)
+    run = Run.at_zero(dense, work, costs.operations, recipe, copies)
     parts_MBP = np.zeros((len(closes_M), 2, len(PARTS)))
-    time_passes(given, costs.operations, closes_M, parts_MBP)
+    _run_passes(run, closes_M, parts_MBP)
     forward_P, backward_P = parts_MBP.sum(axis=0)
     parts_P = costs.forwards * forward_P + backward_P
     # Sums of dense gradients overlap with the last backward of a mini-batch.
@@ -93,6 +83,26 @@ def group_parts(
     operations = costs.operations
     parts_P[OPTIMIZER] += (operations.optimizer_s + np.maximum(0.0, operations.reduce_s - last_s)).sum()
     return np.asarray(parts_P)
+
+
+@kernel
+def _run_passes(run, closes_M, parts_MBP):  # type: ignore[no-untyped-def]
+    """Fill `parts_MBP` `[M, 2, P]` with the seconds by part of each micro-step's forward and backward.
+
+    The ranks wait for each other at the end of each, and after the last of a mini-batch for all gradients.
+    """
+    clocks, order_G, no_G = run.clocks, np.zeros(1, np.int64), np.zeros(1, np.bool_)
+    for m in range(len(closes_M)):
+        order_G[0] = m
+        for backward in range(2):
+            for part in range(parts_MBP.shape[2]):
+                parts_MBP[m, backward, part] -= clocks.parts_DP[0, part]
+            run_pass(run, order_G, no_G, backward == 1)
+            synchronise(clocks, np.int64(0), len(clocks.time_D))
+            for part in range(parts_MBP.shape[2]):
+                parts_MBP[m, backward, part] += clocks.parts_DP[0, part]
+        if closes_M[m]:
+            parts_MBP[m, 1, TRANSFERS] += max(0.0, returned_by(run.transfers).max() - clocks.time_D[0])
 
 
 def plan_parts(plan: StepPlan, work: RankWork, dense: tuple[Array, Array], costs: StepCosts) -> Array:

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster.operations import LEAST_USED, MOST_USED, OperationCosts
 from trimtab.kernels import kernel
 from trimtab.planner.replicas.replica_table import ReplicaTable
+from trimtab.timeline.layer_passes import RankWork
 
 # Experts of so many ranks a group at most are counted by group: with more, hardly any two of a token's are on a rank.
 RANKS_PER_GROUP = 2
-
-
-class RankWork(NamedTuple):
-    """Seconds of every rank in the forward of every instance, for each operation separately.
-
-    Attributes:
-        experts_MLR: `[M, L, R]` float64, the copies of experts on this rank; with two hops those that don't move.
-        moved_MLR: `[M, L, R]` float64, with two hops the experts that moved here; else 0.
-        near_MLR, far_MLR: `[M, L, R]` float64, transfers through the rank's all-to-all inside its node and between
-            nodes, the larger of those sent and received. Dispatch and combine take this time each.
-        hop_MLR: `[M, L, R]` float64, with two hops the rows that move on inside the node; else 0.
-        loads_MLR: `[M, L, R]` int64 rows that the rank computes.
-    """
-
-    experts_MLR: Array
-    moved_MLR: Array
-    near_MLR: Array
-    far_MLR: Array
-    hop_MLR: Array
-    loads_MLR: Array
 
 
 def rank_work(

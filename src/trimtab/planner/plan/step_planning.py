@@ -16,7 +16,7 @@ from trimtab.errors import InputError
 from trimtab.planner.placement.home_swaps import place_experts
 from trimtab.planner.placement.placement import Placement
 from trimtab.planner.plan.plan_settings import PlanSettings, keeps_to, prices_of, refuse, require_known_routes
-from trimtab.planner.plan.rank_work import RankWork, rank_work
+from trimtab.planner.plan.rank_work import rank_work
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.step_plan import StepPlan
 from trimtab.planner.plan.strategy import NEAR, PAST, STAY, Strategy
@@ -25,6 +25,7 @@ from trimtab.planner.replicas.kernel_values import Limits
 from trimtab.planner.replicas.layer_plan import plan_layer
 from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.planner.schedule.schedule import Schedule
+from trimtab.timeline.layer_passes import RankWork
 
 Result = TypeVar("Result")
 

@@ -16,13 +16,13 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
-from trimtab.planner.plan.pass_times import MIGRATION, PLANNING
 from trimtab.planner.plan.prediction import Prediction, closing_micro_steps, dense_times, group_parts, slowest
 from trimtab.planner.plan.step_planning import PlannedLayers, StepPlanning
 from trimtab.planner.plan.step_times import moving_seconds, refresh_seconds
 from trimtab.planner.plan.strategy import ANY, NEAR, NONE, NOTHING, PAST, STAY, STEP, Strategy
 from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.paths import choose_paths
+from trimtab.timeline.parts import MIGRATION, PLANNING
 
 SAMPLED_LAYERS, SAMPLED_MICRO_STEPS = 8, 4
 # Tried for `Strategy.exposed`.

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.array_type import Array
-from trimtab.kernels import copy_values, kernel
-from trimtab.planner.plan.pass_times import ATTENTION, EXPERTS, IMBALANCE, TRANSFERS
-from trimtab.simulator import recorded_operations as rec
+from trimtab.kernels import kernel
+from trimtab.timeline import recorded_operations as rec
+from trimtab.timeline.parts import ATTENTION, EXPERTS, IMBALANCE, PARTS, TRANSFERS
 
 # Layer of an operation outside layers.
 NO_LAYER = np.int64(-1)
@@ -21,25 +21,32 @@ class Clocks(NamedTuple):
     Attributes:
         time_D: `[D]` float64 seconds.
         parts_DP: `[D, P]` float64, each rank's time by part (`PARTS`).
-        operations_N6: `[N, 6]` float64, memory for recorded operations: kind, lane, rank, layer (-1 for none), start
-            and end. Nothing is recorded if N is 0.
-        num_operations: `[1]` int64, recorded so far.
+        rows_NC: `[N, C]` float64, memory for recorded operations, with the columns of `recorded_operations`. Nothing is
+            recorded if N is 0.
+        num_rows: `[1]` int64, recorded so far.
     """
 
     time_D: Array
     parts_DP: Array
-    operations_N6: Array
-    num_operations: Array
+    rows_NC: Array
+    num_rows: Array
+
+    @classmethod
+    def at_zero(cls, num_ranks: int) -> Clocks:
+        """Clocks that record nothing."""
+        return cls(
+            np.zeros(num_ranks), np.zeros((num_ranks, len(PARTS))), np.zeros((0, rec.COLUMNS)), np.zeros(1, np.int64)
+        )
 
 
 @kernel
 def record(clocks, kind, lane, rank, layer, span):  # type: ignore[no-untyped-def]
     """Record an operation from `span[0]` to `span[1]` if it takes time and memory is left."""
-    n = clocks.num_operations[0]
+    n = clocks.num_rows[0]
     start, end = span
-    if end > start and n < len(clocks.operations_N6):
-        clocks.num_operations[0] = n + 1
-        row = clocks.operations_N6[n]
+    if end > start and n < len(clocks.rows_NC):
+        clocks.num_rows[0] = n + 1
+        row = clocks.rows_NC[n]
         row[0], row[1], row[2], row[3], row[4], row[5] = kind, lane, rank, layer, start, end
 
 
@@ -47,26 +54,28 @@ def record(clocks, kind, lane, rank, layer, span):  # type: ignore[no-untyped-de
 def compute(clocks, first, seconds_R, factor, kind, layer):  # type: ignore[no-untyped-def]
     """The ranks of a group compute, from rank `first` on. What exceeds the mean is imbalance."""
     part = EXPERTS if kind == rec.EXPERTS else ATTENTION
-    mean_s = factor * seconds_R.mean()
+    time_D, parts_DP, mean_s = clocks.time_D, clocks.parts_DP, factor * seconds_R.mean()
+    for r in range(len(seconds_R) if len(clocks.rows_NC) > 0 else 0):
+        d = first + r
+        record(clocks, kind, rec.COMPUTE_LANE, d, layer, (time_D[d], time_D[d] + factor * seconds_R[r]))
     for r in range(len(seconds_R)):
         d, own_s = first + r, factor * seconds_R[r]
-        record(clocks, kind, rec.COMPUTE_LANE, d, layer, (clocks.time_D[d], clocks.time_D[d] + own_s))
-        clocks.time_D[d] += own_s
-        clocks.parts_DP[d, part] += mean_s
-        clocks.parts_DP[d, IMBALANCE] += own_s - mean_s
+        time_D[d] += own_s
+        parts_DP[d, part] += mean_s
+        parts_DP[d, IMBALANCE] += own_s - mean_s
 
 
 @kernel
 def synchronise(clocks, first, last):  # type: ignore[no-untyped-def]
     """Ranks `first` to `last` wait for the latest of them and take over its parts."""
-    latest = first
+    time_D, parts_DP, latest = clocks.time_D, clocks.parts_DP, first
     for d in range(first, last):
-        if clocks.time_D[d] > clocks.time_D[latest]:
+        if time_D[d] > time_D[latest]:
             latest = d
     for d in range(first, last):
-        if d != latest:
-            clocks.time_D[d] = clocks.time_D[latest]
-            copy_values(clocks.parts_DP[latest], clocks.parts_DP[d])
+        time_D[d] = time_D[latest]
+        for part in range(parts_DP.shape[1]):
+            parts_DP[d, part] = parts_DP[latest, part]
 
 
 @kernel
