@@ -18,7 +18,10 @@ from trimtab.policies.planning_time import FREE, Exchange, PlanningTime, TimeAtS
 from trimtab.simulator.step import SimulatedStep, StepSettings, simulate_step
 
 # Fields of `OperationCosts` that are no seconds.
-RATIOS = ("dense_backward", "expert_backward", "near_spare", "far_spare", "near_share", "far_share", "head_part")
+RATIOS = (
+    "dense_backward", "expert_backward", "near_spare", "far_spare", "near_share", "far_share", "head_part",
+    "transfer_tax",
+)  # fmt: skip
 OTHERS = ("tile_rows", "forwards", "reach", "chunked", "top_k", "expert_groups", "groups_per_token", "pieces")
 SECONDS = tuple(name for name in OperationCosts._fields if name not in (*RATIOS, *OTHERS))
 # One group of experts, whole sequences, one pipeline stage.
@@ -76,6 +79,7 @@ def free_costs(**costs: Any) -> OperationCosts:
     given: dict[str, Any] = dict.fromkeys(SECONDS, 0.0)
     given |= {"tile_rows": 1, "forwards": False, "dense_backward": 2.0, "expert_backward": 2.0}
     given |= {"near_spare": 1.0, "far_spare": 1.0, "near_share": 1.0, "far_share": 1.0, "reach": 0, "chunked": False}
+    given["transfer_tax"] = 0.0
     return OperationCosts(**given | {"top_k": 1} | UNDIVIDED | costs)
 
 
@@ -95,6 +99,7 @@ def random_costs(rng: np.random.Generator) -> OperationCosts:
         near_share=float(rng.choice([0.3, 1.0])), far_share=float(rng.choice([0.2, 1.0])),
         reach=int(rng.choice([0, 1, 7, 40])), chunked=bool(rng.integers(2)),
         dense_backward=float(rng.choice([0.5, 2.0, 3.1])), expert_backward=float(rng.choice([0.7, 2.0, 2.9])),
+        transfer_tax=float(rng.choice([0.0, 0.15, 0.5])),
         near_spare=float(rng.choice([0.0, 0.1, 0.6, 1.0])), far_spare=float(rng.choice([0.0, 0.1, 0.6, 1.0])),
     )  # fmt: skip
 

@@ -163,6 +163,7 @@ class Simulation:
         # Transfers of the micro-step that is shown: kind, lane, rank, layer.
         self.drawn: list[tuple[str, str, tuple[int, int], int, Transfer]] = []
         self.calls: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
+        self.taxes: dict[tuple[int, int], float] = defaultdict(float)
         self.result = ReferenceStep()
         self.is_shown = False
         self.lengths = lengths
@@ -273,11 +274,18 @@ class Simulation:
                 lanes.append(self.lane("weights", link, "out", g, copy.home))
                 release = max(release, since[copy.home])
             transfer = self.send(lanes, release, work)
+            for r in (copy.rank,) if copy.from_host else (copy.rank, copy.home):
+                self.taxes[g, r] += costs.transfer_tax * work
             there[copy.rank] = max(there[copy.rank], transfer.end)
             if self.is_shown and work > 0:
                 lane = {"host": "host link", "near": "node link", "far": "network"}[link]
                 self.drawn.append(("weights", lane, (g, copy.rank), layer, transfer))
         return there
+
+    def pay_tax(self, g: int, layer: int) -> None:
+        """Transfers have taken time from compute, on each of their ranks."""
+        for d in self.group(g):
+            self.wait(d, self.time(d) + self.taxes.pop(d, 0.0), layer)
 
     def everywhere(self, time: float) -> dict[int, float]:
         return dict.fromkeys(range(self.plan.num_ranks), time)
@@ -299,6 +307,8 @@ class Simulation:
         lanes = [self.lane("gradients", link, direction, g, r) for direction, r in ends]
         work = self.costs.near_gradient_s if link == "near" else self.costs.far_gradient_s
         transfer = self.send(lanes, release, work)
+        for _, r in ends:
+            self.taxes[g, r] += self.costs.transfer_tax * work
         if self.is_shown and work > 0:
             lane = "node link" if link == "near" else "network"
             self.drawn.append(("gradients", lane, (g, copy.rank), layer, transfer))
@@ -451,6 +461,8 @@ class Simulation:
         # By now it is known which all-to-alls they met.
         for g, copy, layer, ready in self.leaving:
             self.return_gradient(g, copy, layer, ready)
+        for _, g, _, _ in now:
+            self.pay_tax(g, -1)
 
     def travelling(self, m: int, layer: int) -> list[Copy]:
         """Copies that come for this instance alone."""
@@ -492,6 +504,7 @@ class Simulation:
             there = self.bring(g, copies, since, layer)
         if traits.copies == "layer slots":
             there = self.kept(g, layer)
+        self.pay_tax(g, layer)
         self.experts(g, m, layer, there, rows_move=release, factor=1.0)
         self.meet(group)
         self.all_to_all(g, m, layer, "combine")
@@ -511,6 +524,7 @@ class Simulation:
             there = self.bring(g, copies, self.since(g, ahead), layer)
         if traits.copies == "layer slots":
             there = self.kept(g, layer)
+        self.pay_tax(g, layer)
         self.experts(g, m, layer, there, rows_move=0.0, factor=self.costs.expert_backward)
         if closes and traits.copies == "layer slots":
             self.leaving += [(g, copy, layer, self.time((g, copy.rank))) for copy in self.kept_copies[layer]]
@@ -523,6 +537,7 @@ class Simulation:
                 (copy.home, self.return_gradient(g, copy, layer, self.time((g, copy.rank)))) for copy in copies
             ]  # fmt: skip
             self.returning[g].append(sent)
+            self.pay_tax(g, layer)
         self.meet(group)
         self.all_to_all(g, m, layer, "dispatch")
 

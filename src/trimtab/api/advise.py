@@ -7,17 +7,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.api.arguments import ModelSource, Overrides, check_run, layout_of, model_of, nodes_of, ranks_of, recomputed
+from trimtab.api.arguments import (
+    ModelSource,
+    Overrides,
+    check_run,
+    layout_of,
+    model_of,
+    nodes_of,
+    ranks_of,
+    recomputed,
+    slot_numbers,
+)
 from trimtab.api.result_summary import Summarised
 from trimtab.api.steps import read_steps, spread_layers
 from trimtab.cluster.parallel_layout import ZERO1
+from trimtab.cluster.specs import AUTO
 from trimtab.errors import InputError
 from trimtab.figures import plural
 from trimtab.report.advice import Advice, StrategyFigures
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance
 from trimtab.report.number_text import seconds
-from trimtab.simulator.comparison import Outcome, fits, simulate_policy, with_checkpointing
+from trimtab.simulator.comparison import Outcome, fits, simulate_policy, with_checkpointing, with_slots_of
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.draws import Drawn, break_even
 from trimtab.simulator.memory import largest_micro_batch
@@ -83,7 +94,7 @@ def advise(
     ranks: int | None = None,
     ranks_per_node: int | None = None,
     groups: int = 1,
-    slots: int = 2,
+    slots: int | str = AUTO,
     micro_steps: int | None = None,
     token_budget: int | None = None,
     dispatcher: str | None = None,
@@ -142,7 +153,7 @@ def advise(
         return recorded.case(
             nodes, spec, settings, micro_steps=micro_steps, token_budget=token_budget, mini_batches=mini_batches,
             seed=seed,
-        )  # fmt: skip
+        ).with_slots(*slot_numbers(slots))  # fmt: skip
 
     first_case = drawn_case(0)
     if checkpointing is None:
@@ -160,7 +171,11 @@ def advise(
     chosen = _choose(figures)
     best = min((each for each in figures if each.strategy is not NOTHING), key=lambda each: each.step_s.value)
     target = best if chosen.strategy is NOTHING else chosen
-    pays_from = None if case.is_too_small else break_even(case, target.strategy, LEAST_GAIN)
+    pays_from = (
+        None
+        if case.is_too_small
+        else break_even(with_slots_of(case, drawn[target.strategy.name].outcomes[0]), target.strategy, LEAST_GAIN)
+    )
     progress("break-even", total, total)
     advice = Advice(
         strategies=tuple(sorted(figures, key=lambda each: each.step_s.value)),
@@ -201,7 +216,8 @@ def _simulated(
     for case in cases:
         for done, (name, simulate) in enumerate(order.items(), sum(map(len, found.values()))):
             progress(name, done)
-            found[name].append(simulate(case))
+            first_of = found[name][0] if found[name] else None
+            found[name].append(simulate(with_slots_of(case, first_of) if first_of else case))
             if name == EVEN and case is cases[0]:
                 known = {each: outcomes[0] for each, outcomes in found.items() if outcomes and each != EVEN}
                 first(_first_answer(known, found[EVEN][0], case))

@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 
 from trimtab.cluster import ClusterSpec, Layout, ModelSpec, load_cluster, load_model, model_like, preset_of_label
 from trimtab.cluster.parallel_layout import GRANULARITIES, SHARDINGS, Checkpointing
+from trimtab.cluster.specs import AUTO, AUTO_SLOTS
 from trimtab.errors import InputError, unknown
 from trimtab.trace import RoutingTrace
 from trimtab.trace.message_text import clip
@@ -70,6 +71,11 @@ def check_optional(least: int, **values: object) -> None:
     check_whole(least, **{name: value for name, value in values.items() if value is not None})
 
 
+def slot_numbers(slots: int | str) -> tuple[int, ...]:
+    """Numbers of slots of a rank to choose from: of "auto" several, else the given one."""
+    return AUTO_SLOTS if slots == AUTO else (int(slots),)
+
+
 def check_run(arguments: Mapping[str, Any]) -> None:
     """Check the arguments that `LEAST` and `CHOICES` have, and that at most one of them gives the size of a micro-step.
 
@@ -78,6 +84,8 @@ def check_run(arguments: Mapping[str, Any]) -> None:
     """
     for name, value in arguments.items():
         if name in LEAST and not (value is None and name in MAY_BE_NONE):
+            if name == "slots" and value == AUTO:
+                continue
             check_whole(LEAST[name], **{name: value})
         if name in CHOICES and not (value is None and name in MAY_BE_NONE):
             check_choice(name, value, CHOICES[name])
@@ -116,10 +124,15 @@ def recomputed(checkpointing: bool | str | None) -> Checkpointing:
 
 
 def nodes_of(
-    cluster: str | os.PathLike[str], ranks: int, slots: int, ranks_per_node: int | None, dispatcher: str | None
+    cluster: str | os.PathLike[str],
+    ranks: int,
+    slots: int | str,
+    ranks_per_node: int | None,
+    dispatcher: str | None,
 ) -> ClusterSpec:
-    """The ranks' cluster: a preset or a file, with another dispatcher if one is given."""
-    nodes = load_cluster(cluster, ranks=ranks, slots_per_rank=slots, ranks_per_node=ranks_per_node)
+    """The ranks' cluster: a preset or a file, with another dispatcher if one is given; of several slots the fewest."""
+    fewest = slot_numbers(slots)[0]
+    nodes = load_cluster(cluster, ranks=ranks, slots_per_rank=fewest, ranks_per_node=ranks_per_node)
     return nodes if dispatcher is None else replace(nodes, dispatch_forwards=DISPATCHERS[dispatcher])
 
 
@@ -140,9 +153,9 @@ def ranks_of(trace: RoutingTrace, name: str, ranks: int | None) -> int:
     return ranks
 
 
-def numbers(value: int | Sequence[int]) -> list[int]:
-    """One number, or several for a sweep, as a list."""
-    return list(value) if isinstance(value, Sequence) else [value]
+def numbers(value: Any) -> list[Any]:
+    """One number or text, or several for a sweep, as a list."""
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def split_names(value: str | Sequence[str]) -> list[str]:

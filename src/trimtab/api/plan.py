@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 from trimtab.analysis.trace_counts import DEFAULT_BUDGET
 from trimtab.api.arguments import (
@@ -15,9 +16,11 @@ from trimtab.api.arguments import (
     nodes_of,
     ranks_of,
     recomputed,
+    slot_numbers,
 )
 from trimtab.api.plan_result import PlanResult
 from trimtab.cluster import ClusterSpec, StepCosts
+from trimtab.cluster.specs import AUTO
 from trimtab.errors import InputError
 from trimtab.planner import Placement, PlanSettings, SequenceCounts, StepPlan, Workload, budget_for, pack_by_length
 from trimtab.policies import POLICIES, Policy, View, make_view
@@ -32,7 +35,7 @@ def plan(
     ranks: int | None = None,
     ranks_per_node: int | None = None,
     groups: int = 1,
-    slots: int = 2,
+    slots: int | str = AUTO,
     token_budget: int | None = None,
     micro_steps: int | None = None,
     step: int | None = None,
@@ -67,10 +70,13 @@ def plan(
     check_run(locals())
     check_choice("policy", policy, sorted(POLICIES))
     balancer = POLICIES[policy]
+    numbers = slot_numbers(slots) if slots == AUTO else ()
     if max_rows_per_rank is not None or exact:
         if policy != "trimtab":
             raise InputError(f"max_rows_per_rank and exact are for policy trimtab; the policy is {policy}")
         balancer = Trimtab(PlanSettings(max_rows_per_rank=max_rows_per_rank, exact=exact))
+    if isinstance(balancer, Trimtab):
+        balancer = replace(balancer, slots=numbers)
     reader = open_trace(trace)
     ranks = ranks_of(reader.empty, reader.name, ranks)
     nodes = nodes_of(cluster, ranks, slots, ranks_per_node, dispatcher)
@@ -87,7 +93,7 @@ def plan(
     few = step_trace.part(0, min(step_trace.num_sequences, 4 * nodes.ranks))
     longest = max(1, int(few.sequence_lengths.max()))
     budget = longest if token_budget is None else min(token_budget, longest)
-    _plan(POLICIES[policy], SequenceCounts.from_trace(few), homes, nodes, budget, costs)
+    _plan(balancer if numbers else POLICIES[policy], SequenceCounts.from_trace(few), homes, nodes, budget, costs)
     start = time.perf_counter()
     sequences = SequenceCounts.from_trace(step_trace)
     counting_ended = time.perf_counter()
@@ -103,7 +109,7 @@ def plan(
         source=reader.name,
         trace=step_trace,
         policy=policy,
-        cluster=nodes,
+        cluster=replace(nodes, slots_per_rank=planned.slots_per_rank),
         token_budget=token_budget,
         plan=planned,
         static_plan=POLICIES["static"].plan(view),

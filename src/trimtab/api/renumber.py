@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from trimtab.api.advise import MOST_LAYERS, MOST_STEPS
-from trimtab.api.arguments import check_run, layout_of, model_of, nodes_of, ranks_of, recomputed
+from trimtab.api.arguments import check_run, layout_of, model_of, nodes_of, ranks_of, recomputed, slot_numbers
 from trimtab.api.steps import read_steps, spread_layers
 from trimtab.array_type import Array
 from trimtab.cluster import load_model
 from trimtab.cluster.parallel_layout import ZERO1
+from trimtab.cluster.specs import AUTO
 from trimtab.errors import InputError
 from trimtab.planner.placement.expert_order import order_experts
 from trimtab.renumber.checkpoint import CheckpointFiles, write_renumbered
@@ -86,7 +87,7 @@ def renumber_checkpoint(
     ranks: int | None = None,
     ranks_per_node: int | None = None,
     groups: int = 1,
-    slots: int = 2,
+    slots: int | str = AUTO,
     micro_steps: int | None = None,
     token_budget: int | None = None,
     dispatcher: str | None = None,
@@ -147,6 +148,7 @@ def renumber_checkpoint(
         groups=groups, recompute=recompute, sharding=sharding, checkpointing=recomputed(checkpointing), layout=layout
     )
     case = recorded.with_layers(layers).case(nodes, spec, settings, micro_steps=micro_steps, token_budget=token_budget)
+    case = case.with_slots(*slot_numbers(slots))
     if checkpointing is None:
         case = with_checkpointing(case)
     renumbered = case.permuted(order_LE[layers])

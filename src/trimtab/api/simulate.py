@@ -20,11 +20,13 @@ from trimtab.api.arguments import (
     numbers,
     ranks_of,
     recomputed,
+    slot_numbers,
     split_names,
 )
 from trimtab.api.result_summary import Summarised
 from trimtab.api.steps import read_steps
 from trimtab.cluster.parallel_layout import ZERO1
+from trimtab.cluster.specs import AUTO
 from trimtab.errors import InputError
 from trimtab.figures import plural
 from trimtab.policies import POLICIES
@@ -178,7 +180,7 @@ def simulate(
     overrides: Overrides = (),
     ranks: int | Sequence[int] | None = None,
     ranks_per_node: int | None = None,
-    slots: int | Sequence[int] = 2,
+    slots: int | str | Sequence[int | str] = AUTO,
     micro_steps: int | Sequence[int] | None = None,
     token_budget: int | None = None,
     dispatcher: str | Sequence[str] | None = None,
@@ -214,7 +216,8 @@ def simulate(
         ranks: ranks of a group; several for a sweep. By default 16, or the largest power of two below that divides the
             experts.
         ranks_per_node: ranks of a node; by default the cluster's.
-        slots: replica slots per rank; several for a sweep.
+        slots: replica slots per rank; "auto": of 2, 4, 8 and 16 each balancer has the best that fits; several for a
+            sweep.
         micro_steps: micro-steps of the step, instead of a token budget; several for a sweep.
         token_budget: most tokens of a rank in a micro-step; by default 8192, or the longest sequence if that is more.
         dispatcher: what is sent to a node, `rows` (every row to its rank, as all-to-alls do) or `tokens` (a token once,
@@ -280,7 +283,7 @@ def simulate(
         case = recorded.case(
             nodes, spec, settings, micro_steps=size, token_budget=token_budget, mini_batches=mini_batches,
             equal_terms=equal_terms,
-        )  # fmt: skip
+        ).with_slots(*slot_numbers(case_slots))  # fmt: skip
         if checkpointing is None:
             case = with_checkpointing(case)
         outcomes: dict[str, Outcome] = {}
@@ -289,7 +292,7 @@ def simulate(
             progress(policy, done + len(outcomes), total)
             outcomes[policy] = simulate_policy(case, policy)
         progress("permuted expert ids", done + len(names), total)
-        permuted = permuted_steps(case, [name for name in PERMUTED_POLICIES if name in names], PERMUTATION_SEED)
+        permuted = permuted_steps(case, {n: outcomes[n] for n in PERMUTED_POLICIES if n in names}, PERMUTATION_SEED)
         times_s = {name: step.step_time_s for name, step in permuted.items()}
         waiting_s = permuted["static"].causes_s[WAITING]
         cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes, times_s, waiting_s, sends))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from trimtab.cli.options import add_model, add_options, need_extra
+from trimtab.cli.options import add_model, add_options, need_extra, whole
 from trimtab.cli.output import write_figures
 from trimtab.cluster import read_checkpoint
 from trimtab.errors import InputError
@@ -62,7 +62,7 @@ def add(commands: Any) -> None:
         help="check the GPUs of this machine instead: environment, rates of links, equal results",
     )
     add_options(parser, "--ranks", unset="2; with --gpu all GPUs")
-    add_options(parser, "--slots", default=2)
+    add_options(parser, "--slots", type=whole, default=2)
     add_options(parser, "--json")
     parser.set_defaults(run=run)
 

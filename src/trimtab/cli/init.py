@@ -25,7 +25,7 @@ HEADER = """\
 SECTIONS: dict[str, dict[str, str]] = {
     "Cluster and model": {"cluster": '"h100x8"', "model": '"qwen3-30b-a3b"'},
     "Layout": {
-        "ranks": "16", "ranks_per_node": "8", "groups": "1", "tp": "1", "pp": "1", "cp": "1", "slots": "2",
+        "ranks": "16", "ranks_per_node": "8", "groups": "1", "tp": "1", "pp": "1", "cp": "1", "slots": '"auto"',
         "dispatcher": '"tokens"',
     },
     "Step": {
@@ -35,7 +35,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Rollout": {"gpus": "64", "token_ms": "150", "context": "8000", "expert_cluster": '"h200x8"'},
     "Price": {"gpu_hour": "2.50", "expert_gpu_hour": "3.50"},
 }  # fmt: skip
-SET = ("cluster", "groups", "slots", "mini_batches")
+SET = ("cluster", "groups", "mini_batches")
 
 
 def add(commands: Any) -> None:

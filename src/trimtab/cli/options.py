@@ -13,6 +13,7 @@ from typing import Any
 
 from trimtab.api.arguments import LARGEST, TOKEN_COUNT, token_count
 from trimtab.cli.parser import NameList
+from trimtab.cluster.specs import AUTO
 from trimtab.errors import InputError, closest, install
 
 
@@ -76,13 +77,21 @@ def _override(text: str) -> tuple[str, Any]:
         return key, value
 
 
+_AUTO = "the fewest of 2, 4, 8 and 16 that are about as fast as any"
+
+
+def _slots(text: str) -> int | str:
+    """A number of slots, or "auto"."""
+    return text if text == AUTO else whole(text)
+
+
 # Type and help of an option in all commands that have it.
 SHARED: dict[str, tuple[Callable[[str], object], str]] = {
     "--ranks": (positive, "ranks of the expert-parallel group"),
     "--ranks-per-node": (positive, "ranks of a node"),
     "--nodes": (positive, "nodes of the ranks"),
     "--link-mbit": (positive, "rate of the link of each node, in Mbit/s (Linux, root)"),
-    "--slots": (whole, "slots of a rank: the replicas that it has memory for in every layer"),
+    "--slots": (_slots, f"slots of a rank, the replicas that it has memory for in every layer; auto: {_AUTO}"),
     "--token-budget": (positive, "most tokens of a rank in a micro-step"),
     "--micro-steps": (positive, "micro-steps of a step, instead of a token budget"),
     "--mini-batches": (positive, "optimizer steps in an RL step"),
@@ -111,7 +120,7 @@ SHARED: dict[str, tuple[Callable[[str], object], str]] = {
     "--html": (Path, "write a page of the results to FILE"),
 }
 SHORT = {"--output": ["-o"]}
-METAVARS = {positive: "N", whole: "N", _amount: "N", _part: "X", _price: "X", float: "X", Path: "FILE"}
+METAVARS = {positive: "N", whole: "N", _amount: "N", _part: "X", _price: "X", _slots: "N", float: "X", Path: "FILE"}
 # Values of an option in a settings file, and their name, by the option's type; else text.
 KINDS: dict[object, tuple[tuple[type, ...], str]] = {
     positive: ((int,), "a whole number"),
@@ -119,6 +128,7 @@ KINDS: dict[object, tuple[tuple[type, ...], str]] = {
     _amount: ((int, str), 'a number of tokens, such as 20_000_000 or "20M"'),
     _part: ((int, float), "a number"),
     _price: ((int, float), "a number"),
+    _slots: ((int, str), 'a whole number or "auto"'),
 }
 TEXT: tuple[tuple[type, ...], str] = ((str,), "a text in quotes")
 

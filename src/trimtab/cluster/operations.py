@@ -68,6 +68,7 @@ class OperationCosts(NamedTuple):
         near_gradient_s, far_gradient_s: one expert's gradient in float32 over the same links.
         near_state_s, far_state_s: weights and optimizer state of one expert, for a home that moves.
         near_spare, far_spare: the part of a link's rate that an all-to-all leaves to other transfers.
+        transfer_tax: see `ClusterSpec`.
         hop_row_s: a row copied to another rank of its node.
         optimizer_s: an optimizer step over this rank's share of the parameters.
         reduce_s: summing gradients, of dense parameters over all ranks and of experts over groups, and spreading their
@@ -108,6 +109,7 @@ class OperationCosts(NamedTuple):
     far_state_s: float
     near_spare: float
     far_spare: float
+    transfer_tax: float
     hop_row_s: float
     optimizer_s: float
     reduce_s: float
@@ -240,6 +242,7 @@ class OperationCosts(NamedTuple):
             far_state_s=_seconds(state_bytes, far or host),
             near_spare=_spare(cluster.dispatch_node_bytes_per_s, near),
             far_spare=_spare(cluster.dispatch_network_bytes_per_s, far),
+            transfer_tax=cluster.transfer_tax,
             hop_row_s=_seconds(row_bytes, near or host),
             optimizer_s=OPTIMIZER_BYTES * (expert_parameters + dense_parameters / ranks) * memory_s,
             reduce_s=(GRADIENT_BYTES + model.weight_bytes) * summed / link(ranks),

@@ -23,6 +23,8 @@ FORMAT = "trimtab-cluster-1"
 _RUN_FIELDS = ("ranks", "slots_per_rank", "mirror_experts")
 _HEADER = ("format", "name", "base")
 _FIGURES = {field.name: field.type for field in fields(ClusterSpec) if field.name not in (*_RUN_FIELDS, *_HEADER)}
+# Figures that files of earlier versions don't have; they are the defaults of `ClusterSpec`.
+_LATER = {"transfer_tax": ClusterSpec.transfer_tax}
 _LARGEST_COUNT = 1 << 20
 
 
@@ -115,7 +117,7 @@ def _parse(text: str, where: str) -> tuple[str, dict[str, Any]]:
     for key in content:
         if key not in _FIGURES and key not in _HEADER:
             raise InputError(f"{where}: {_one_line(key)} is unknown; the figures are {', '.join(_FIGURES)}")
-    figures = _figures_of_base(content["base"], where) if "base" in content else {}
+    figures = _LATER | (_figures_of_base(content["base"], where) if "base" in content else {})
     for key, kind in _FIGURES.items():
         if key in content or key not in figures:
             figures[key] = _figure(content.get(key), kind, f"{where}: {key}")

@@ -25,8 +25,12 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     # Fixed times of a kernel or a collective; a second or more was probably meant in another unit.
     (("copy_s", "layer_s", "dispatch_s"), lambda seconds: 0 <= seconds < 1, "0 or more seconds, and below 1"),
     (("dense_backward", "expert_backward"), lambda ratio: 0 < ratio < math.inf, "above 0"),
+    (("transfer_tax",), lambda part: 0 <= part <= 1, "from 0 to 1"),
     (("tile_rows", "planning_threads"), lambda count: count >= 1, "1 or more"),
 )  # fmt: skip
+# Where the number of slots is not given, one of these is chosen: the fewest that are about as fast as any.
+AUTO = "auto"
+AUTO_SLOTS = (2, 4, 8, 16)
 # More than a model has experts; the planner has memory for all slots.
 MOST_SLOTS = 4096
 # Layers with replicas in shared slots at the same time: one in use and two prefetched.
@@ -63,6 +67,8 @@ class ClusterSpec:
         dispatch_forwards: true: a token is sent once to a node, to the rank with the same local index, and from there
             once to each rank (as with DeepEP); false: once to the rank of each of its experts (a plain all-to-all).
         dispatch_s: fixed seconds of an all-to-all.
+        transfer_tax: what a transfer of an expert's weights or gradient takes from compute on each of its ranks, as a
+            part of its seconds: processors that send and receive, and traffic in memory.
         device_bytes: a rank's own memory.
         planning_threads: cores that plan a step during the rollout.
 
@@ -93,6 +99,7 @@ class ClusterSpec:
     dispatch_network_bytes_per_s: float = 45e9
     dispatch_forwards: bool = True
     dispatch_s: float = 30e-6
+    transfer_tax: float = 0.15
     device_bytes: float = 80e9
     planning_threads: int = 16
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,14 @@ from trimtab.planner.plan.step_plan import StepPlan
 from trimtab.planner.plan.step_planning import PlannedLayers, StepPlanning, map_layers
 from trimtab.planner.plan.step_times import moving_seconds
 from trimtab.planner.plan.strategy import NONE, NOTHING, STAY, Strategy, facts_of
-from trimtab.planner.plan.strategy_choice import PAST_STEPS, StrategyChoice, choose_strategy, replicas_anywhere
+from trimtab.planner.plan.strategy_choice import (
+    PAST_STEPS,
+    StrategyChoice,
+    choose_strategy,
+    fewest_slots,
+    predict_slots,
+    replicas_anywhere,
+)
 from trimtab.planner.replicas.layer_plan import plan_layer
 from trimtab.planner.replicas.paths import HOST, choose_paths, links_of
 from trimtab.planner.replicas.replica_table import ReplicaTable
@@ -134,6 +142,7 @@ def plan_sequences(
     sliced: bool = False,
     ahead: PlannedStep | None = None,
     excluded: frozenset[str] = frozenset(),
+    slots: Sequence[int] = (),
 ) -> PlannedStep:
     """All four levels of one step; the arguments are those of `Planner`.
 
@@ -149,6 +158,7 @@ def plan_sequences(
             of the sample by which the strategy was chosen.
         ahead: with `sliced`, plans of a part of the sequences, whose homes and rules are kept.
         excluded: strategies that are not used; see `StepPlanning`.
+        slots: numbers of slots of a rank, ascending, one of which is chosen in place of the cluster's.
 
     Raises:
         InputError: if the homes are not even or not for this step, a sequence exceeds the budget, or mini-batches don't
@@ -162,15 +172,15 @@ def plan_sequences(
         sequences.lengths, num_ranks=cluster.ranks * groups, token_budget=token_budget, mini_batch=mini_batch
     )
 
-    def plan(schedule: Schedule) -> PlannedStep:
+    def plan(schedule: Schedule, slots: Sequence[int] = ()) -> PlannedStep:
         loads = StepLoads.of_sequences(sequences, schedule, cluster.ranks)
         planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads, sliced, excluded)
-        return _plan(planning, schedule, may_move=may_move, sliced=sliced, groups=groups, token_budget=token_budget)
+        return _plan(planning, schedule, slots, may_move=may_move, groups=groups, token_budget=token_budget)
 
     if ahead is not None and ahead.slices is not None:
         schedule = pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, token_budget)
         return _follow(ahead, schedule, StepLoads.of_sequences(sequences, schedule, cluster.ranks), cluster)
-    planned = plan(pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, token_budget))
+    planned = plan(pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, token_budget), slots)
     if planned.chosen_strategy.replicas != NONE:
         return planned
     # Without replicas, the routing of the sequences in a micro-step decides how even its ranks are.
@@ -200,6 +210,7 @@ def plan_schedule(
     sliced: bool = False,
     ahead: PlannedStep | None = None,
     excluded: frozenset[str] = frozenset(),
+    slots: Sequence[int] = (),
 ) -> PlannedStep:
     """All levels below a given schedule. Other arguments are those of `plan_sequences`.
 
@@ -214,15 +225,24 @@ def plan_schedule(
     if ahead is not None and ahead.slices is not None:
         return _follow(ahead, schedule, loads, cluster)
     planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads, sliced, excluded)
-    return _plan(planning, schedule, may_move=may_move, sliced=sliced, groups=loads.num_groups)
+    return _plan(planning, schedule, slots, may_move=may_move, groups=loads.num_groups)
 
 
-def _plan(planning: StepPlanning, schedule: Schedule, *, may_move: bool, sliced: bool, **settings: int) -> PlannedStep:
-    """Plans of the strategy with the least predicted time."""
+def _plan(
+    planning: StepPlanning, schedule: Schedule, slots: Sequence[int], *, may_move: bool, **settings: Any
+) -> PlannedStep:
+    """Plans of the strategy with the least predicted time, with one of these numbers of slots if there are any."""
     require_known_routes(planning.settings, planning.loads.gather(planning.loads.mixed_GML))
+    slots_s: dict[int, float] = {}
+    if slots:
+        slots_s = predict_slots(planning, slots)
+        # A limit of rows may need all of them.
+        number = slots[-1] if planning.settings.limits_rows else fewest_slots(slots_s)
+        planning = replace(planning, cluster=replace(planning.cluster, slots_per_rank=number))
+        settings["slots_s"] = {str(number): float(f"{seconds:.4g}") for number, seconds in slots_s.items()}
     choice = choose_strategy(planning, may_move=may_move)
-    if sliced and not planning.settings.limits_rows:
-        return _header(planning, schedule, choice, **settings)
+    if planning.sliced and not planning.settings.limits_rows:
+        return replace(_header(planning, schedule, choice, **settings), slots_s=slots_s)
     nothing = _carry_out(planning, NOTHING)
     done, seconds = nothing, choice.seconds
     if choice.strategy != NOTHING:
@@ -245,11 +265,11 @@ def _plan(planning: StepPlanning, schedule: Schedule, *, may_move: bool, sliced:
     text = planning.settings.to_json(planning.costs, **facts_of(strategy, ordered), **settings)
     plans = tuple(replace(plan, settings=text) for plan in done.plans)
     return PlannedStep(
-        schedule, plans, strategy, ordered, done.prediction.parts_s, nothing.planned.max_vio, choice.move_life
+        schedule, plans, strategy, ordered, done.prediction.parts_s, nothing.planned.max_vio, choice.move_life, slots_s
     )
 
 
-def _header(planning: StepPlanning, schedule: Schedule, choice: StrategyChoice, **settings: int) -> PlannedStep:
+def _header(planning: StepPlanning, schedule: Schedule, choice: StrategyChoice, **settings: Any) -> PlannedStep:
     """Plans without replicas, and the rules by which these follow."""
     strategy = choice.strategy
     home_LE = planning.placement.home
@@ -274,7 +294,7 @@ def _header(planning: StepPlanning, schedule: Schedule, choice: StrategyChoice, 
     plans = _without_replicas(planning.loads, Placement(home_LE), planning.cluster, text)
     return PlannedStep(
         schedule, plans, strategy, choice.seconds, choice.prediction.parts_s, choice.max_vio_before, choice.move_life,
-        rules,
+        slices=rules,
     )  # fmt: skip
 
 

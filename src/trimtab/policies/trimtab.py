@@ -17,6 +17,7 @@ class Trimtab:
     Attributes:
         settings: of the planner.
         may_move: whether homes may change.
+        slots: numbers of slots of a rank, one of which the next plan chooses; the cluster's if there are none.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -28,6 +29,7 @@ class Trimtab:
     )
     settings: PlanSettings = field(default_factory=PlanSettings)
     may_move: bool = True
+    slots: tuple[int, ...] = ()
 
     def plan(self, view: View) -> StepPlan:
         if view.equal_terms:
@@ -42,5 +44,6 @@ class Trimtab:
             costs=view.costs,
             past_PLE=view.past_counts_PLE if len(view.past_counts_PLE) else None,
             may_move=self.may_move,
+            slots=self.slots,
         ).plans
         return plan

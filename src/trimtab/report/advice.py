@@ -12,7 +12,7 @@ from rich.markup import escape
 from trimtab.figures import by_key, measured, plural, with_documented_figures
 from trimtab.report.number_text import NONE, bytes_text, digits, seconds
 from trimtab.report.policies_table import ABOVE_EVEN, WaterfallRow, above_even, waterfall_rows, waterfall_table
-from trimtab.report.simulation import layout_facts, scale_note
+from trimtab.report.simulation import layout_facts, scale_note, slots_facts
 from trimtab.report.tables import (
     Facts,
     Row,
@@ -346,7 +346,7 @@ def advice_facts(advice: Advice) -> Facts:
         ("model", f"{advice.model}; {chosen} of {advice.layers} recorded layers stand for {case.model.moe_layers}"),
         ("cluster", f"{plural(advice.gpus, 'GPU')}{in_groups}, {cluster.ranks_per_node} per node, {cluster.name}"),
         *layout_facts(case.settings),
-        ("replicas", f"{plural(cluster.slots_per_rank, 'slot')} per rank"),
+        *slots_facts(case, {advice.chosen.strategy.name: advice.target.outcomes[0]}),
     )
 
 

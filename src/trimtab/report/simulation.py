@@ -12,8 +12,9 @@ from trimtab.cluster.parallel_layout import SELECTIVE
 from trimtab.figures import plural
 from trimtab.planner import SequenceCounts
 from trimtab.planner.schedule.token_budget import SLACK
+from trimtab.policies.trimtab import Trimtab
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
-from trimtab.report.number_text import bytes_text
+from trimtab.report.number_text import bytes_text, seconds
 from trimtab.report.policies_table import sweep_table
 from trimtab.report.tables import Facts
 from trimtab.simulator.comparison import FIRST_PLACEMENT_STEPS, Outcome, fits, operations
@@ -79,7 +80,7 @@ def setting_facts(source: str, trace: RoutingTrace, simulated: SimulatedCase) ->
         ("model", f"{case.model.name}; the trace has {trace.shape_text}"),
         ("cluster", f"{plural(cluster.ranks, 'rank')}, {cluster.ranks_per_node} per node, {cluster.name}"),
         ("dispatcher", DISPATCH_TEXTS[cluster.dispatch_forwards]),
-        ("slots", f"{plural(cluster.slots_per_rank, 'replica')} per rank"),
+        *slots_facts(case, simulated.outcomes),
         ("micro-steps", f"{micro_steps}, each of up to {case.token_budget:,} tokens per rank"),
         ("optimizer steps", f"{case.mini_batches}"),
         ("expert-parallel groups", f"{settings.groups}"),
@@ -93,6 +94,20 @@ def setting_facts(source: str, trace: RoutingTrace, simulated: SimulatedCase) ->
         ),
         *([("host memory", f"{bytes_text(mirror)} per node for mirrored experts")] if mirror else []),
     )
+
+
+def slots_facts(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> Facts:
+    """Slots of a rank; where balancers have a choice, what each has and what others would make of its step."""
+    if not case.slots:
+        return (("slots", f"{plural(case.cluster.slots_per_rank, 'replica')} per rank"),)
+    with_choice = {name: outcome for name, outcome in outcomes.items() if outcome.slots_s}
+    chosen = ", ".join(f"{name} {outcome.plan.slots_per_rank}" for name, outcome in with_choice.items())
+    rows = [("slots", f"the best of {', '.join(map(str, case.slots))} per rank: {chosen or 'no balancer has any'}")]
+    for name, outcome in with_choice.items():
+        if isinstance(outcome.policy, Trimtab):
+            found = ", ".join(f"{number}: {seconds(step_s)}" for number, step_s in outcome.slots_s.items())
+            rows.append((f"{name} by slots", f"{found}, predicted"))
+    return tuple(rows)
 
 
 def _known_steps(case: ComparisonCase) -> str:
@@ -237,11 +252,10 @@ def notes(trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[str, ...
             "is that of the step that needs most. Moves of experts are charged to the step that makes them, and the "
             f"first placement of a run over {FIRST_PLACEMENT_STEPS} steps."
         )
-    own = [name for name, outcome in cases[0].real.items() if outcome.plan.slots_per_rank > case.cluster.slots_per_rank]
+    most = max(case.slots, default=case.cluster.slots_per_rank)
+    own = [name for name, outcome in cases[0].real.items() if outcome.plan.slots_per_rank > most]
     if own:
-        texts.append(
-            f"With slots of their own, beyond {plural(case.cluster.slots_per_rank, 'slot')}: {', '.join(own)}."
-        )
+        texts.append(f"With slots of their own, beyond {plural(most, 'slot')}: {', '.join(own)}.")
     if unknown := unknown_part(case.sequences):
         texts.append(f"The experts of {unknown:.1%} of rows are not recorded; the figures include estimates for them.")
     texts.append(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from trimtab.planner.plan.prediction import cross_node_rows
 from trimtab.planner.schedule.time_packing import pack_by_time
 from trimtab.policies import POLICIES, Policy, make_view
 from trimtab.policies.policy import with_intervals
+from trimtab.policies.trimtab import Trimtab
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.expert_time import Balance, summarise_balance
 from trimtab.simulator.memory import RankLoad, mirror_bytes, rank_memory, replica_pool_bytes, state_bytes
@@ -49,6 +50,8 @@ class Outcome:
         mirror_bytes: host memory of the node with the largest mirror of expert weights.
         load: of every rank in the step with the most memory, for memory with other settings.
         drawn_s: step time in a resampled case: as resampled, and from each half of the prompts; else empty.
+        slots_s: seconds of a step by number of slots, if the balancer had a choice: of `trimtab` as predicted when it
+            chose, of others as simulated.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Outcome:
     mirror_bytes: int
     load: RankLoad
     drawn_s: tuple[float, ...] = ()
+    slots_s: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float | None:
@@ -81,13 +85,47 @@ class Outcome:
 def simulate_policy(case: ComparisonCase, name: str, variant: Policy | None = None) -> Outcome:
     """Plan the measured steps with a balancer of `POLICIES`, or with a variant named `name`, and simulate them.
 
-    A balancer with several intervals between its placements has the fastest of them. In a resampled case, seconds are
-    those without the skew that resampling adds, also by part: 2 f(all) - f(half), with the mean of both halves.
+    A balancer with several intervals between its placements, or several numbers of slots, has the fastest of them.
+    `trimtab` chooses a number by its first plan. In a resampled case, seconds are those without the skew that
+    resampling adds, also by part: 2 f(all) - f(half), with the mean of both halves.
     """
-    outcomes = [_simulate_steps(case, name, each) for each in with_intervals(variant or POLICIES[name])]
-    best = min(outcomes, key=lambda outcome: outcome.simulated.step_time_s)
-    halves = [_simulate_steps(half, name, best.policy).simulated for half in case.halves]
+    outcomes = [_with_best_slots(case, name, each) for each in with_intervals(variant or POLICIES[name])]
+    best = _fastest(case, outcomes)
+    halves = [_simulate_steps(with_slots_of(half, best), name, best.policy).simulated for half in case.halves]
     return _without_excess(best, halves) if halves else best
+
+
+def with_slots_of(case: ComparisonCase, outcome: Outcome) -> ComparisonCase:
+    """The case with the slots that an outcome has, if it had a choice."""
+    return case.with_slots(outcome.plan.slots_per_rank) if outcome.slots_s else case
+
+
+def _fastest(case: ComparisonCase, outcomes: Sequence[Outcome]) -> Outcome:
+    """The fastest of those that fit the device, or of all if none does; the first of equals."""
+    fitting = [outcome for outcome in outcomes if fits(case, outcome)] if case.slots else []
+    return min(fitting or outcomes, key=lambda outcome: outcome.simulated.step_time_s)
+
+
+def _with_best_slots(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
+    """With the best of the case's numbers of slots."""
+    numbers = case.slots
+    if not numbers or case.equal_terms:
+        return _simulate_steps(case, name, policy)
+    if isinstance(policy, Trimtab):
+        while True:
+            outcome = _simulate_steps(case, name, replace(policy, slots=numbers))
+            chosen = outcome.plan.slots_per_rank
+            if fits(case, outcome) or chosen == numbers[0]:
+                return replace(outcome, policy=policy)
+            numbers = tuple(number for number in numbers if number < chosen)
+    outcomes = []
+    for number in numbers:
+        outcomes.append(_simulate_steps(case.with_slots(number), name, policy))
+        if outcomes[-1].plan.slots_per_rank != number:
+            # It has none, or takes as many as it needs.
+            return outcomes[0]
+    slots_s = {outcome.plan.slots_per_rank: outcome.simulated.step_time_s for outcome in outcomes}
+    return replace(_fastest(case, outcomes), slots_s=slots_s)
 
 
 def _without_excess(outcome: Outcome, halves: Sequence[SimulatedStep]) -> Outcome:
@@ -150,13 +188,20 @@ def _simulate_steps(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
     else:
         skipped = 0
     done: list[Outcome] = []
+    slots_s: dict[int, float] = {}
     for number in range(skipped, len(case.steps)):
         plan, seconds = plan_one(case.steps[number], past[:number], placement)
+        if isinstance(policy, Trimtab) and policy.slots:
+            # Chosen at the first plan of a run.
+            predicted_s = json.loads(plan.settings)["slots_s"]
+            slots_s = {int(slots): each_s * case.scale for slots, each_s in predicted_s.items()}
+            policy, cluster = replace(policy, slots=()), replace(cluster, slots_per_rank=plan.slots_per_rank)
+            case = case.with_slots(plan.slots_per_rank)
         if number >= first:
             life = FIRST_PLACEMENT_STEPS if np.array_equal(placement.home, start.home) else 1
             done.append(_outcome_of_step(case, name, policy, number, plan, placement, life, seconds))
         placement = plan.placement
-    return _mean(done)
+    return replace(_mean(done), slots_s=slots_s)
 
 
 def _mean(steps: Sequence[Outcome]) -> Outcome:
@@ -288,6 +333,8 @@ def figures(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> dict[str, 
     within_node: whether copies stay inside the node of their home.
     planning_time: where the charged planning time comes from.
     slots_per_rank, micro_steps: of the plan.
+    step_time_s_by_slots: by number of slots, if the balancer had a choice: of `trimtab` as predicted when it chose, of
+        others as simulated; else null.
     step_time_s: mean of the simulated steps.
     speedup_vs_static, speedup_vs_eplb: step time of the other divided by this one's; null if it did not run.
     fraction_of_balanced: step time of the ideal divided by this one's; null if it did not run.
@@ -323,6 +370,7 @@ def figures(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> dict[str, 
             "within_node": traits.within_node and not case.equal_terms,
             "planning_time": traits.planning.source,
             "slots_per_rank": plan.slots_per_rank,
+            "step_time_s_by_slots": dict(outcome.slots_s) or None,
             "step_time_s": step.step_time_s,
             "speedup_vs_static": static.simulated.step_time_s / step.step_time_s if static else None,
             "speedup_vs_eplb": eplb.simulated.step_time_s / step.step_time_s if eplb else None,
@@ -382,10 +430,10 @@ def with_checkpointing(case: ComparisonCase) -> ComparisonCase:
     return case
 
 
-def permuted_steps(case: ComparisonCase, names: Iterable[str], seed: int) -> dict[str, SimulatedStep]:
-    """Steps of balancers if the experts of every layer had their ids in random order."""
+def permuted_steps(case: ComparisonCase, outcomes: Mapping[str, Outcome], seed: int) -> dict[str, SimulatedStep]:
+    """Steps of balancers, with the slots of their outcomes, if experts had their ids in random order in every layer."""
     permuted = case.with_permuted_experts(seed)
-    return {name: simulate_policy(permuted, name).simulated for name in names}
+    return {name: simulate_policy(with_slots_of(permuted, each), name).simulated for name, each in outcomes.items()}
 
 
 def packed(sequences: SequenceCounts, case: ComparisonCase, policy: Policy, costs: StepCosts) -> Schedule:

@@ -38,6 +38,8 @@ class ComparisonCase:
             balancers are then those of a step without the skew that resampling adds.
         recorded: fewest recorded sequences of a measured step, if the steps were resampled; else None.
         past_is_drawn: whether `earlier` is another drawing of a trace's single step.
+        slots: numbers of slots of a rank, ascending, of which each balancer has the best; none: the cluster's. On equal
+            terms all have the cluster's.
         assumed: sentences on what nobody stated, each with the option that changes it.
     """
 
@@ -54,6 +56,7 @@ class ComparisonCase:
     halves: tuple[ComparisonCase, ...] = ()
     recorded: int | None = None
     past_is_drawn: bool = False
+    slots: tuple[int, ...] = ()
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -79,6 +82,12 @@ class ComparisonCase:
     def scale(self) -> float:
         """MoE layers of the model divided by those of the trace. Seconds and bytes are those of the whole model."""
         return self.model.moe_layers / self.sequences.num_layers
+
+    def with_slots(self, *numbers: int) -> ComparisonCase:
+        """The case with so many slots of a rank, or with several numbers of which each balancer has the best."""
+        cluster = replace(self.cluster, slots_per_rank=numbers[0])
+        halves = tuple(half.with_slots(*numbers) for half in self.halves)
+        return replace(self, cluster=cluster, slots=numbers if len(numbers) > 1 else (), halves=halves)
 
     def with_permuted_experts(self, seed: int) -> ComparisonCase:
         """The case with the experts of every layer in random order, the same in all steps."""

@@ -21,7 +21,7 @@ class SimulatedCase:
 
     Attributes:
         ranks: of the expert-parallel group.
-        slots: replica slots per rank.
+        slots: replica slots per rank; or "auto", if each balancer has the best number.
         micro_steps: that the step was to take; None if a token budget was given.
         case: cluster, model, routing and settings.
         outcomes: plan, simulated step and memory by balancer, in the order of `POLICIES`; `static` and `balanced`
@@ -32,7 +32,7 @@ class SimulatedCase:
     """
 
     ranks: int
-    slots: int
+    slots: int | str
     micro_steps: int | None
     case: ComparisonCase
     outcomes: dict[str, Outcome]
@@ -45,7 +45,8 @@ class SimulatedCase:
         """Ranks, slots, micro-steps and dispatcher of the case."""
         size = f", {plural(self.micro_steps, 'micro-step')}" if self.micro_steps else ""
         sent = f", {self.dispatcher} sent" if self.dispatcher else ""
-        return f"{plural(self.ranks, 'rank')}, {plural(self.slots, 'slot')}{size}{sent}"
+        slots = f"{self.slots} slots" if isinstance(self.slots, str) else plural(self.slots, "slot")
+        return f"{plural(self.ranks, 'rank')}, {slots}{size}{sent}"
 
     @property
     def real(self) -> dict[str, Outcome]:

@@ -48,14 +48,7 @@ class RunStrategy:
     def simulate(self, case: ComparisonCase) -> Outcome:
         """Plan and simulate the steps of a case with it."""
         case = renumbered(case) if self.renumbers else case
-        slots = case.cluster.slots_per_rank if self.has_slots else 0
-        return simulate_policy(with_slots(case, slots), self.name, self.make())
-
-
-def with_slots(case: ComparisonCase, slots: int) -> ComparisonCase:
-    """The case with so many replicas of a rank."""
-    halves = tuple(with_slots(half, slots) for half in case.halves)
-    return replace(case, cluster=replace(case.cluster, slots_per_rank=slots), halves=halves)
+        return simulate_policy(case if self.has_slots else case.with_slots(0), self.name, self.make())
 
 
 def renumbered(case: ComparisonCase) -> ComparisonCase:

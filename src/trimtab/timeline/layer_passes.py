@@ -26,6 +26,7 @@ from trimtab.timeline.replica_transfers import (
     fetch,
     fetch_kept,
     note_moment,
+    pay_tax,
     return_gradients,
     return_kept_gradients,
 )
@@ -188,6 +189,7 @@ def run_pass(run, order_G, closes_G, backward):  # type: ignore[no-untyped-def]
             _note_seconds(run, g, num_layers)
         if backward and closes_G[g] and recipe.store == KEPT:
             return_kept_gradients(run.transfers, clocks, g)
+            pay_tax(run.transfers, clocks, g, NO_LAYER)
 
 
 @kernel
@@ -248,6 +250,7 @@ def _moe_layer(run, g, m, layer, backward):  # type: ignore[no-untyped-def]
         fetch(transfers, clocks, g, i, moment_8R, layer)
     if recipe.store == KEPT:
         fetch_kept(transfers, clocks, g, layer)
+    pay_tax(transfers, clocks, g, layer)
     factor = run.expert_backward if backward else 1.0
     if recipe.hops == 2:
         seconds = (work.experts_MLR[m, layer], work.moved_MLR[m, layer], work.hop_MLR[m, layer])
@@ -259,6 +262,7 @@ def _moe_layer(run, g, m, layer, backward):  # type: ignore[no-untyped-def]
         note_moment(transfers.now_G8R[g], clocks.time_D[first:last], transfers.computed_GL8R[g, layer])
     if backward and fetches:
         return_gradients(transfers, clocks, g, i, k if recipe.store == SHARED else np.int64(-1), layer)
+        pay_tax(transfers, clocks, g, layer)
     synchronise(clocks, first, last)
     kind = rec.DISPATCH if backward else rec.COMBINE
     _all_to_all(run, g, (near_R, far_R), kind, layer)

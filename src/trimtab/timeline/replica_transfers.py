@@ -8,7 +8,7 @@ transfer takes as long as it takes alone, whatever it meets.
 A lane is one direction of one link of one rank, for weights or for gradients. Its transfers are moved one after
 another. A transfer between two ranks is complete when the lanes of both have moved it. When that is, is found when it
 matters, with the all-to-alls up to then. All-to-alls have priority and are not slowed down. A rank that sends weights
-and gradients at the same time is not modelled.
+and gradients at the same time is not modelled. A transfer takes time from compute, too, on each of its ranks.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class Transfers(NamedTuple):
 
     Attributes:
         weights_s, gradient_s: `[3]` seconds of one expert over each link.
+        tax: the part of a transfer's seconds that it takes from compute.
+        taxed_GR: `[G, R]` seconds that transfers take from the next compute.
         taken: `[3]`, the part of each link that an all-to-all takes.
         now_G8R: the present moment; its `TIME` is set where it is needed.
         done: `[2, 2, G, 3, R]`, of weights and gradients, `OUT` and `IN`: by each link's clock, when all transfers so
@@ -81,6 +83,8 @@ class Transfers(NamedTuple):
     copies: Copies
     weights_s: Array
     gradient_s: Array
+    tax: float
+    taxed_GR: Array
     taken: Array
     now_G8R: Array
     done: Array
@@ -110,6 +114,8 @@ class Transfers(NamedTuple):
             copies,
             weights_s=np.array([costs.near_weights_s, costs.far_weights_s, costs.host_weights_s]),
             gradient_s=np.array([costs.near_gradient_s, costs.far_gradient_s, 0.0]),
+            tax=costs.transfer_tax,
+            taxed_GR=np.zeros((groups, ranks)),
             taken=np.array([1.0 - costs.near_spare, 1.0 - costs.far_spare, 0.0]),
             now_G8R=np.zeros((groups, 8, ranks)),
             done=np.zeros((2, 2, groups, 3, ranks)),
@@ -158,6 +164,17 @@ def note_moment(now_8R, time_R, moment_8R):  # type: ignore[no-untyped-def]
             moment_8R[row, r] = now_8R[row, r]
     for r in range(len(time_R)):
         moment_8R[TIME, r] = time_R[r]
+
+
+@kernel
+def pay_tax(transfers, clocks, g, layer):  # type: ignore[no-untyped-def]
+    """The ranks of a group take the time that their transfers have taken from compute."""
+    taxed_R = transfers.taxed_GR[g]
+    for r in range(len(taxed_R)):
+        if taxed_R[r] > 0.0:
+            d = g * len(taxed_R) + r
+            wait(clocks, d, clocks.time_D[d] + taxed_R[r], layer)
+            taxed_R[r] = 0.0
 
 
 @kernel
@@ -211,7 +228,8 @@ def fetch(transfers, clocks, g, i, moment_8R, layer):  # type: ignore[no-untyped
     reached a moment. Updates `arrival_GR`: when weights arrive if no all-to-all begins before."""
     homes_P, ranks_P, links_P = transfers.copies.homes_P, transfers.copies.ranks_P, transfers.copies.links_P
     weights_s, taken, now_8R = transfers.weights_s, transfers.taken, transfers.now_G8R[g]
-    arrival_R, records = transfers.arrival_GR[g], len(clocks.rows_NC) > 0
+    arrival_R, taxed_R = transfers.arrival_GR[g], transfers.taxed_GR[g]
+    tax, records = transfers.tax, len(clocks.rows_NC) > 0
     out_3R, in_3R = transfers.done[OF_WEIGHTS, OUT, g], transfers.done[OF_WEIGHTS, IN, g]
     for p in range(transfers.copies.starts[i], transfers.copies.starts[i + 1]):
         home, rank, link = homes_P[p], ranks_P[p], links_P[p]
@@ -220,9 +238,11 @@ def fetch(transfers, clocks, g, i, moment_8R, layer):  # type: ignore[no-untyped
             start = max(start, moment_8R[TIME, home])
             sent = max(out_3R[link, home], _clock_at(taken, moment_8R, link, home, start)) + weights_s[link]
             out_3R[link, home] = sent
+            taxed_R[home] += tax * weights_s[link]
             arrival_R[rank] = max(arrival_R[rank], _time_at(taken, now_8R, link, home, sent))
         came = max(free, _clock_at(taken, moment_8R, link, rank, start)) + weights_s[link]
         in_3R[link, rank] = came
+        taxed_R[rank] += tax * weights_s[link]
         arrival_R[rank] = max(arrival_R[rank], _time_at(taken, now_8R, link, rank, came))
         if records and weights_s[link] > 0.0:
             first = g * len(arrival_R)
@@ -280,13 +300,15 @@ def _return(transfers, clocks, g, i, moment_8R, layer):  # type: ignore[no-untyp
     homes_P, ranks_P, back_P = transfers.copies.homes_P, transfers.copies.ranks_P, transfers.copies.back_P
     sent_P, came_P, gradient_s, taken = transfers.sent_P, transfers.came_P, transfers.gradient_s, transfers.taken
     out_3R, in_3R = transfers.done[OF_GRADIENTS, OUT, g], transfers.done[OF_GRADIENTS, IN, g]
-    records = len(clocks.rows_NC) > 0
+    taxed_R, tax, records = transfers.taxed_GR[g], transfers.tax, len(clocks.rows_NC) > 0
     for p in range(transfers.copies.starts[i], transfers.copies.starts[i + 1]):
         home, rank, link = homes_P[p], ranks_P[p], back_P[p]
         free, start = out_3R[link, rank], moment_8R[TIME, rank]
         sent_P[p] = max(free, _clock_at(taken, moment_8R, link, rank, start)) + gradient_s[link]
         came_P[p] = max(in_3R[link, home], _clock_at(taken, moment_8R, link, home, start)) + gradient_s[link]
         out_3R[link, rank], in_3R[link, home] = sent_P[p], came_P[p]
+        taxed_R[rank] += tax * gradient_s[link]
+        taxed_R[home] += tax * gradient_s[link]
         if records and gradient_s[link] > 0.0:
             first = g * moment_8R.shape[1]
             own = start, free, sent_P[p]

@@ -26,6 +26,7 @@ class PlannedStep:
         parts_s: predicted seconds of the step by part, with the names of `PARTS`.
         max_vio_before: max/mean - 1 of rank loads, mean over instances, at the present homes without replicas.
         move_life: steps for which homes are expected to stay.
+        slots_s: predicted seconds by number of slots of a rank, if it was chosen for this step; else empty.
         slices: the rules by which replicas and split follow, if the plans are headers; None if they have them.
         planning_s: in a session, seconds from counting to the end of the plan's broadcast.
         ahead_s: in a session, seconds of counting and planning on the first rank, before, during the rollout.
@@ -41,6 +42,7 @@ class PlannedStep:
     parts_s: Mapping[str, float] = field(default_factory=dict)
     max_vio_before: float = 0.0
     move_life: float = 1.0
+    slots_s: Mapping[int, float] = field(default_factory=dict)
     slices: SliceRules | None = None
     planning_s: float = 0.0
     ahead_s: float = 0.0

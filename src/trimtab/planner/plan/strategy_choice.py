@@ -6,7 +6,7 @@ waits for counts: rows, transfers, moves of homes, refreshing mirrors, and plann
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -29,6 +29,8 @@ SAMPLED_LAYERS, SAMPLED_MICRO_STEPS = 8, 4
 EXPOSED = (0.02, 0.4)
 # Of improved homes, see `Strategy.move_penalty`.
 MOVE_PENALTY = 0.5
+# The fewest slots are chosen with which a step takes so much longer at most than with any number.
+SLOTS_WORTH = 0.01
 # Parts of the time for which ranks wait for each other, and of rows' time, that better homes may save.
 LESS_WAITING, LESS_DISPATCH = 0.3, 0.03
 # Experts in a mirror over the whole step are at most so many times those of a sample.
@@ -79,14 +81,8 @@ def choose_strategy(planning: StepPlanning, *, may_move: bool) -> StrategyChoice
     Args:
         may_move: whether homes may change.
     """
-    sample = _Sample(planning)
-    found = sample.predict([NOTHING])
-    cluster = planning.cluster
-    # With fewer slots too, so that one more never makes a step slower.
-    for slots in _doubling(cluster.slots_per_rank) if cluster.ranks > 1 else []:
-        found |= sample.predict([Strategy(replicas=NEAR, slots=slots)])
-        if cluster.nodes > 1:
-            found |= sample.predict(Strategy(replicas=ANY, slots=slots, exposed=exposed) for exposed in EXPOSED)
+    sample, cluster = _Sample(planning), planning.cluster
+    found = sample.predict(_with_replicas(cluster))
     best = _least(found)
     if may_move and sample.moves_could_pay(found[best]):
         homes = [STEP] if planning.past_PLE is None else [STEP, PAST]
@@ -106,6 +102,31 @@ def choose_strategy(planning: StepPlanning, *, may_move: bool) -> StrategyChoice
         if found[_least(others)].seconds <= enough_s or not sample.keeps_to(NOTHING):
             chosen = _least(others)
     return sample.choice(chosen, found)
+
+
+def predict_slots(planning: StepPlanning, numbers: Sequence[int]) -> dict[int, float]:
+    """Predicted seconds of a step by numbers of slots of a rank, ascending; homes stay as they are."""
+    cluster = replace(planning.cluster, slots_per_rank=numbers[-1])
+    found = _Sample(replace(planning, cluster=cluster)).predict(_with_replicas(cluster))
+    return {
+        most: min(prediction.seconds for strategy, prediction in found.items() if strategy.slots <= most)
+        for most in numbers
+    }
+
+
+def fewest_slots(seconds: Mapping[int, float]) -> int:
+    """The fewest slots with which a step takes about as long as with any number, from seconds by numbers, ascending."""
+    return next(slots for slots in seconds if seconds[slots] <= (1 + SLOTS_WORTH) * min(seconds.values()))
+
+
+def _with_replicas(cluster: ClusterSpec) -> list[Strategy]:
+    """Doing nothing, and replicas in up to the cluster's slots; in fewer too, so that more never make a step slower."""
+    strategies = [NOTHING]
+    for slots in _doubling(cluster.slots_per_rank) if cluster.ranks > 1 else []:
+        strategies.append(Strategy(replicas=NEAR, slots=slots))
+        if cluster.nodes > 1:
+            strategies += [Strategy(replicas=ANY, slots=slots, exposed=exposed) for exposed in EXPOSED]
+    return strategies
 
 
 def replicas_anywhere(cluster: ClusterSpec) -> Strategy:
