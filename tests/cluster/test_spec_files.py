@@ -150,12 +150,18 @@ def test_errors_in_a_cluster_file_are_one_line(old: str, new: str, says: str, tm
 
 def test_every_figure_is_required(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    for figure in FIGURES:
+    for figure in set(FIGURES) - {"transfer_tax"}:
         others = re.sub(rf"\[{figure}\]\nvalue.*\nsource.*\n", "", preset_text("a100x8"))
         for end, says in (("", "is missing; it should be a table with value and"), (f"[[{figure}]]\n", "is not a")):
             file.write_text(others + end)
             with pytest.raises(InputError, match=rf"mine\.toml: {figure} {says}"):
                 load_cluster(file, ranks=8)
+
+
+def test_a_file_of_an_earlier_version_has_no_tax(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(re.sub(r"\[transfer_tax\]\nvalue.*\nsource.*\n", "", preset_text("a100x8")))
+    assert load_cluster(file, ranks=8).transfer_tax == ClusterSpec(8, 8).transfer_tax
 
 
 def test_a_file_with_a_base_needs_only_the_figures_that_differ(tmp_path: Path) -> None:
@@ -228,7 +234,7 @@ def specs(draw: st.DrawFn) -> ClusterSpec:
     counts = st.integers(1, 1 << 20) | st.just(1_000_000)
     strategy_by_suffix: dict[str, st.SearchStrategy[Any]] = {
         "_flops": rates, "bytes_per_s": rates, "_bytes": rates, "_s": seconds, "_backward": ratios,
-        "_forwards": st.booleans(), "_rows": counts, "_threads": counts, "_per_node": counts,
+        "_forwards": st.booleans(), "_rows": counts, "_threads": counts, "_per_node": counts, "_tax": st.floats(0, 1),
     }  # fmt: skip
     values = {
         name: draw(next(strategy for suffix, strategy in strategy_by_suffix.items() if name.endswith(suffix)))

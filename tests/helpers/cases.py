@@ -40,7 +40,7 @@ DIMENSIONS: dict[str, Values] = {
         "float32 over bfloat16": {"dtype": torch.float32, "compute_dtype": torch.bfloat16, "tolerance": 0.05},
         "bfloat16": {"dtype": torch.bfloat16, "tolerance": 0.05},
     },
-    "slots": {"1 or 2": {}, "0": {"slots_per_rank": 0}, "4": {"slots_per_rank": 4}},
+    "slots": {"1 or 2": {}, "0": {"slots_per_rank": 0}, "4": {"slots_per_rank": 4}, "auto": {"slots_per_rank": "auto"}},
     "paths": {"both": {}, "message": {"paths": "message"}, "one-sided": {"one_sided": True}},
     "rows": {
         "known": {}, "unknown": {"rows": "unknown"}, "completed": {"rows": "unknown", "completed": True},

@@ -60,7 +60,7 @@ class Harness:
         ]  # fmt: skip
         topology: Any = SimpleNamespace(weights=None, rank=0, ranks_per_node=2, expert_control=None)
         mirror: Any = SimpleNamespace(row=lambda layer, expert: [self.weights[layer, expert]], is_used=False)
-        self.ring = ReplicaRing(topology, homes, slots=2, buffers=places, mirror=mirror, counters=Counters())
+        self.ring = ReplicaRing(topology, homes, buffers=places, mirror=mirror, counters=Counters())
         self.ring.host_copies = LateCopies()  # type: ignore[assignment]
         self.plan(experts_MLP)
 
@@ -68,7 +68,7 @@ class Harness:
         """Set the replicas of another plan."""
         self.ring.drain()
         self.experts_MLP = experts_MLP
-        self.ring.prepare(cast(PlanReplicas, SimpleNamespace(of=self._of, count=self._count, may_have_any=True)), 0)
+        self.ring.prepare(cast(PlanReplicas, SimpleNamespace(of=self._of, count=self._count, may_have_any=True)), 0, 2)
 
     def visit(self, micro_step: int, layer: int) -> torch.Tensor | None:
         """Run a layer, forward or backward, and check the weights of its replicas."""

@@ -117,6 +117,22 @@ def test_another_slot_never_makes_a_step_slower(seed: int) -> None:
     assert two <= one * (1 + EXACT)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_fewest_slots_are_chosen_that_are_about_as_fast_as_any(seed: int) -> None:
+    """Predicted seconds by number fall, and the plan is that with the chosen number alone."""
+    step, numbers = random_step(seed), (1, 2, 4)
+    costs = costs_of(seed, step.cluster)
+    planned = step.plan(costs=costs, slots=numbers, may_move=False)
+    seconds, chosen = planned.slots_s, planned.plan.slots_per_rank
+    assert tuple(seconds) == numbers
+    assert list(seconds.values()) == sorted(seconds.values(), reverse=True)
+    worth = [number for number in numbers if seconds[number] <= 1.01 * seconds[4]]
+    assert chosen == worth[0]
+    alone = step.plan(cluster=replace(step.cluster, slots_per_rank=chosen), costs=costs, may_move=False)
+    assert alone.chosen_strategy == planned.chosen_strategy
+    assert np.array_equal(alone.plan.replica_ranks, planned.plan.replica_ranks)
+
+
 def test_strategies_of_all_kinds_are_chosen_and_listed_by_their_seconds() -> None:
     chosen = []
     for seed in range(12):

@@ -115,6 +115,18 @@ def test_slots_of_every_layer() -> None:
     check(case, 10.5 + 9 + 23.5, **parts, imbalance=-1 + 1 + 2, transfers=3.5 + (23.5 - 16))
 
 
+def test_transfers_take_a_part_of_their_seconds_from_compute_of_both_ranks() -> None:
+    # Weights of 8 s take 2 s from each rank. Rank 1 has them to spare, since it waits until 8.5, and is done at 9.5;
+    # rank 0 computes from 5 + 2 to 10. The gradient's 3 s take 0.75 from both, when they have computed.
+    case = small_case(known_at="past", transfers_start="step").but(transfer_tax=0.25)
+    parts: dict[str, float] = {"attention": 8, "dispatch": 6, "experts": 16}
+    check(case, 11 + 11 + 16.75, **parts, imbalance=1 + 1 + 2, transfers=2 + 2 + 0.75)
+    # From host memory nothing is taken from the home, and dispatch does not slow weights down, which come at 8.
+    host = case.but(host_weights_s=8.0, host_path=True)
+    host = replace(host, plan=replace(host.plan, replica_paths=np.ones(1, np.uint8)))
+    check(host, 8 + 10 + 10 + 16.75, **parts, imbalance=-1 - 1 + 2, transfers=3 + 3 + 0.75, migration=8)
+
+
 def test_a_ring_of_one_layer_fetches_again_and_without_bounds_nothing_is() -> None:
     # Now both layers have a replica; of layer 0's rows one of rank 1 is for it, so rank 0 computes 4 rows as before,
     # rank 1 its 3 and the other one.

@@ -187,6 +187,29 @@ def test_on_equal_terms_all_policies_get_the_same_input() -> None:
     assert not np.array_equal(own.home, plans[0].home)
 
 
+@pytest.mark.parametrize("name", ["eplb", "trimtab", "static", "fastermoe"])
+def test_of_several_numbers_of_slots_a_balancer_has_the_best(name: str) -> None:
+    case = some_case()
+    numbers = (1, 2, 4)
+    alone = {number: simulate_policy(case.with_slots(number), name) for number in numbers}
+    found = simulate_policy(case.with_slots(*numbers), name)
+    if name in ("static", "fastermoe"):
+        # They have none, or as many as they need.
+        assert not found.slots_s
+        assert found.simulated.step_time_s == alone[1].simulated.step_time_s
+        return
+    assert tuple(found.slots_s) == numbers
+    chosen = found.plan.slots_per_rank
+    assert found.simulated.step_time_s == alone[chosen].simulated.step_time_s
+    if name == "eplb":
+        assert found.slots_s == {number: each.simulated.step_time_s for number, each in alone.items()}
+        assert found.simulated.step_time_s == min(found.slots_s.values())
+    # On a device without room for that, fewer.
+    most = sum(alone[1].memory.values())
+    small = replace(case, cluster=replace(case.cluster, device_bytes=float(max(most, 1e6))))
+    assert simulate_policy(small.with_slots(*numbers), name).plan.slots_per_rank <= chosen
+
+
 def test_sequences_are_assigned_to_mini_batches_in_order() -> None:
     case = some_case(some_trace(steps=(0,) * 7), mini_batches=3)
     outcome = simulate_policy(case, "static")
@@ -204,7 +227,7 @@ def test_permuted_experts_change_static_and_not_the_ideal() -> None:
         order_LE = random_orders(mine.num_layers, mine.num_experts, 3)
         assert np.array_equal(other.counts_SLE, permute_experts(mine.counts_SLE, order_LE))
         assert np.array_equal(mine.lengths, other.lengths)
-    found = permuted_steps(case, ("static", "balanced"), 3)
+    found = permuted_steps(case, {name: simulate_policy(case, name) for name in ("static", "balanced")}, 3)
     assert found["balanced"].step_time_s == pytest.approx(simulate_policy(case, "balanced").simulated.step_time_s)
     assert found["static"].step_time_s == simulate_policy(permuted, "static").simulated.step_time_s
     assert found["static"].step_time_s != simulate_policy(case, "static").simulated.step_time_s

@@ -98,6 +98,7 @@ def _measure(settings: CalibrationSettings) -> dict[str, Any]:
         "dispatch_node_bytes_per_s": exchange.near and fitted_rate(exchange.near),
         "dispatch_network_bytes_per_s": exchange.far and fitted_rate(exchange.far),
         "dispatch_s": widest and fitted_cost(widest),
+        "transfer_tax": Figure(links.tax),
         "device_bytes": Figure(_device_bytes(device, per_node), "a rank's memory, as the system reports it"),
         "planning_threads": Figure(max(1, (os.cpu_count() or 1) // per_node), "a rank's share of the system's cores"),
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,12 +54,14 @@ class LinkRates:
         near: from a rank of the same node; None if a node has one rank.
         far: from a rank of another node; None if there is one node.
         messages: from a rank of the same node, if they are sent although they could be read; else None.
+        tax: see `ClusterSpec.transfer_tax`; of the longest way that weights come.
     """
 
     host: float
     near: float | None
     far: float | None
     messages: float | None = None
+    tax: float = 0.0
 
 
 def measure_links(context: MeasurementContext) -> LinkRates:
@@ -84,11 +88,41 @@ def measure_links(context: MeasurementContext) -> LinkRates:
         to, source = (rank + per_node) % ranks, (rank - per_node) % ranks
         works["far"] = partial(_messages, topology, slots, homes.sources, to, source)
     taken_s = context.seconds(works)
+    far = next(name for name in ("far", "messages", "near", "host") if name in works)
+    tax = _tax(context, works[far], taken_s[far])
     copies.close()
     mirror.close()
     nbytes = EXPERTS * context.model.expert_bytes * REPETITIONS
     rates = {name: nbytes / seconds for name, seconds in taken_s.items()}
-    return LinkRates(rates["host"], rates.get("near"), rates.get("far"), rates.get("messages"))
+    return LinkRates(rates["host"], rates.get("near"), rates.get("far"), rates.get("messages"), tax)
+
+
+def _tax(context: MeasurementContext, transfer: Callable[[], object], transfer_s: float) -> float:
+    """The part of a transfer's seconds that a matrix product takes longer beside it. Collective."""
+    matrix = context.random(context.tokens, context.model.hidden_size)
+    once_s = context.seconds({"product": partial(torch.matmul, matrix, matrix.T)})["product"]
+    # Long enough that the transfer ends before.
+    times = max(1, math.ceil(2 * transfer_s / once_s))
+
+    def products() -> None:
+        for _ in range(times):
+            torch.matmul(matrix, matrix.T)
+
+    def beside() -> None:
+        if context.device.type == "cuda":
+            stream, side = torch.cuda.current_stream(context.device), torch.cuda.Stream(context.device)
+            side.wait_stream(stream)
+            with torch.cuda.stream(side):
+                transfer()
+            products()
+            stream.wait_stream(side)
+            return
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(transfer)
+            products()
+
+    taken_s = context.seconds({"products": products, "beside": beside})
+    return min(1.0, max(0.0, (taken_s["beside"] - taken_s["products"]) / transfer_s))
 
 
 def mirror_of(topology: Topology, homes: HomeExperts) -> NodeMirror:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
+from trimtab.cluster.specs import AUTO
 from trimtab.errors import InputError
 
 PluginMode = Literal["plan", "shadow", "live", "off"]
@@ -21,15 +22,15 @@ class PluginOptions:
     Attributes:
         mode: `plan` balances by recorded routing, `live` without it; `shadow` plans, reports and changes nothing;
             `off` does nothing.
-        slots_per_rank: most replicas of one layer on a rank.
+        slots_per_rank: most replicas of one layer on a rank, or `auto`; see `Session`.
     """
 
     mode: PluginMode = "plan"
-    slots_per_rank: int = 2
+    slots_per_rank: int | str = AUTO
 
     @classmethod
     def from_text(cls, text: str, *, source: str) -> PluginOptions:
-        """Options written as `mode=plan slots_per_rank=2`; empty for the defaults.
+        """Options written as `mode=plan slots_per_rank=auto`; empty for the defaults.
 
         Args:
             source: where the text is from, for messages.
@@ -62,15 +63,15 @@ class PluginOptions:
         if mode not in MODES:
             raise InputError(f"{source} has mode={mode}; it should be one of {', '.join(MODES)}")
         slots = values.get("slots_per_rank", cls.slots_per_rank)
-        return cls(cast(PluginMode, mode), _count("slots_per_rank", slots, source))
+        return cls(cast(PluginMode, mode), slots if slots == AUTO else _count("slots_per_rank", slots, source))
 
 
-_EXAMPLE = "mode=plan slots_per_rank=2"
+_EXAMPLE = "mode=plan slots_per_rank=auto"
 
 
 def _count(name: str, value: Any, source: str) -> int:
     """The value of an option that is 0 or more, a number or its digits."""
     text = str(value)
     if not (text.isascii() and text.isdigit()):
-        raise InputError(f"{source} has {name}={value}; it should be an integer, 0 or more")
+        raise InputError(f"{source} has {name}={value}; it should be auto, or an integer, 0 or more")
     return int(text)

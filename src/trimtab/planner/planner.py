@@ -315,6 +315,7 @@ def _follow(ahead: PlannedStep, schedule: Schedule, loads: StepLoads, cluster: C
 
     Predicted times are scaled by the micro-steps.
     """
+    cluster = replace(cluster, slots_per_rank=ahead.plan.slots_per_rank)
     plans = _without_replicas(loads, ahead.placement, cluster, ahead.plans[0].settings)
     scale = schedule.num_micro_steps / max(1, ahead.schedule.num_micro_steps)
     parts_s = {part: seconds * scale for part, seconds in ahead.parts_s.items()}

@@ -32,6 +32,9 @@ from trimtab.runtime.state.weight_watch import OptimizerWatch
 from trimtab.runtime.transfer.counters import Counters
 from trimtab.runtime.transfer.transfers import Transfers
 
+# Of a device's memory: that may be used in all, and that slots get before a step has shown what it needs.
+USED_PART, FIRST_PART = 0.95, 0.05
+
 
 class RankExperts:
     """Home experts of all layers, the optimizers that train them, and the copies of the experts.
@@ -77,6 +80,27 @@ class RankExperts:
         """The device of the experts."""
         return self.layers[0].device
 
+    def slot_bytes(self, settings: SessionSettings) -> int:
+        """Bytes of a slot in all layers of the ring, with the gradients that a home may get for each."""
+        first, layers = self.layers[0], settings.ring_layers
+        arriving = 1 if first.joins_in_backward else layers
+        gradient = sum(shape.numel() for shape in first.expert_shapes) * first.gradient_dtype.itemsize
+        return layers * first.expert_bytes + arriving * gradient
+
+    def most_slots(self, settings: SessionSettings) -> int:
+        """The most slots that fit the device beside all else, by the largest memory so far; before a step has run, in a
+        small part of the device."""
+        most = settings.slot_numbers[-1]
+        if self.device.type != "cuda" or len(settings.slot_numbers) == 1:
+            return most
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        has = 0 if self._transfers is None else self._transfers.ring.nbytes
+        if has:
+            room = USED_PART * total - torch.cuda.max_memory_reserved(self.device) + has
+        else:
+            room = min(FIRST_PART * total, USED_PART * total - torch.cuda.memory_reserved(self.device))
+        return max(0, min(most, int(room // self.slot_bytes(settings))))
+
     @property
     def transfers(self) -> Transfers:
         """Replica transfers; created on first use, when all layers have been added."""
@@ -84,8 +108,7 @@ class RankExperts:
             # Their memory is used in training, too.
             with torch.inference_mode(False):
                 self._transfers = Transfers(
-                    self._topology, self.layers, slots=self._settings.slots_per_rank,
-                    ring_layers=self._settings.ring_layers, counters=self._counters,
+                    self._topology, self.layers, ring_layers=self._settings.ring_layers, counters=self._counters,
                     verify_weights=bool(self._settings.verify_weights), mirror_bytes=self._settings.mirror_bytes,
                     peer_memory_bytes=self._settings.peer_memory_bytes,
                 )  # fmt: skip

@@ -62,7 +62,7 @@ class SessionBase:
         self.topology = settings.topology()
         if self.topology.rank == 0 and "nccl" in dist.get_backend(self.topology.experts):
             tell_wrong_variables()
-        num_experts, num_slots = settings.num_experts, settings.slots_per_rank
+        num_experts, num_slots = settings.num_experts, settings.slot_numbers[-1]
         self.layers: list[ExpertLayer] = []
         self.auxiliary_loss: Callable[[], str] = str
         self.rollout_placement: RolloutPlacement | None = None
@@ -115,8 +115,8 @@ class SessionBase:
 
     @property
     def slots_per_rank(self) -> int:
-        """Most replicas of one layer on a rank."""
-        return self.settings.slots_per_rank
+        """Most replicas of one layer on a rank; with `auto` of any number that may be chosen."""
+        return self.settings.slot_numbers[-1]
 
     @property
     def homes(self) -> list[HomeExperts]:

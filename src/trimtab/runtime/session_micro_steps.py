@@ -154,14 +154,15 @@ class SessionMicroSteps(SessionBase):
             self._live = None
         elif self._live is None:
             settings, experts = self.settings, self._experts
-            cluster = ClusterSpec(self.topology.num_ranks, self.topology.ranks_per_node, settings.slots_per_rank)
+            slots = settings.slot_numbers[0]
+            cluster = ClusterSpec(self.topology.num_ranks, self.topology.ranks_per_node, slots)
             number = self._end_step()
             # Nothing is read in other ranks' memory if there are no replicas.
-            by_messages = settings.paths == "message" or settings.policy == "off" or settings.slots_per_rank == 0
+            by_messages = settings.paths == "message" or settings.policy == "off" or slots == 0
             self._live = LiveBalancer(settings.policy, experts.layers, settings.plan_settings.limits(cluster))
             with torch.inference_mode(False):
                 experts.drain()
-                experts.transfers.prepare_live(self._live, number, by_messages=by_messages)
+                experts.transfers.prepare_live(self._live, number, slots, by_messages=by_messages)
             experts.changed = True
 
     def _bind(

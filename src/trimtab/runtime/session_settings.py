@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import trimtab
 from trimtab.cluster import ClusterSpec
-from trimtab.cluster.specs import RING_LAYERS
+from trimtab.cluster.specs import AUTO, AUTO_SLOTS, RING_LAYERS
 from trimtab.errors import InputError
 from trimtab.planner import PlanSettings
 from trimtab.rank_variables import is_switched_off
@@ -62,6 +62,12 @@ def finite(name: str, value: Any) -> None:
         raise InputError(f"{name} is {value!r}; it should be a finite number")
 
 
+def slots(name: str, value: object) -> None:
+    """The check of a number of slots, or "auto"."""
+    if value != AUTO:
+        at_least(0)(name, value)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SessionSettings:
     """The arguments of `Session`. Those that are not marked `OF_ONE_RANK` must be equal on all ranks.
@@ -72,7 +78,9 @@ class SessionSettings:
             without recorded routing, see `live_micro_step`; `shadow` plans and reports, but runs as `off`; `off`
             replays routing in ordinary expert parallelism. `TRIMTAB_BALANCE=mode=off` in the environment makes it
             `off`.
-        slots_per_rank: most replicas of one layer on a rank.
+        slots_per_rank: most replicas of one layer on a rank. `auto`: the fewest of 2, 4, 8 and 16 with which a step is
+            predicted to take about as long as with any, of those that fit the device; chosen at the first plan, and on
+            a GPU once more after the first step, whose memory is then known. In mode `live` 2.
         ring_layers: layers that replicas are kept for at the same time, one in use and the others prefetched.
         paths: sources of replicas' weights: home ranks (`peer`), host memory (`host`), or both; `message` is `peer`
             with messages also between GPUs of one node, which otherwise read each other's memory if they can.
@@ -111,7 +119,7 @@ class SessionSettings:
 
     num_experts: Annotated[int, at_least(1)]
     mode: Annotated[Mode, one_of(Mode)] = "plan"
-    slots_per_rank: Annotated[int, at_least(0)] = 2
+    slots_per_rank: Annotated[int | str, slots] = AUTO
     ring_layers: Annotated[int, at_least(2)] = RING_LAYERS
     paths: Annotated[Paths, one_of(Paths)] = "both"
     mirror_bytes: Annotated[int | None, at_least(0)] = None
@@ -149,6 +157,11 @@ class SessionSettings:
         """The version of Trimtab and the settings that must be equal on all ranks, by name."""
         compared = [setting.name for setting in fields(self) if OF_ONE_RANK not in _marks(setting.name)]
         return {"version of Trimtab": trimtab.__version__} | {name: getattr(self, name) for name in compared}
+
+    @property
+    def slot_numbers(self) -> tuple[int, ...]:
+        """The numbers of slots to choose from, ascending; one if it is given."""
+        return AUTO_SLOTS if self.slots_per_rank == AUTO else (int(self.slots_per_rank),)
 
     @property
     def executes_plans(self) -> bool:

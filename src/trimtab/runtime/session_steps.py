@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from trimtab.runtime.ranks.rank_calls import attempt
 from trimtab.runtime.session_micro_steps import SessionMicroSteps
 from trimtab.runtime.session_settings import SessionSettings
 from trimtab.runtime.step_planner import SessionPlanner
+from trimtab.runtime.transfer import streams
 from trimtab.trace import RoutingTrace
 from trimtab.trace.numbering import Numbering
 
@@ -42,6 +44,8 @@ class SessionSteps(SessionMicroSteps):
         super().__init__(settings)
         # What was planned of the next step during the rollout.
         self._in_rollout: PlanningInRollout | None = None
+        # Slots of a rank, or numbers to choose from; and how often one is still chosen.
+        self._slots, self._choices = settings.slot_numbers, 2
 
     def plan(self, trace: RoutingTrace, schedule: Schedule) -> PlanReport:
         """Plan a step with a given schedule, and apply the plan.
@@ -267,7 +271,7 @@ class SessionSteps(SessionMicroSteps):
         """The planner with the present settings, and these seconds for an expert that changes its rank."""
         settings = self.settings
         return SessionPlanner.of(
-            self.topology, self._experts.layers, settings, top_k=trace.top_k,
+            self.topology, self._experts.layers, settings, self._slots, top_k=trace.top_k,
             move_s_per_expert=None if settings.rates else move_s,
             scale=self._feedback.scale, excluded=self._feedback.excluded,
         )  # fmt: skip
@@ -290,12 +294,28 @@ class SessionSteps(SessionMicroSteps):
         is_counted = self._in_rollout is not None and can_slice and self._in_rollout.is_complete()
         values_RV = self._lockstep.agree(
             call, must_match={**same, **self._shared}, problem=problem,
-            values=[can_slice, is_counted, self._feedback.take()], all_data_ranks=True,
+            values=[can_slice, is_counted, self._feedback.take(), self._experts.most_slots(self.settings)],
+            all_data_ranks=True,
         )  # fmt: skip
+        if self._choices:
+            fitting = [number for number in self.settings.slot_numbers if number <= values_RV[:, 3].min()]
+            self._slots = tuple(fitting) or self.settings.slot_numbers[:1]
         self._feedback.learn(values_RV[:, 2], adapts=self.settings.rates is None)
         if not values_RV[:, 1].all():
             self._in_rollout = None
         return bool(values_RV[:, 0].all())
+
+    def _keep_slots(self, slots: int, predicted_s: Mapping[int, float]) -> None:
+        """Keep the number of slots that was chosen; on a GPU it is chosen once more, when a step has run."""
+        self._choices = self._choices - 1 if streams.has_streams(self._experts.device) else 0
+        if not self._choices:
+            self._slots = (slots,)
+        if self.topology.data_rank == 0:
+            others = ", ".join(f"{number}: {seconds:.3g} s" for number, seconds in predicted_s.items())
+            more = self._experts.slot_bytes(self.settings) * slots / 1e9
+            logging.getLogger("trimtab").warning(
+                "%d slots per rank of %.2g GB in all; predicted seconds of a step by slots: %s", slots, more, others
+            )
 
     def _take_in_rollout(self, *, sliced: bool) -> PlanningInRollout | None:
         """What was planned of this step during the rollout, once."""
@@ -312,7 +332,7 @@ class SessionSteps(SessionMicroSteps):
         self._require_plans()
         if not self.settings.executes_plans:
             return
-        slots = self.settings.slots_per_rank
+        slots = self.slots_per_rank
         if plan.slots_per_rank > slots:
             raise InputError(f"the plan is for {plan.slots_per_rank} slots a rank; this session has {slots}")
         home_LE = self._experts.placement.home
@@ -359,6 +379,8 @@ class SessionSteps(SessionMicroSteps):
         if schedule is None:
             planned = replace(planned, max_vio_before=float(max_over_mean(before).mean() - 1))
         number = self._end_step()
+        if planned.slots_s:
+            self._keep_slots(plan.slots_per_rank, planned.slots_s)
         transfers = experts.transfers if is_executed else None
         following = None
         if slices is not None:

@@ -51,6 +51,7 @@ class SessionPlanner:
         settings: settings of the planner.
         mode: mode of the session.
         excluded: strategies that are not used; see `StepPlanning`.
+        slots: numbers of slots of a rank of which the plan chooses one; none: the cluster's.
     """
 
     topology: Topology
@@ -60,6 +61,7 @@ class SessionPlanner:
     settings: PlanSettings
     mode: Mode
     excluded: frozenset[str] = frozenset()
+    slots: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -67,6 +69,7 @@ class SessionPlanner:
         topology: Topology,
         layers: Sequence[HomeExperts],
         settings: SessionSettings,
+        slots: tuple[int, ...],
         *,
         top_k: int,
         move_s_per_expert: float | None = None,
@@ -76,6 +79,7 @@ class SessionPlanner:
         """A planner for these layers.
 
         Args:
+            slots: of a rank, or several numbers of which the plan chooses one.
             move_s_per_expert: measured seconds to bring one expert with its optimizer state to another rank, for
                 renumbering; from the rates by default.
             scale: factor of the costs of compute and links.
@@ -84,7 +88,7 @@ class SessionPlanner:
         first = layers[0]
         cluster, costs = _prices(
             settings.rates or default_rates(first.device), topology.num_ranks, topology.ranks_per_node,
-            topology.groups, settings.slots_per_rank, settings.ring_layers, settings.paths,
+            topology.groups, slots[0], settings.ring_layers, settings.paths,
             None if settings.mirror_bytes is None else settings.mirror_bytes // first.expert_bytes,
             first.dispatch_forwards, len(layers), first.num_experts, tuple(first.expert_shapes), first.dtype.itemsize,
             first.expert_groups, top_k,
@@ -94,7 +98,8 @@ class SessionPlanner:
             operations = operations._replace(near_state_s=move_s_per_expert, far_state_s=move_s_per_expert)
         costs = replace(costs, operations=operations)
         placement = Placement(np.broadcast_to(first.places.home_E, (len(layers), first.num_experts)))
-        return cls(topology, cluster, placement, costs, settings.plan_settings, settings.mode, excluded)
+        numbers = slots if len(slots) > 1 else ()
+        return cls(topology, cluster, placement, costs, settings.plan_settings, settings.mode, excluded, numbers)
 
     def for_schedule(
         self,
@@ -244,6 +249,7 @@ class SessionPlanner:
             "excluded": self.excluded,
             "may_move": may_move,
             "sliced": sliced,
+            "slots": self.slots,
         }
 
     def _static(self, loads: StepLoads, by_expert_G: Sequence[ExpertLoads], schedule: Schedule) -> PlannedStep:

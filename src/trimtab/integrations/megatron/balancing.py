@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import nn
 
 from trimtab.array_type import Array
+from trimtab.cluster.specs import AUTO
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.balanced_layer import BalancedLayer
 from trimtab.integrations.megatron.layer_numbers import moe_layers, number_layers
@@ -37,7 +38,7 @@ def balance(
     model_chunks: nn.Module | Sequence[nn.Module],
     *,
     pg_collection: Any = None,
-    slots_per_rank: int = 2,
+    slots_per_rank: int | str = AUTO,
     mode: Mode = "plan",
     nodes: Sequence[int] | None = None,
     routes_of_stage: bool = False,
@@ -52,7 +53,8 @@ def balance(
     Args:
         model_chunks: the model of this rank, or its chunks in an interleaved pipeline, in order.
         pg_collection: Megatron's `ProcessGroupCollection`; the groups of `parallel_state` by default.
-        slots_per_rank: most replicas of one layer on a rank. With HybridEP up to 3 more, where its kernels need them.
+        slots_per_rank: most replicas of one layer on a rank, or `auto`; see `Session`. With HybridEP up to 3 more,
+            where its kernels need them.
         mode: see `Session`. In `shadow` and `off` Megatron runs as without this call. `live` balances what
             `MegatronSession.live` runs, by any `policy` but `feplb`.
         nodes: the node number of each rank of the expert-parallel group, in its order; by host name by default.

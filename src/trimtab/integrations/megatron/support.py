@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher
 from torch import nn
 
+from trimtab.cluster.specs import AUTO, AUTO_SLOTS
 from trimtab.errors import InputError
 from trimtab.integrations.megatron.experts import experts_of
 from trimtab.integrations.megatron.option_tables import options_of, refusals
@@ -56,8 +57,9 @@ def warn_of_unknown(*configs: Any) -> None:
         )
 
 
-def fitting_slots(layer: MoELayer, slots_per_rank: int, nodes: Sequence[int] | None) -> int:
-    """The least number of slots, `slots_per_rank` or more, with which the layer's dispatcher works.
+def fitting_slots(layer: MoELayer, slots_per_rank: int | str, nodes: Sequence[int] | None) -> int | str:
+    """The least number of slots, `slots_per_rank` or more, with which the layer's dispatcher works; of `auto` that, if
+    its largest number is one, else of its smallest.
 
     HybridEP needs a multiple of 4 experts, H + S for each rank, in every NVLink domain (`csrc/hybrid_ep/config.cuh` in
     DeepEP's branch hybrid-ep). Domains have as many ranks as a variable says, or are whole nodes.
@@ -73,7 +75,12 @@ def fitting_slots(layer: MoELayer, slots_per_rank: int, nodes: Sequence[int] | N
     homes, ranks = layer.num_local_experts, 1 if nodes is None else list(nodes).count(nodes[0])
     text = os.environ.get(HYBRID_EP_RANKS, "")
     ranks = int(text) if text.isdecimal() else ranks
-    return next(slots for slots in range(slots_per_rank, slots_per_rank + 4) if ranks * (homes + slots) % 4 == 0)
+    if slots_per_rank == AUTO:
+        if ranks * (homes + AUTO_SLOTS[-1]) % 4 == 0:
+            return AUTO
+        slots_per_rank = AUTO_SLOTS[0]
+    least = int(slots_per_rank)
+    return next(slots for slots in range(least, least + 4) if ranks * (homes + slots) % 4 == 0)
 
 
 def auxiliary_loss(config: Any) -> str:

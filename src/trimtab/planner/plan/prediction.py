@@ -102,7 +102,10 @@ def _run_passes(run, closes_M, parts_MBP):  # type: ignore[no-untyped-def]
             for part in range(parts_MBP.shape[2]):
                 parts_MBP[m, backward, part] += clocks.parts_DP[0, part]
         if closes_M[m]:
-            parts_MBP[m, 1, TRANSFERS] += max(0.0, returned_by(run.transfers).max() - clocks.time_D[0])
+            late = max(0.0, returned_by(run.transfers).max() - clocks.time_D[0])
+            parts_MBP[m, 1, TRANSFERS] += late
+            for d in range(len(clocks.time_D)):
+                clocks.time_D[d] += late
 
 
 def plan_parts(plan: StepPlan, work: RankWork, dense: tuple[Array, Array], costs: StepCosts) -> Array:

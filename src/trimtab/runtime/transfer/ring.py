@@ -61,7 +61,6 @@ class ReplicaRing:
 
     Args:
         homes: this rank's home experts of all layers.
-        slots: most replicas of one instance on a rank.
         buffers: number of buffers, at least 2. Each holds one instance; one is in use while the others are filled.
 
     Attributes:
@@ -74,7 +73,6 @@ class ReplicaRing:
         topology: Topology,
         homes: Sequence[HomeExperts],
         *,
-        slots: int,
         buffers: int,
         mirror: NodeMirror,
         counters: Counters,
@@ -85,10 +83,8 @@ class ReplicaRing:
         self._topology = topology
         self._homes = homes
         self._device = homes[0].device
-        shapes, dtype = homes[0].expert_shapes, homes[0].dtype
-        self._buffers = [
-            [torch.zeros(slots, *shape, dtype=dtype, device=self._device) for shape in shapes] for _ in range(buffers)
-        ]
+        self._buffers: list[list[torch.Tensor]] = [[] for _ in range(buffers)]
+        self._slots = -1
         # Separate, so that copies of one path do not wait for those of the other.
         self.host_copies, self.peer_copies = BackgroundCopies(self._device), BackgroundCopies(self._device)
         self._visits = Visits()
@@ -106,14 +102,23 @@ class ReplicaRing:
         """Memory of all buffers."""
         return sum(tensor.nbytes for buffer in self._buffers for tensor in buffer)
 
-    def prepare(self, replicas: ReplicasOfStep, plan_number: int) -> None:
-        """Set the plan. The ring must be drained.
+    def prepare(self, replicas: ReplicasOfStep, plan_number: int, slots: int) -> None:
+        """Set the plan, and allocate its slots. The ring must be drained.
 
         Args:
             replicas: the plan's replicas.
             plan_number: the plan's number in the session.
+            slots: most replicas of one instance on a rank.
         """
         self._replicas, self._plan_number = replicas, plan_number
+        if slots != self._slots:
+            self._slots, first, number = slots, self._homes[0], len(self._buffers)
+            # The old memory is free before.
+            self._buffers = [[] for _ in range(number)]
+            for buffer in self._buffers:
+                buffer += [
+                    torch.zeros(slots, *shape, dtype=first.dtype, device=self._device) for shape in first.expert_shapes
+                ]
 
     def begin(self, micro_step: int) -> None:
         """Start the transfers of a micro-step's first layers. Call at the start of its forward."""

@@ -26,7 +26,6 @@ class Transfers:
 
     Args:
         layers: all layers of the session.
-        slots: most replicas of one layer on a rank.
         ring_layers: layers that replicas are kept for at the same time.
         verify_weights, mirror_bytes, peer_memory_bytes: see `Session`.
 
@@ -40,7 +39,6 @@ class Transfers:
         topology: Topology,
         layers: Sequence[HomeExperts],
         *,
-        slots: int,
         ring_layers: int,
         counters: Counters,
         verify_weights: bool,
@@ -58,7 +56,6 @@ class Transfers:
         self.ring = ReplicaRing(
             topology,
             layers,
-            slots=slots,
             buffers=ring_layers,
             mirror=NodeMirror(topology, layers[0].expert_like, layers[0].device, mirror_bytes),
             counters=counters,
@@ -93,7 +90,7 @@ class Transfers:
         if self._is_live and not self._may_read_peers:
             self.ring.peers = None
         self._is_live = False
-        self.ring.prepare(replicas, number)
+        self.ring.prepare(replicas, number, plan.slots_per_rank)
         nodes = range(plan.num_ranks // plan.ranks_per_node)
         if slices is None:
             nothing = np.zeros((0, 2), np.int64)
@@ -111,16 +108,17 @@ class Transfers:
         most = int(np.bincount(instance[home == self._topology.rank], minlength=1).max())
         self.returns.reserve(self.layers[0], most if slices is None else slices.most_returns)
 
-    def prepare_live(self, replicas: ReplicasOfStep, number: int, *, by_messages: bool) -> None:
+    def prepare_live(self, replicas: ReplicasOfStep, number: int, slots: int, *, by_messages: bool) -> None:
         """Prepare for live micro-steps, whose replicas are not known yet. Nothing may be in transfer.
 
         Args:
             replicas: those that are chosen while micro-steps run.
             number: a number that no plan of the session has.
+            slots: most replicas of one layer on a rank.
             by_messages: see `prepare`. Otherwise ranks of a node read each other's memory, on CPUs in shared memory.
         """
         self.plan_number = number
-        self.ring.prepare(replicas, number)
+        self.ring.prepare(replicas, number, slots)
         nothing = np.zeros((0, 2), np.int64)
         self.ring.mirror.hold([nothing] * (self._topology.num_ranks // self._topology.ranks_per_node))
         if by_messages or self._topology.ranks_per_node == 1:
