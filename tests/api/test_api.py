@@ -150,7 +150,7 @@ def test_repr_of_a_sweep(folder: Path) -> None:
     result = call("simulate", folder / "run", folder, ranks=(2, 4), policies=())
     assert len(repr(result).splitlines()) <= 5
     assert "1 more in cases" in repr(result)
-    assert repr(result.cases[1]) == "SimulatedCase: 4 ranks, 2 slots, 2 micro-steps; static, balanced"
+    assert repr(result.cases[1]) == "SimulatedCase: 4 ranks, auto slots, 2 micro-steps; static, balanced"
 
 
 def test_dir_and_help_list_the_functions() -> None:

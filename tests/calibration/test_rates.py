@@ -232,8 +232,44 @@ def test_rates_of_links_are_bytes_that_were_copied(monkeypatch: pytest.MonkeyPat
             found[name] = moved / {"host": 1e9, "near": 2e9, "far": 3e9}[name]
         return found
 
+    taxed: list[tuple[float, bool]] = []
+
+    def tax(_: Any, transfer: Any, transfer_s: float) -> float:
+        sent.clear()
+        transfer()
+        taxed.append((transfer_s, bool(sent)))
+        return 0.25
+
+    monkeypatch.setattr(transfer_rates, "_tax", tax)
     topology = SimpleNamespace(rank=1, num_ranks=4, ranks_per_node=2, weights=None)
-    assert measure_links(context_of(topology=topology, seconds=seconds)) == LinkRates(1e9, 2e9, 3e9)
+    rates = measure_links(context_of(topology=topology, seconds=seconds))
+    assert rates == LinkRates(1e9, 2e9, 3e9, tax=0.25)
+    # Of messages between nodes.
+    ((transfer_s, are_messages),) = taxed
+    assert are_messages
+    assert transfer_s == pytest.approx(sum(sent) / 3e9)
+
+
+@pytest.mark.parametrize(("slowed_s", "tax"), [(0.3, 0.0), (0.42, 0.24), (9.0, 1.0)])
+def test_the_tax_is_what_products_take_longer_beside_a_transfer(slowed_s: float, tax: float) -> None:
+    """A transfer takes 0.5 s and a product 0.03: 34 of them take longer than two transfers."""
+    calls: list[str] = []
+
+    def seconds(works: dict[str, Any]) -> dict[str, float]:
+        for work in works.values():
+            work()
+        found = {"product": 0.03, "products": 0.3, "beside": slowed_s}
+        return {name: found[name] for name in works}
+
+    context = SimpleNamespace(
+        device=CPU,
+        tokens=4,
+        model=SimpleNamespace(hidden_size=3),
+        seconds=seconds,
+        random=lambda *shape: torch.ones(shape),
+    )
+    found = transfer_rates._tax(context, lambda: calls.append("transfer"), 0.5)  # type: ignore[arg-type]
+    assert (found, calls) == (pytest.approx(tax), ["transfer"])
 
 
 def test_every_rate_goes_to_its_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +278,7 @@ def test_every_rate_goes_to_its_field(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("os.cpu_count", lambda: 7)
     monkeypatch.setattr(calibrate.MeasurementContext, "of_all_ranks", lambda *_, **__: context)
     monkeypatch.setattr(calibrate, "measure_memory", lambda _: (3e9, 4e9))
-    monkeypatch.setattr(calibrate, "measure_links", lambda _: LinkRates(1e9, 5e9, 7e9))
+    monkeypatch.setattr(calibrate, "measure_links", lambda _: LinkRates(1e9, 5e9, 7e9, tax=0.3))
     far, near = Fit((2e8,), (4e-6,), 0.02), Fit((11e9,), (1e-6,), 0.01)
     monkeypatch.setattr(calibrate, "measure_exchange", lambda _: ExchangeFits(near, far))
     experts = ExpertFit(Fit((17e12,), (3e-6, 4e-6), 0.03), 64, 2.25, 0.05)
@@ -264,6 +300,7 @@ def test_every_rate_goes_to_its_field(tmp_path: Path, monkeypatch: pytest.Monkey
             "dense_flops": 19e12, "attention_flops": 23e12, "layer_s": 9e-6, "dense_backward": 1.75,
             "memory_bytes_per_s": 3e9, "host_bytes_per_s": 1e9, "node_bytes_per_s": 5e9, "network_bytes_per_s": 7e9,
             "dispatch_node_bytes_per_s": 11e9, "dispatch_network_bytes_per_s": 2e8, "dispatch_s": 4e-6,
+            "transfer_tax": 0.3,
         }
     )  # fmt: skip
     assert taken["checks"] == {"optimizer_bytes_per_s": 4e9}

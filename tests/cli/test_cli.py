@@ -100,7 +100,7 @@ def test_windows_is_refused_by_name(error_of: Printed, monkeypatch: pytest.Monke
         (["plan", "{trace}", "--ranks", "2", "--slots", "4097"], "slots per rank is 4097; it should be from 0 to 4096"),
         (["plan", "{trace}", "--ranks", "2", "-o", "{folder}/" + "a" * 300], "File name too long"),
         (["plan", "{trace}", "--ranks", "2", "--model", "{config}", "--set", "hidden_size=wide"], "hidden_size"),
-        (["plan", "{trace}", "--ranks", "2", "--max-rows-per-rank", "9"], " can be kept with 2 slots per rank"),
+        (["plan", "{trace}", "--ranks", "2", "--max-rows-per-rank", "9"], " can be kept with 16 slots per rank"),
         (["plan", "{trace}", "--ranks", "2", "--max-rows-per-rank", "0"], "'0' should be a whole number of at least 1"),
         (["plan", "{trace}", "--ranks", "2", "--policy", "llep", "--exact"], "are for policy trimtab"),
         (["plan", "{trace}", "--ranks", "2", "--model", "{trace}"], "can't be read as text"),

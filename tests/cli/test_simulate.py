@@ -197,7 +197,7 @@ def test_micro_steps_that_cannot_be_met_are_explained(
 
 def test_a_sweep_explains_micro_steps_case_by_case(simulate: Printed, places: Places) -> None:
     printed = " ".join(simulate("--micro-steps", "3", "12", policies=("static",)).split())
-    assert "4 ranks, 2 slots, 12 micro-steps: Asked for 12 micro-steps, made 3" in printed
+    assert "4 ranks, auto slots, 12 micro-steps: Asked for 12 micro-steps, made 3" in printed
     assert printed.count("Asked for") == 1
 
 
@@ -221,7 +221,7 @@ def test_the_first_case_that_fits_is_the_answer(simulate: Printed, places: Place
     """One micro-step needs more memory than three."""
     sweep = ("--micro-steps", "1", "3", "--json", "{folder}/s.json", "--cluster", "{cluster}",
              "--recompute-granularity", "none")  # fmt: skip
-    assert "4 ranks, 2 slots, 1 micro-step: Imbalance costs" in simulate(*sweep)
+    assert "4 ranks, auto slots, 1 micro-step: Imbalance costs" in simulate(*sweep)
     peaks = [
         [sum(each["memory_bytes"].values()) for each in case["policies"].values()] for case in figures(places)["sweep"]
     ]
@@ -230,7 +230,7 @@ def test_the_first_case_that_fits_is_the_answer(simulate: Printed, places: Place
     assert "[device_bytes]\nvalue = 80e9\n" in text
     between = (max(peaks[1]) + min(peaks[0])) // 2
     places["cluster"].write_text(text.replace("[device_bytes]\nvalue = 80e9\n", f"[device_bytes]\nvalue = {between}\n"))
-    assert "4 ranks, 2 slots, 3 micro-steps: Imbalance costs" in simulate(*sweep)
+    assert "4 ranks, auto slots, 3 micro-steps: Imbalance costs" in simulate(*sweep)
 
 
 def test_sweep_runs_every_combination(simulate: Printed, places: Places) -> None:

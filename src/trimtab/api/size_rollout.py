@@ -12,6 +12,7 @@ import numpy as np
 from trimtab.api.arguments import ModelSource, Overrides, check_optional, check_whole, model_of, numbers
 from trimtab.cluster.model_names import hub_ids, preset_of
 from trimtab.cluster.spec_files import load_node
+from trimtab.cluster.specs import AUTO, AUTO_SLOTS
 from trimtab.errors import InputError
 from trimtab.report.number_text import bytes_text, seconds
 from trimtab.report.rollout_sizing import engine_settings, rollout_answer
@@ -111,7 +112,7 @@ def size_rollout(
     gpus: int = 64,
     token_ms: int = TOKEN_MS,
     context: int | None = None,
-    slots: int = 2,
+    slots: int | str = AUTO,
     micro_batches: int | Sequence[int] = MICRO_BATCHES,
     gpu_hour: float | None = None,
     expert_gpu_hour: float | None = None,
@@ -126,8 +127,8 @@ def size_rollout(
         gpus: most of a deployment; a larger rollout has several.
         token_ms: most milliseconds per output token.
         context: tokens in the KV cache of a sequence, the mean; by default that of the step's responses.
-        slots: copies of hot experts in each layer of a rank, where there are copies. They are placed by the loads of
-            the step before, if there is one.
+        slots: copies of hot experts in each layer of a rank, where there are copies; "auto": 2. They are placed by the
+            loads of the step before, if there is one.
         micro_batches: numbers of micro-batches on separate ranks, 2 to 4.
         gpu_hour, expert_gpu_hour: prices of an hour of one GPU of each kind; None: no money.
         step: RL step whose tokens are decoded; by default the last.
@@ -135,7 +136,8 @@ def size_rollout(
     Raises:
         InputError: one line, if an argument is out of range, or no deployment fits memory or the time per token.
     """
-    check_whole(1, gpus=gpus, token_ms=token_ms, slots=slots)
+    copied: Any = AUTO_SLOTS[0] if slots == AUTO else slots
+    check_whole(1, gpus=gpus, token_ms=token_ms, slots=copied)
     check_optional(1, context=context)
     check_optional(0, step=step)
     numbers_of = numbers(micro_batches)
@@ -158,7 +160,7 @@ def size_rollout(
     costs = [DecodeCosts(load_node(name or cluster), spec, tokens) for name in (cluster, expert_cluster)]
     times = ExpertTimes(decoded, earlier[-1] if earlier else decoded, min(MOST_TOKENS, gpus * SEQUENCES[-1]))
     prices = None if gpu_hour is None else (gpu_hour, gpu_hour if expert_gpu_hour is None else expert_gpu_hour)
-    search = Search(times, costs[0], costs[1], gpus, token_ms / 1e3, slots, tuple(numbers_of), prices)
+    search = Search(times, costs[0], costs[1], gpus, token_ms / 1e3, copied, tuple(numbers_of), prices)
     deployments, fastest = [], []
     for colocated in (True, False):
         for copies in (False, True):

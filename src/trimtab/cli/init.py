@@ -35,7 +35,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Rollout": {"gpus": "64", "token_ms": "150", "context": "8000", "expert_cluster": '"h200x8"'},
     "Price": {"gpu_hour": "2.50", "expert_gpu_hour": "3.50"},
 }  # fmt: skip
-SET = ("cluster", "groups", "mini_batches")
+SET = ("cluster", "groups", "slots", "mini_batches")
 
 
 def add(commands: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 
 from trimtab.api.size_rollout import size_rollout
-from trimtab.cli.options import add_model, add_options, add_settings, add_trace, given, positive, whole
+from trimtab.cli.options import SHARED, add_model, add_options, add_settings, add_trace, given, positive
 from trimtab.cli.output import write_figures
 from trimtab.report.rollout_sizing import rollout_tables
 from trimtab.report.tables import terminal_table
@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
     option("--gpus", type=positive, help="most GPUs of a deployment")
     option("--token-ms", type=positive, help="most milliseconds per output token")
     option("--context", type=positive, unset="the trace's", help="tokens in a sequence's KV cache, the mean")
-    option("--slots", type=whole, help="copies of hot experts in each layer of a rank, where there are copies")
+    option("--slots", help=f"{SHARED['--slots'][1]}; of copies of hot experts 2")
     option("--micro-batches", type=positive, nargs="+", help="numbers of micro-batches on separate ranks")
     option("--gpu-hour", unset="no money")
     option("--expert-gpu-hour", unset="no money")
