@@ -113,8 +113,9 @@ def build_variants(settings: RuntimeBenchmark) -> RuntimeVariants:
         one_node = replace(session.topology, ranks_per_node=num_ranks)
         # Rates of links between nodes do not count on one node.
         planner = SessionPlanner.of(
-            one_node, session.homes, replace(session.settings, rates=None), top_k=settings.top_k
-        )
+            one_node, session.homes, replace(session.settings, rates=None), session.settings.slot_numbers,
+            top_k=settings.top_k,
+        )  # fmt: skip
         trace = skewed.select(mine)
         planned, _ = planner.for_schedule(trace, schedule)
         session.apply_plan(replace(planned, plans=(replace(planned.plan, ranks_per_node=per_node),)), trace)

@@ -32,7 +32,7 @@ from trimtab.cluster.step_costs import ALL_TO_ALLS
 from trimtab.planner import Schedule, Workload
 from trimtab.planner.plan.step_times import dense_seconds
 from trimtab.simulator.step import StepSettings
-from trimtab.timeline.parts import PARTS
+from trimtab.timeline import PARTS
 
 
 def bound_step(

@@ -126,8 +126,8 @@ def _fluctuation(preset: SkewPreset, seed: int) -> dict[str, Any]:
 
 def _permuted(seed: int) -> list[dict[str, float]]:
     """Step times of the example of docs/results.md with the ids of experts in other random orders."""
-    result = _simulated(BASE, seed, EXAMPLE, ("static",))
-    steps = [permuted_steps(result.case, COMPARED[:3], draw) for draw in range(DRAWS)]
+    result = _simulated(BASE, seed, EXAMPLE, COMPARED[:3])
+    steps = [permuted_steps(result.case, result.outcomes, draw) for draw in range(DRAWS)]
     return [{name: step.step_time_s for name, step in each.items()} for each in steps]
 
 

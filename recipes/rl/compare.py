@@ -27,7 +27,7 @@ from trimtab.report.number_text import seconds
 from trimtab.report.timelines import write_perfetto
 from trimtab.runtime.ranks import recorder as kinds
 from trimtab.runtime.ranks.recorder import BACKWARD, Recording
-from trimtab.timeline.parts import PARTS
+from trimtab.timeline import PARTS
 from trimtab.timeline.recorded_operations import LANES
 
 if TYPE_CHECKING:

@@ -269,7 +269,8 @@ def test_the_tax_is_what_products_take_longer_beside_a_transfer(slowed_s: float,
         random=lambda *shape: torch.ones(shape),
     )
     found = transfer_rates._tax(context, lambda: calls.append("transfer"), 0.5)  # type: ignore[arg-type]
-    assert (found, calls) == (pytest.approx(tax), ["transfer"])
+    assert found == pytest.approx(tax)
+    assert calls == ["transfer"]
 
 
 def test_every_rate_goes_to_its_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

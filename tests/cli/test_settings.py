@@ -71,6 +71,7 @@ def test_keys_are_the_options_of_the_commands(write: Callable[[str], Path]) -> N
     common = {"model": "qwen3-30b-a3b", "micro_steps": 4, "overrides": (("vocab_size", 5),), "recompute": False}
     assert arguments("analyze", path) == common | {"ranks": 8, "step_tokens": 2_000_000, "dispatcher": "tokens"}
     assert arguments("plan", path) == common | {"ranks": 8, "slots": 1, "dispatcher": "tokens"}
+    assert arguments("advise", path, "--gpu-hour", "0")["gpu_hour"] == 0
     both = {"step_tokens": 2_000_000}
     assert arguments("advise", path) == common | both | {
         "ranks": 8, "slots": 1, "dispatcher": "tokens", "gpu_hour": 2.0,

@@ -10,7 +10,7 @@ from trimtab.cluster import ClusterSpec
 from trimtab.planner import Placement, PlannedStep, Schedule, StepPlan, Workload
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.strategy import NOTHING
-from trimtab.timeline.parts import PARTS
+from trimtab.timeline import PARTS
 from trimtab.trace import RoutingTrace
 
 

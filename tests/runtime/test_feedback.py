@@ -22,7 +22,7 @@ from trimtab.planner.plan.strategy import ALL_BUT_NOTHING, ANY, NEAR, NOTHING, S
 from trimtab.runtime import PlannedStep
 from trimtab.runtime import feedback as feedback_module
 from trimtab.runtime.feedback import COMPARED_EVERY, DROPPED_STEPS, FIRST_COMPARED, Feedback
-from trimtab.timeline.parts import PARTS
+from trimtab.timeline import PARTS
 
 NEAR_REPLICAS, REHOME = Strategy(replicas=NEAR), Strategy(homes=STEP)
 

@@ -30,7 +30,7 @@ def test_memory_does_not_grow_with_depth() -> None:
     """The pool does not grow with depth, host memory is limited, and its file is unlinked."""
     for layers in (4, 16):
         shape = replace(SHAPE, layers=layers)
-        session, model, _ = make(shape=shape)
+        session, model, _ = make(shape=shape, slots_per_rank=2)
         step = Step(0, shape=shape)
         report = step.apply(session)
         step.run(session, model)
@@ -163,7 +163,7 @@ def test_plan_that_saves_too_little_is_not_executed() -> None:
 
 @runs_on_ranks()
 def test_invalid_plans_are_refused_before_any_work() -> None:
-    session, model, _ = make()
+    session, model, _ = make(slots_per_rank=2)
     step = Step(1)
     home_LE = step.plan.home.copy()
     home_LE[1, [0, -1]] = home_LE[1, [-1, 0]]

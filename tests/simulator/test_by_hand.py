@@ -24,7 +24,7 @@ from trimtab.planner.plan.prediction import predict
 from trimtab.policies import Traits
 from trimtab.policies.planning_time import Exchange
 from trimtab.simulator.step import StepSettings
-from trimtab.timeline.parts import PARTS
+from trimtab.timeline import PARTS
 
 MICROSECOND = 1e-6
 

@@ -38,7 +38,7 @@ from trimtab.planner.schedule.grouping import group_by_routing
 from trimtab.planner.schedule.schedule import Schedule, pack_by_length
 from trimtab.planner.schedule.sequence_counts import SequenceCounts
 from trimtab.planner.schedule.time_packing import dense_rows, pack_by_time
-from trimtab.timeline.parts import MIGRATION
+from trimtab.timeline import MIGRATION
 from trimtab.trace.routing import RoutingTrace
 
 

@@ -32,7 +32,7 @@ from trimtab.report.tables import Row, TableData, first_lines, html_table, termi
 from trimtab.report.widgets import Section, facts, heat_map, lead, notes_section, options
 from trimtab.simulator.pipeline import BUBBLE
 from trimtab.simulator.simulated_case import SimulatedCase
-from trimtab.timeline.parts import PARTS
+from trimtab.timeline import PARTS
 from trimtab.trace import RoutingTrace
 
 SHOWN_LAYERS = 10

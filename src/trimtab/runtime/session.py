@@ -25,7 +25,7 @@ from trimtab.runtime.session_steps import SessionSteps
 from trimtab.runtime.state.expert_places import ExpertPlaces
 from trimtab.runtime.state.old_state import state_in_order
 from trimtab.runtime.state.optimizer_rows import ExpertState
-from trimtab.runtime.state.renumbering import OnRenumber, check_order, numberings, places_after, tensors_by_expert
+from trimtab.runtime.state.renumbering import OnRenumber, check_order, places_after, tensors_by_expert
 from trimtab.runtime.state.whole_state import WholeState
 from trimtab.runtime.transfer import streams
 from trimtab.trace.numbering import Numbering
@@ -108,6 +108,9 @@ class Session(SessionSteps, SessionGradients):
         """
         self._experts.need_own("be registered with optimizers")
         self._experts.optimizers.register(optimizers)
+        if self.numbering is not None:
+            # The experts may be other Parameters by now.
+            self.numbering = self.numbering
 
     def set_framework_state(self, state: ExpertState) -> None:
         """Let `renumber` exchange the experts of framework layers. Not a collective.
@@ -172,8 +175,6 @@ class Session(SessionSteps, SessionGradients):
         self._experts.renumber(places_L, order, others_L)
         self.decoder_layers = layers
         self.numbering = (self.numbering or Numbering()).then(order, layers)
-        for layer, number in zip(self.homes, layers.tolist(), strict=True):
-            numberings.update(dict.fromkeys(layer.parameters, (self.numbering, number)))
         for index, order_E in enumerate(order):
             for callback in self._on_renumber:
                 callback(index, order_E)

@@ -47,9 +47,6 @@ class SessionBase:
         topology: process groups, and this rank's numbers in them.
         layers: the layers that a model of torch modules calls, in the order of `add_layer`.
         counters: counts what `Session.take_metrics` reports.
-        numbering: of the weights that the model has now; None if it was never renumbered. Assign that of a renumbered
-            checkpoint, `Numbering.of_checkpoint(folder)`, and, while older weights stand in for the model's to replay
-            recorded ids, the numbering of these.
         decoder_layers: `[L]`, the layers of the model that the session's are, as traces and numberings count them; None
             for 0 to L - 1. Integrations set them, and the first `renumber`.
         rollout_placement: counts the routing of every plan, for `Session.sync_placement`; None by default.
@@ -66,7 +63,7 @@ class SessionBase:
         self.layers: list[ExpertLayer] = []
         self.auxiliary_loss: Callable[[], str] = str
         self.rollout_placement: RolloutPlacement | None = None
-        self.numbering: Numbering | None = None
+        self._numbering: Numbering | None = None
         self.decoder_layers: Array | None = None
         self._on_renumber: list[OnRenumber] = []
         self._initial_E: Array = self.topology.initial_placement(1, num_experts).home[0]
@@ -107,6 +104,22 @@ class SessionBase:
     @paths.setter
     def paths(self, paths: Paths) -> None:
         self.settings = replace(self.settings, paths=paths)
+
+    @property
+    def numbering(self) -> Numbering | None:
+        """Of the weights that the model has now, in later sessions of the model, too; None if it was never renumbered.
+
+        Assign that of a renumbered checkpoint, `Numbering.of_checkpoint(folder)`, and, while older weights stand in for
+        the model's to replay recorded ids, the numbering of these.
+        """
+        return self._numbering
+
+    @numbering.setter
+    def numbering(self, numbering: Numbering | None) -> None:
+        self._numbering = numbering
+        numbers = range(len(self.homes)) if self.decoder_layers is None else self.decoder_layers.tolist()
+        for layer, number in zip(self.homes, numbers, strict=False):
+            numberings.update(dict.fromkeys(layer.parameters, (numbering, number)))
 
     @property
     def num_experts(self) -> int:
@@ -236,7 +249,7 @@ class SessionBase:
         """Take over the numbering of experts that an earlier session has renumbered, and their decoder layers if all
         are."""
         if homes.parameters[0] in numberings:
-            self.numbering, number = numberings[homes.parameters[0]]
+            self._numbering, number = numberings[homes.parameters[0]]
             before = np.empty(0, np.int64) if self.decoder_layers is None else self.decoder_layers
             if len(before) == homes.index:
                 self.decoder_layers = np.append(before, number)

@@ -22,6 +22,7 @@ from trimtab.simulator.pipeline import BUBBLE, PassTimes, Pipeline
 from trimtab.simulator.resampling import ResampledTrace
 from trimtab.simulator.timeline import Rounds, run_step
 from trimtab.simulator.token_replay import count_transfers
+from trimtab.timeline import PARTS
 from trimtab.timeline.layer_passes import (
     AT_LAYER,
     AT_MICRO_STEP,
@@ -34,7 +35,6 @@ from trimtab.timeline.layer_passes import (
     Recipe,
     Run,
 )
-from trimtab.timeline.parts import PARTS
 from trimtab.timeline.recorded_operations import Operations
 from trimtab.timeline.replica_transfers import Copies
 from trimtab.trace import RoutingTrace

@@ -13,9 +13,9 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
 from trimtab.simulator.pipeline import PassTimes
+from trimtab.timeline import MIGRATION, OPTIMIZER, PLANNING, TRANSFERS
 from trimtab.timeline.clocks import Clocks
 from trimtab.timeline.layer_passes import Run, run_pass
-from trimtab.timeline.parts import MIGRATION, OPTIMIZER, PLANNING, TRANSFERS
 from trimtab.timeline.recorded_operations import COLUMNS, Operations
 from trimtab.timeline.replica_transfers import returned_by
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
+from trimtab.timeline import ATTENTION, EXPERTS, IMBALANCE, PARTS, TRANSFERS
 from trimtab.timeline import recorded_operations as rec
-from trimtab.timeline.parts import ATTENTION, EXPERTS, IMBALANCE, PARTS, TRANSFERS
 
 # Layer of an operation outside layers.
 NO_LAYER = np.int64(-1)

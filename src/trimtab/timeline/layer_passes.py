@@ -15,9 +15,9 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.cluster.operations import OperationCosts
 from trimtab.kernels import kernel
+from trimtab.timeline import DISPATCH, EXPERTS, IMBALANCE, PLANNING
 from trimtab.timeline import recorded_operations as rec
 from trimtab.timeline.clocks import NO_LAYER, Clocks, compute, record, synchronise, wait
-from trimtab.timeline.parts import DISPATCH, EXPERTS, IMBALANCE, PLANNING
 from trimtab.timeline.replica_transfers import (
     TIME,
     Copies,

@@ -22,9 +22,9 @@ from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.paths import layers_of_replicas
 from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.planner.schedule.schedule import Schedule
+from trimtab.timeline import MIGRATION, OPTIMIZER, PARTS, PLANNING, TRANSFERS
 from trimtab.timeline.clocks import synchronise
 from trimtab.timeline.layer_passes import AT_MICRO_STEP, SHARED, RankWork, Recipe, Run, run_pass
-from trimtab.timeline.parts import MIGRATION, OPTIMIZER, PARTS, PLANNING, TRANSFERS
 from trimtab.timeline.replica_transfers import Copies, returned_by
 
 

@@ -22,7 +22,7 @@ from trimtab.planner.plan.step_times import moving_seconds, refresh_seconds
 from trimtab.planner.plan.strategy import ANY, NEAR, NONE, NOTHING, PAST, STAY, STEP, Strategy
 from trimtab.planner.plan.workload import Workload
 from trimtab.planner.replicas.paths import choose_paths
-from trimtab.timeline.parts import MIGRATION, PLANNING
+from trimtab.timeline import MIGRATION, PLANNING
 
 SAMPLED_LAYERS, SAMPLED_MICRO_STEPS = 8, 4
 # Tried for `Strategy.exposed`.

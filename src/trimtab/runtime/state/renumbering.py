@@ -15,8 +15,8 @@ from trimtab.runtime.state.home_experts import HomeExperts
 from trimtab.runtime.state.owners import check_owners, instances_of
 from trimtab.trace.numbering import Numbering
 
-# By Parameter of experts that were renumbered, the numbering, and the decoder layer.
-numberings: MutableMapping[torch.Tensor, tuple[Numbering, int]] = WeakIdKeyDictionary()
+# By Parameter of experts, the numbering of their weights that a session knows, and the decoder layer.
+numberings: MutableMapping[torch.Tensor, tuple[Numbering | None, int]] = WeakIdKeyDictionary()
 
 OnRenumber = Callable[[int, Array], None]
 """Called with the number of a layer and its order `[E]`, old ids by new ones."""
