@@ -19,7 +19,7 @@ def main() -> None:
     print(trimtab.analyze(trace, ranks=16, token_budget=2048), end="\n\n")
 
     # Which replicas of which experts every rank holds in every micro-step, and which tokens they compute.
-    result = trimtab.plan(trace, ranks=16, ranks_per_node=8, slots=2, token_budget=2048)
+    result = trimtab.plan(trace, ranks=16, ranks_per_node=8, token_budget=2048)
     print(result, end="\n\n")
 
     # An instance (one layer of one micro-step) lasts as long as its busiest rank: 1.00 is perfect balance.

@@ -72,4 +72,4 @@ def test_the_first_example_plans_a_trace_without_torch() -> None:
     assert "PlanResult: trace in memory" in printed
     rows = [line.split() for line in table.splitlines()]
     assert [layer for layer, _, _ in rows] == ["0", "1", "2", "3"]
-    assert all(float(planned) < 1.05 < 1.3 < float(static) for _, static, planned in rows)
+    assert all(float(planned) < 1.2 < 1.3 < float(static) for _, static, planned in rows)

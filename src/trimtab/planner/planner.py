@@ -172,7 +172,7 @@ def plan_sequences(
         sequences.lengths, num_ranks=cluster.ranks * groups, token_budget=token_budget, mini_batch=mini_batch
     )
 
-    def plan(schedule: Schedule, slots: Sequence[int] = ()) -> PlannedStep:
+    def plan(schedule: Schedule) -> PlannedStep:
         loads = StepLoads.of_sequences(sequences, schedule, cluster.ranks)
         planning = StepPlanning(loads, placement, cluster, chosen, costs, past_PLE, threads, sliced, excluded)
         return _plan(planning, schedule, slots, may_move=may_move, groups=groups, token_budget=token_budget)
@@ -180,7 +180,7 @@ def plan_sequences(
     if ahead is not None and ahead.slices is not None:
         schedule = pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, token_budget)
         return _follow(ahead, schedule, StepLoads.of_sequences(sequences, schedule, cluster.ranks), cluster)
-    planned = plan(pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, token_budget), slots)
+    planned = plan(pack_by_time(packed, sequences.lengths, sequences.top_k, cluster, costs, token_budget))
     if planned.chosen_strategy.replicas != NONE:
         return planned
     # Without replicas, the routing of the sequences in a micro-step decides how even its ranks are.

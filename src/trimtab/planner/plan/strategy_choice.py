@@ -30,7 +30,7 @@ EXPOSED = (0.02, 0.4)
 # Of improved homes, see `Strategy.move_penalty`.
 MOVE_PENALTY = 0.5
 # The fewest slots are chosen with which a step takes so much longer at most than with any number.
-SLOTS_WORTH = 0.01
+SLOTS_WORTH = 0.005
 # Parts of the time for which ranks wait for each other, and of rows' time, that better homes may save.
 LESS_WAITING, LESS_DISPATCH = 0.3, 0.03
 # Experts in a mirror over the whole step are at most so many times those of a sample.
@@ -86,12 +86,15 @@ def choose_strategy(planning: StepPlanning, *, may_move: bool) -> StrategyChoice
     best = _least(found)
     if may_move and sample.moves_could_pay(found[best]):
         homes = [STEP] if planning.past_PLE is None else [STEP, PAST]
+        # With better homes fewer replicas may be enough, or more may pay.
+        numbers = [best.slots, best.slots // 2, 2 * best.slots]
+        tried = [replace(best, slots=slots) for slots in numbers if 0 < slots <= cluster.slots_per_rank]
         # Experts of a group that are on one node need fewer transfers between nodes.
         has_groups = planning.costs.operations.expert_groups > 1 and cluster.nodes > 1
         for each, in_nodes in product(homes, (False, True) if has_groups else (False,)):
             found |= sample.predict(
                 replace(strategy, homes=each, move_penalty=MOVE_PENALTY, in_nodes=in_nodes)
-                for strategy in (best, NOTHING)
+                for strategy in (*tried, NOTHING)
             )
     others = {strategy: found[strategy] for strategy in found if strategy != NOTHING and sample.keeps_to(strategy)}
     if sample.keeps_to(NOTHING):

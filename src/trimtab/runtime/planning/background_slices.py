@@ -16,10 +16,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from trimtab.array_type import Array
@@ -240,16 +240,7 @@ def planner_thread(topology: Topology) -> CallThread:
 
 def _gather(mine: bytes, figures: Sequence[int], topology: Topology) -> tuple[Array, list[bytes]]:
     """Integers `[R, F]` of all ranks, and their bytes. Collective over the planner's threads."""
-    group = topology.planning
-    row = torch.tensor([len(mine), *figures], dtype=torch.int64)
-    rows = [torch.empty_like(row) for _ in range(topology.num_ranks)]
-    dist.all_gather(rows, row, group=group)
-    rows_RF = torch.stack(rows).numpy()
-    longest = int(rows_RF[:, 0].max())
-    if not longest:
-        return rows_RF[:, 1:], [b""] * topology.num_ranks
-    padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
-    parts = [torch.empty_like(padded) for _ in range(topology.num_ranks)]
-    dist.all_gather(parts, padded, group=group)
-    lengths = rows_RF[:, 0].tolist()
-    return rows_RF[:, 1:], [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+    gathered: list[Any] = [None] * topology.num_ranks
+    dist.all_gather_object(gathered, (figures, mine), group=topology.planning)
+    figures_R, parts = zip(*gathered, strict=True)
+    return np.array(figures_R), list(parts)
