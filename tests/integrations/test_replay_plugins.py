@@ -281,7 +281,7 @@ def test_the_first_line_has_versions_mode_and_what_has_never_run() -> None:
         return
     first, off = lines
     for part in (
-        r"^Trimtab \S+ in slime .*, megatron-core \d\S+, torch \d\S+: mode=plan slots_per_rank=2, 8 ",
+        r"^Trimtab \S+ in slime .*, megatron-core \d\S+, torch \d\S+: mode=plan slots_per_rank=auto, 8 ",
         "never run on a GPU", "moe_grouped_gemm=True has never run", "offload_train=True has never run",
     ):  # fmt: skip
         assert re.search(part, first), first

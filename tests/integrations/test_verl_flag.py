@@ -103,8 +103,8 @@ def configs(**changes: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("trimtab", "options"),
     [
-        (None, PluginOptions("plan", 2)),
-        ({}, PluginOptions("plan", 2)),
+        (None, PluginOptions("plan", "auto")),
+        ({}, PluginOptions("plan", "auto")),
         ({"mode": "shadow", "slots_per_rank": 3}, PluginOptions("shadow", 3)),
     ],
 )
