@@ -272,6 +272,12 @@ def test_the_tax_is_what_products_take_longer_beside_a_transfer(slowed_s: float,
     assert found == pytest.approx(tax)
     assert calls == ["transfer"]
 
+    def fail() -> None:
+        raise ConnectionError("the other rank has ended")
+
+    with pytest.raises(ConnectionError, match="has ended"):
+        transfer_rates._tax(context, fail, 0.5)  # type: ignore[arg-type]
+
 
 def test_every_rate_goes_to_its_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrate = import_module("trimtab.calibration.calibrate")

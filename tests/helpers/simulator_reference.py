@@ -263,7 +263,7 @@ class Simulation:
         return Transfer(release, tuple((lane, len(lane.waiting) - 1) for lane in lanes))
 
     def bring(self, g: int, copies: list[Copy], since: dict[int, float], layer: int) -> dict[int, float]:
-        """When ranks have the weights of all these copies, which set out when both their ranks are so far."""
+        """When ranks have the weights of all these copies; each is sent when both ranks have reached `since`."""
         there: dict[int, float] = defaultdict(float)
         costs = self.costs
         for copy in copies:

@@ -108,7 +108,7 @@ def test_every_kernel_is_compiled_once(tmp_path: Path) -> None:
         env={"NUMBA_CACHE_DIR": str(tmp_path), "PATH": ""}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     found = ast.literal_eval(done.stdout)
-    kernels = {"_pick_rank", "split_tokens", "_swap_homes", "_choose", "_count_rows", "fill_emptiest", "time_passes"}
+    kernels = {"_pick_rank", "split_tokens", "_swap_homes", "_choose", "_count_rows", "fill_emptiest", "_run_passes"}
     kernels |= {"place_local_replicas", "exchange_replicas", "shift_shares", "cost_of_replicas", "_fill"}
     assert kernels <= set(found)
     assert {name for name, count in found.items() if count != 1} <= BY_SEQUENCE | BY_ROUTES

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -46,6 +48,24 @@ def test_memory_does_not_grow_with_depth() -> None:
         session.close()
     dist.barrier()
     assert not list(SHARED_MEMORY.glob(f"trimtab-{os.getpid()}-*"))
+
+
+@runs_on_ranks()
+def test_slots_are_allocated_again_after_memory_ran_out() -> None:
+    session, model, _ = make(slots_per_rank=2)
+    step, zeros, slots = Step(0), torch.zeros, 0
+
+    def zeros_until_full(*shape: Any, **options: Any) -> torch.Tensor:
+        nonlocal slots
+        slots += shape == (2, *session.homes[0].expert_shapes[0])
+        if slots == 2:
+            raise MemoryError("no memory for slots")
+        return zeros(*shape, **options)
+
+    with mock.patch.object(torch, "zeros", zeros_until_full), pytest.raises(MemoryError, match="for slots"):
+        step.apply(session)
+    step.apply(session)
+    step.run(session, model)
 
 
 def large_step() -> tuple[RoutingTrace, Schedule]:

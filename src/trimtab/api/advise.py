@@ -7,21 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.api.arguments import (
-    ModelSource,
-    Overrides,
-    check_run,
-    layout_of,
-    model_of,
-    nodes_of,
-    ranks_of,
-    recomputed,
-    slot_numbers,
-)
+from trimtab.api.arguments import ModelSource, Overrides, check_run, layout_of, model_of, nodes_of, ranks_of, recomputed
 from trimtab.api.result_summary import Summarised
 from trimtab.api.steps import read_steps, spread_layers
 from trimtab.cluster.parallel_layout import ZERO1
-from trimtab.cluster.specs import AUTO
+from trimtab.cluster.specs import AUTO, slot_numbers
 from trimtab.errors import InputError
 from trimtab.figures import plural
 from trimtab.report.advice import Advice, StrategyFigures

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 
 from trimtab.cluster import ClusterSpec, Layout, ModelSpec, load_cluster, load_model, model_like, preset_of_label
 from trimtab.cluster.parallel_layout import GRANULARITIES, SHARDINGS, Checkpointing
-from trimtab.cluster.specs import AUTO, AUTO_SLOTS
+from trimtab.cluster.specs import AUTO, slot_numbers
 from trimtab.errors import InputError, unknown
 from trimtab.trace import RoutingTrace
 from trimtab.trace.message_text import clip
@@ -71,11 +71,6 @@ def check_optional(least: int, **values: object) -> None:
     check_whole(least, **{name: value for name, value in values.items() if value is not None})
 
 
-def slot_numbers(slots: int | str) -> tuple[int, ...]:
-    """Numbers of slots of a rank to choose from: of "auto" several, else the given one."""
-    return AUTO_SLOTS if slots == AUTO else (int(slots),)
-
-
 def check_run(arguments: Mapping[str, Any]) -> None:
     """Check the arguments that `LEAST` and `CHOICES` have, and that at most one of them gives the size of a micro-step.
 
@@ -124,11 +119,7 @@ def recomputed(checkpointing: bool | str | None) -> Checkpointing:
 
 
 def nodes_of(
-    cluster: str | os.PathLike[str],
-    ranks: int,
-    slots: int | str,
-    ranks_per_node: int | None,
-    dispatcher: str | None,
+    cluster: str | os.PathLike[str], ranks: int, slots: int | str, ranks_per_node: int | None, dispatcher: str | None
 ) -> ClusterSpec:
     """The ranks' cluster: a preset or a file, with another dispatcher if one is given; of several slots the fewest."""
     fewest = slot_numbers(slots)[0]

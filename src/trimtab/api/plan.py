@@ -16,11 +16,10 @@ from trimtab.api.arguments import (
     nodes_of,
     ranks_of,
     recomputed,
-    slot_numbers,
 )
 from trimtab.api.plan_result import PlanResult
 from trimtab.cluster import ClusterSpec, StepCosts
-from trimtab.cluster.specs import AUTO
+from trimtab.cluster.specs import AUTO, slot_numbers
 from trimtab.errors import InputError
 from trimtab.planner import Placement, PlanSettings, SequenceCounts, StepPlan, Workload, budget_for, pack_by_length
 from trimtab.policies import POLICIES, Policy, View, make_view

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from trimtab.api.advise import MOST_LAYERS, MOST_STEPS
-from trimtab.api.arguments import check_run, layout_of, model_of, nodes_of, ranks_of, recomputed, slot_numbers
+from trimtab.api.arguments import check_run, layout_of, model_of, nodes_of, ranks_of, recomputed
 from trimtab.api.steps import read_steps, spread_layers
 from trimtab.array_type import Array
 from trimtab.cluster import load_model
 from trimtab.cluster.parallel_layout import ZERO1
-from trimtab.cluster.specs import AUTO
+from trimtab.cluster.specs import AUTO, slot_numbers
 from trimtab.errors import InputError
 from trimtab.planner.placement.expert_order import order_experts
 from trimtab.renumber.checkpoint import CheckpointFiles, write_renumbered

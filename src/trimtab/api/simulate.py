@@ -20,13 +20,12 @@ from trimtab.api.arguments import (
     numbers,
     ranks_of,
     recomputed,
-    slot_numbers,
     split_names,
 )
 from trimtab.api.result_summary import Summarised
 from trimtab.api.steps import read_steps
 from trimtab.cluster.parallel_layout import ZERO1
-from trimtab.cluster.specs import AUTO
+from trimtab.cluster.specs import AUTO, slot_numbers
 from trimtab.errors import InputError
 from trimtab.figures import plural
 from trimtab.policies import POLICIES

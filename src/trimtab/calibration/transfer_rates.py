@@ -118,8 +118,9 @@ def _tax(context: MeasurementContext, transfer: Callable[[], object], transfer_s
             stream.wait_stream(side)
             return
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(transfer)
+            done = pool.submit(transfer)
             products()
+            done.result()
 
     taken_s = context.seconds({"products": products, "beside": beside})
     return min(1.0, max(0.0, (taken_s["beside"] - taken_s["products"]) / transfer_s))

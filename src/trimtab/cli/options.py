@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab.api.arguments import LARGEST, TOKEN_COUNT, token_count
 from trimtab.cli.parser import NameList
-from trimtab.cluster.specs import AUTO
+from trimtab.cluster.specs import AUTO, AUTO_SLOTS
 from trimtab.errors import InputError, closest, install
 
 
@@ -77,7 +77,7 @@ def _override(text: str) -> tuple[str, Any]:
         return key, value
 
 
-_AUTO = "the fewest of 2, 4, 8 and 16 that are about as fast as any"
+_AUTO = f"the fewest of {', '.join(map(str, AUTO_SLOTS))} that are about as fast as any"
 
 
 def _slots(text: str) -> int | str:

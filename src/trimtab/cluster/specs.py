@@ -31,6 +31,13 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
 # Where the number of slots is not given, one of these is chosen: the fewest that are about as fast as any.
 AUTO = "auto"
 AUTO_SLOTS = (2, 4, 8, 16)
+
+
+def slot_numbers(slots: int | str) -> tuple[int, ...]:
+    """Numbers of slots of a rank to choose from: of `AUTO` several, ascending, else the given one."""
+    return AUTO_SLOTS if slots == AUTO else (int(slots),)
+
+
 # More than a model has experts; the planner has memory for all slots.
 MOST_SLOTS = 4096
 # Layers with replicas in shared slots at the same time: one in use and two prefetched.

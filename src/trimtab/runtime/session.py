@@ -110,7 +110,7 @@ class Session(SessionSteps, SessionGradients):
         self._experts.optimizers.register(optimizers)
         if self.numbering is not None:
             # The experts may be other Parameters by now.
-            self.numbering = self.numbering
+            self._record_numbering()
 
     def set_framework_state(self, state: ExpertState) -> None:
         """Let `renumber` exchange the experts of framework layers. Not a collective.

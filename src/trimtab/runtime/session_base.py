@@ -117,9 +117,13 @@ class SessionBase:
     @numbering.setter
     def numbering(self, numbering: Numbering | None) -> None:
         self._numbering = numbering
+        self._record_numbering()
+
+    def _record_numbering(self) -> None:
+        """Let later sessions of the experts, as they are now, know the numbering."""
         numbers = range(len(self.homes)) if self.decoder_layers is None else self.decoder_layers.tolist()
         for layer, number in zip(self.homes, numbers, strict=False):
-            numberings.update(dict.fromkeys(layer.parameters, (numbering, number)))
+            numberings.update(dict.fromkeys(layer.parameters, (self._numbering, number)))
 
     @property
     def num_experts(self) -> int:

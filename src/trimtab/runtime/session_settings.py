@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import trimtab
 from trimtab.cluster import ClusterSpec
-from trimtab.cluster.specs import AUTO, AUTO_SLOTS, RING_LAYERS
+from trimtab.cluster.specs import AUTO, RING_LAYERS, slot_numbers
 from trimtab.errors import InputError
 from trimtab.planner import PlanSettings
 from trimtab.rank_variables import is_switched_off
@@ -161,7 +161,7 @@ class SessionSettings:
     @property
     def slot_numbers(self) -> tuple[int, ...]:
         """The numbers of slots to choose from, ascending; one if it is given."""
-        return AUTO_SLOTS if self.slots_per_rank == AUTO else (int(self.slots_per_rank),)
+        return slot_numbers(self.slots_per_rank)
 
     @property
     def executes_plans(self) -> bool:

@@ -16,7 +16,7 @@ from trimtab.cluster.specs import RING_LAYERS
 from trimtab.planner import Placement, StepPlan, Workload
 from trimtab.planner.plan.rank_work import even_work, rank_work
 from trimtab.planner.plan.step_times import dense_seconds, exchange_seconds, moving_seconds, refresh_seconds
-from trimtab.planner.replicas.paths import PEER, layers_of_replicas
+from trimtab.planner.replicas.paths import HOST, PEER, layers_of_replicas
 from trimtab.policies.policy import Traits
 from trimtab.simulator.pipeline import BUBBLE, PassTimes, Pipeline
 from trimtab.simulator.resampling import ResampledTrace
@@ -314,4 +314,4 @@ def _copies(plan: StepPlan, paths_P: Array, *, kept: bool) -> Copies:
         copies = np.stack([layer_P, plan.replica_experts, rank_P, home_P, paths_P]).astype(np.int64)
         layer_P, _, rank_P, home_P, paths_P = np.unique(copies, axis=1)
         starts = np.searchsorted(layer_P, np.arange(plan.num_layers + 1))
-    return Copies.of(starts, home_P, rank_P, paths_P, plan.ranks_per_node)
+    return Copies.of(starts, home_P, rank_P, paths_P == HOST, plan.ranks_per_node)

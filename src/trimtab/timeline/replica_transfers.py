@@ -23,8 +23,6 @@ from trimtab.kernels import copy_values, kernel
 from trimtab.timeline import recorded_operations as rec
 from trimtab.timeline.clocks import wait
 
-# Paths of weights: from the home rank, or from host memory.
-FROM_PEER, FROM_HOST = 0, 1
 # Links of a rank: inside its node, between nodes, from host memory; int64, because numba compiles a function once more
 # for every Python int. And the other rows of a moment, see `Transfers`.
 NEAR, FAR, HOST, SECONDS, _, _, CALLED, TIME = np.arange(8)
@@ -50,11 +48,11 @@ class Copies(NamedTuple):
     back_P: Array
 
     @classmethod
-    def of(cls, starts: Array, homes_P: Array, ranks_P: Array, paths_P: Array, ranks_per_node: int) -> Copies:
-        """Replicas by their paths, `FROM_PEER` or `FROM_HOST`; so many neighbouring ranks share a node."""
+    def of(cls, starts: Array, homes_P: Array, ranks_P: Array, from_host_P: Array, ranks_per_node: int) -> Copies:
+        """Replicas by whether their weights are from host memory; so many neighbouring ranks share a node."""
         homes_P, ranks_P = homes_P.astype(np.int64), ranks_P.astype(np.int64)
         back_P = np.where(homes_P // ranks_per_node == ranks_P // ranks_per_node, NEAR, FAR)
-        return cls(starts, homes_P, ranks_P, np.where(paths_P == FROM_HOST, HOST, back_P), back_P)
+        return cls(starts, homes_P, ranks_P, np.where(from_host_P, HOST, back_P), back_P)
 
 
 class Transfers(NamedTuple):

@@ -19,7 +19,7 @@ from trimtab.planner.plan.rank_work import rank_work
 from trimtab.planner.plan.step_plan import StepPlan
 from trimtab.planner.plan.step_times import dense_seconds, moving_seconds, refresh_seconds
 from trimtab.planner.plan.workload import Workload
-from trimtab.planner.replicas.paths import layers_of_replicas
+from trimtab.planner.replicas.paths import HOST, layers_of_replicas
 from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.planner.schedule.schedule import Schedule
 from trimtab.timeline import MIGRATION, OPTIMIZER, PARTS, PLANNING, TRANSFERS
@@ -71,7 +71,7 @@ def group_parts(
     """
     layer_P = layers_of_replicas(replicas.replica_starts, len(home_LE))
     home_P = home_LE[layer_P, replicas.experts]
-    copies = Copies.of(replicas.replica_starts, home_P, replicas.ranks, paths_P, ranks_per_node)
+    copies = Copies.of(replicas.replica_starts, home_P, replicas.ranks, paths_P == HOST, ranks_per_node)
     recipe = Recipe(SHARED, AT_MICRO_STEP, costs.ring_layers)
     run = Run.at_zero(dense, work, costs.operations, recipe, copies)
     parts_MBP = np.zeros((len(closes_M), 2, len(PARTS)))

@@ -20,9 +20,8 @@ from trimtab.array_type import Array
 from trimtab.cluster import ClusterSpec
 from trimtab.kernels import kernel
 from trimtab.planner.replicas.replica_table import ReplicaTable
-from trimtab.timeline.replica_transfers import FROM_HOST, FROM_PEER
 
-PEER, HOST = FROM_PEER, FROM_HOST
+PEER, HOST = 0, 1
 SWEEPS = 2
 FEMTOSECONDS = 1e15
 # The cost of a disabled path: more than any link is ever busy, and far from the int64 limit.

@@ -112,13 +112,14 @@ class ReplicaRing:
         """
         self._replicas, self._plan_number = replicas, plan_number
         if slots != self._slots:
-            self._slots, first, number = slots, self._homes[0], len(self._buffers)
+            first = self._homes[0]
             # The old memory is free before.
-            self._buffers = [[] for _ in range(number)]
+            self._slots, self._buffers = -1, [[] for _ in self._buffers]
             for buffer in self._buffers:
                 buffer += [
                     torch.zeros(slots, *shape, dtype=first.dtype, device=self._device) for shape in first.expert_shapes
                 ]
+            self._slots = slots
 
     def begin(self, micro_step: int) -> None:
         """Start the transfers of a micro-step's first layers. Call at the start of its forward."""
