@@ -50,6 +50,7 @@ from trimtab.trace import PRESETS, synthesize_preset
 EXAMPLES = ("--json src/trimtab/policies/planning_times.json",)
 SCHEMA = "trimtab-planning-times-2"
 PRESET, TOKENS_PER_RANK, MEAN_LENGTH, SLOTS, RANKS_PER_NODE = "qwen3-30b-math", 4096, 1024, 2, 8
+OWN_SLOTS = 8
 SIZES = ((8, 128), (16, 128), (32, 128), (64, 256), (128, 256))
 """Ranks and experts."""
 MICRO_STEPS, LAYERS = (4, 16), (8, 16)
@@ -124,8 +125,9 @@ class Planned(NamedTuple):
 
 
 def plan_trimtab(policy: Trimtab, view: View, parts: Parts) -> Planned:
-    """Plans a step as the runtime does, by parts."""
-    sequences, cluster, budget = view.sequences, view.cluster, view.token_budget
+    """Plans a step as the runtime does, by parts, with most work: rows sent one by one, and many slots."""
+    sequences, budget = view.sequences, view.token_budget
+    cluster = replace(view.cluster, slots_per_rank=OWN_SLOTS, dispatch_forwards=False)
     costs = StepCosts.of(cluster, QWEN3_30B)
     with parts.timed("schedule"):
         packed = pack_by_length(sequences.lengths, num_ranks=cluster.ranks, token_budget=budget)
@@ -283,7 +285,7 @@ def run_benchmark(rounds: int = 3, max_ranks: int = 128) -> dict[str, Any]:
             found[name].append({"ranks": ranks} | fit_parts(medians))
     settings = {
         "preset": PRESET, "layers": LAYERS, "micro_steps": MICRO_STEPS, "tokens_per_rank": TOKENS_PER_RANK,
-        "slots": SLOTS, "experts": dict(chosen), "rounds": rounds,
+        "slots": SLOTS, "own_slots": OWN_SLOTS, "experts": dict(chosen), "rounds": rounds,
     }  # fmt: skip
     return {
         "schema": SCHEMA,

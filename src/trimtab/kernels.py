@@ -11,6 +11,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -20,19 +21,23 @@ from numba.core import event
 from numba.core.caching import IndexDataCacheFile
 
 
-def kernel(function: Any) -> Any:
+def kernel(function: Any, *, inline: str = "never") -> Any:
     """Decorator: compile at first use, without the GIL, cached on disk."""
     try:
-        compiled = numba.njit(cache=True, nogil=True)(function)
+        compiled = numba.njit(cache=True, nogil=True, inline=inline)(function)
     except RuntimeError:
         # No folder can be written to.
         _first_compile.is_cached = False
-        return numba.njit(nogil=True)(function)
+        return numba.njit(nogil=True, inline=inline)(function)
     if not hasattr(compiled, "_cache"):
         # The function itself, with NUMBA_DISABLE_JIT.
         return compiled
     compiled._cache._cache_file = _StampedFile(compiled._cache._cache_file, function)
     return compiled
+
+
+inlined_kernel = partial(kernel, inline="always")
+"""Decorator: a kernel that becomes a part of those that call it, which count no reference for its arrays then."""
 
 
 class _StampedFile(IndexDataCacheFile):

@@ -9,10 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from benchmarks.plan_bounds import fewest_replicas, load_bound
-from helpers.planner_steps import Instance, Replicas, check_replicas, instances, listed, random_homes, random_instance
-from trimtab.planner.replicas.greedy_attempt import Attempt, greedy_attempt
-from trimtab.planner.replicas.kernel_values import Shares
-from trimtab.planner.replicas.replica_search import STRATEGIES
+from helpers.planner_steps import Instance, Replicas, check_replicas, instances, random_homes, random_instance
 
 
 def on_several_nodes(seed: int) -> Instance:
@@ -68,15 +65,19 @@ def rows_to_lower(instance: Instance, replicas: Replicas) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "most_rows"), [("nodes", 1), ("equal experts", 0), ("fixed rows", 53), ("large shares", 0)]
+    ("kind", "mean"), [("nodes", 0.004), ("equal experts", 0.0), ("fixed rows", 0.005), ("large shares", 0.001)]
 )
-def test_the_busiest_rank_is_close_to_a_bound(kind: str, most_rows: int) -> None:
+def test_the_busiest_rank_is_close_to_a_bound(kind: str, mean: float) -> None:
     """A linear program, which knows no smallest share; that of "fixed rows" is up to 100 of 2000 rows."""
+    above = []
     for seed in range(120):
         instance = KINDS[kind](seed)
         bound = load_bound(instance.counts_E, instance.home_E, instance.ranks, instance.slots, instance.fixed_R)
         least = max(bound, instance.threshold_load, int(instance.fixed_R.max()))
-        assert rows_to_lower(instance, instance.replicas()) <= least + most_rows + 1e-6
+        rows = instance.counts_RE.sum() + instance.fixed_R.sum()
+        above.append((rows_to_lower(instance, instance.replicas()) - least) * instance.ranks / rows)
+    assert np.mean(above) <= mean + 1e-9
+    assert np.quantile(above, 0.95) <= 0.03
 
 
 @pytest.mark.parametrize(
@@ -172,33 +173,10 @@ def test_an_expert_is_not_cut_below_the_smallest_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "replicas"), [(90, [(0, 2, 40), (1, 3, 10), (1, 4, 10)]), (91, [(0, 2, 40), (1, 5, 20)])]
+    ("last", "replicas"), [(90, [(0, 2, 40), (1, 3, 10), (1, 4, 10)]), (91, [(0, 2, 40), (1, 5, 35)])]
 )
 def test_rows_leave_a_node_only_if_it_is_too_full(last: int, replicas: Replicas) -> None:
-    """Ranks 0 to 4 should have 100 rows each; where they have 501 together, no rank of the node has room for 20."""
-    assert first_attempt(one_hot(10, 5, [140, 120, 60, 90, last, *[50] * 5], threshold_load=100)) == replicas
+    """Ranks 0 to 4 should have 100 rows each; where they have 501 together, no rank of the node has room for 20.
 
-
-def test_other_orders_make_replicas_cheaper() -> None:
-    """Than the first greedy attempt, where it reaches the threshold; never more expensive, and 2% less in all."""
-    found_costs, first_costs = [], []
-    for seed in range(60):
-        instance = random_instance(
-            np.random.default_rng(seed), ranks=16, per_node=4, experts_per_rank=4, slots=2, tokens=4000, threshold=1.05,
-            smallest_share=16,
-        )  # fmt: skip
-        first = first_attempt(instance)
-        if instance.loads(first).max() <= instance.threshold_load:
-            found_costs.append(cost(instance, instance.replicas()))
-            first_costs.append(cost(instance, first))
-    assert len(first_costs) >= 30
-    assert all(found <= first for found, first in zip(found_costs, first_costs, strict=True))
-    assert sum(found_costs) <= 0.98 * sum(first_costs)
-
-
-def first_attempt(instance: Instance) -> Replicas:
-    """Of the search: fitting, near ranks preferred, in the order of the instance."""
-    found = Shares(*np.zeros((3, instance.ranks * instance.slots), np.int64))
-    attempt = Attempt(instance.threshold_load, STRATEGIES[0], np.zeros(len(instance.home_E), np.int64))
-    count, _ = greedy_attempt(instance.kernel_instance(), instance.loads([]), instance.limits(), attempt, found)
-    return listed(found, count)
+    Then the loads of ranks 1 and 5 are levelled."""
+    assert one_hot(10, 5, [140, 120, 60, 90, last, *[50] * 5], threshold_load=100).replicas() == replicas

@@ -161,7 +161,8 @@ def test_a_limit_that_is_kept_anyway_changes_nothing() -> None:
     for seed in range(6):
         step = steady_step(seed)
         planned = step.plan()
-        most = int(max(loads.max() for loads in rank_loads(step, planned)))
+        # Also the candidates that were not chosen have fewer.
+        most = 4 * int(max(loads.max() for loads in rank_loads(step, planned)))
         limited = with_limits(step, max_rows_per_rank=most).plan()
         for plan, other in zip(limited.plans, planned.plans, strict=True):
             assert all(np.array_equal(*values) for values in zip(plan.replicas, other.replicas, strict=True))

@@ -26,6 +26,7 @@ from trimtab.planner.plan.prediction import predict
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.step_planning import StepPlanning
 from trimtab.planner.plan.strategy import ANY, NEAR, NONE, NOTHING, STAY, STEP, Strategy
+from trimtab.planner.plan.strategy_choice import WAYS
 from trimtab.planner.schedule.time_packing import pack_by_time
 
 EXACT = 1e-9
@@ -87,7 +88,7 @@ def test_no_simpler_strategy_is_predicted_to_be_faster(seed: int) -> None:
     chosen_s = seconds_of(step, planned, planned.plans, costs)
     assert chosen_s == pytest.approx(planned.predicted_s, rel=EXACT)
     slots = step.cluster.slots_per_rank
-    anywhere = (Strategy(replicas=ANY, slots=slots, exposed=part) for part in (0.02, 0.4))
+    anywhere = (Strategy(replicas=ANY, slots=slots, exposed=exposed, sends=sends) for exposed, sends in WAYS)
     simpler = [NOTHING, Strategy(replicas=NEAR, slots=slots), *anywhere]
     simpler += [replace(strategy, mirror=True) for strategy in simpler[1:]]
     for strategy in simpler:

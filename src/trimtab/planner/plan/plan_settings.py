@@ -63,12 +63,21 @@ class PlanSettings:
         if self.max_rows_per_rank is not None and self.max_rows_per_rank < 1:
             raise InputError(f"max_rows_per_rank is {self.max_rows_per_rank}; it should be 1 row or more")
 
-    def limits(self, cluster: ClusterSpec, prices: Prices = BALANCE_ALONE, *, reach: int | None = None) -> Limits:
+    def limits(
+        self,
+        cluster: ClusterSpec,
+        prices: Prices = BALANCE_ALONE,
+        *,
+        reach: int | None = None,
+        sends: int = int(NO_LIMIT),
+        forwards: bool = True,
+    ) -> Limits:
         """These settings on a cluster, as the kernels take them.
 
         Args:
             prices: what replicas reduce; by default the busiest rank's rows alone.
             reach: neighbouring ranks that take each other's replicas; all by default.
+            sends, forwards: as in `Limits`.
         """
         parts = round(self.threshold * PARTS_PER_WHOLE)
         return Limits(
@@ -80,6 +89,8 @@ class PlanSettings:
             int(NO_LIMIT if self.max_rows_per_rank is None else self.max_rows_per_rank),
             bool(self.exact),
             prices,
+            int(sends),
+            bool(forwards),
         )
 
     @property

@@ -23,6 +23,7 @@ class Strategy:
         slots: most replicas of a rank.
         exposed: the part of a replica's transfers that is assumed not to overlap with compute. More of it means fewer
             replicas.
+        sends: most replicas of one rank's experts on other nodes, for each slot of a rank; 0: any number.
         move_penalty: how much a move has to improve homes, see `place_experts`; in parts per expert.
         mirror: whether weights may come from host memory.
         in_nodes: whether homes that change stay in their nodes.
@@ -32,6 +33,7 @@ class Strategy:
     replicas: str = NONE
     slots: int = 0
     exposed: float = 0.0
+    sends: int = 0
     move_penalty: float = 0.0
     mirror: bool = False
     in_nodes: bool = False

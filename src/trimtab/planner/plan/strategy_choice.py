@@ -25,8 +25,8 @@ from trimtab.planner.replicas.paths import choose_paths
 from trimtab.timeline import MIGRATION, PLANNING
 
 SAMPLED_LAYERS, SAMPLED_MICRO_STEPS = 8, 4
-# Tried for `Strategy.exposed`.
-EXPOSED = (0.02, 0.4)
+# Tried for `Strategy.exposed` and `Strategy.sends`: even transfers of all ranks, up to twice as many of one, and few.
+WAYS = ((0.02, 1), (0.02, 2), (0.4, 0))
 # Of improved homes, see `Strategy.move_penalty`.
 MOVE_PENALTY = 0.5
 # The fewest slots are chosen with which a step takes so much longer at most than with any number.
@@ -128,14 +128,14 @@ def _with_replicas(cluster: ClusterSpec) -> list[Strategy]:
     for slots in _doubling(cluster.slots_per_rank) if cluster.ranks > 1 else []:
         strategies.append(Strategy(replicas=NEAR, slots=slots))
         if cluster.nodes > 1:
-            strategies += [Strategy(replicas=ANY, slots=slots, exposed=exposed) for exposed in EXPOSED]
+            strategies += [Strategy(replicas=ANY, slots=slots, exposed=exposed, sends=sends) for exposed, sends in WAYS]
     return strategies
 
 
 def replicas_anywhere(cluster: ClusterSpec) -> Strategy:
     """The strategy with replicas wherever they help."""
     reach = ANY if cluster.nodes > 1 else NEAR
-    return Strategy(replicas=reach, slots=cluster.slots_per_rank, exposed=EXPOSED[0])
+    return Strategy(replicas=reach, slots=cluster.slots_per_rank, exposed=WAYS[0][0])
 
 
 def _doubling(most: int) -> list[int]:

@@ -1,15 +1,15 @@
 """One greedy attempt to bring all ranks of an instance to a target load.
 
 The busiest rank (the *giver*) moves tokens of its largest expert to another rank (the *taker*), until no rank is above
-the target. The strategy determines the taker and the number of tokens:
+the target. There are two ways to choose the taker and the number of tokens:
 
 * **fit**: of the takers with capacity for the giver's whole excess, the one with the least capacity. Large capacities
   remain for large givers, and few experts are copied twice. (Best fit, as in bin packing.)
 * **fill**: the same taker, but filled to the target. The giver may end below it and then becomes a taker with its own
   slots. One slot per rank is enough while givers have an expert with more tokens than the taker has capacity for.
 
-A taker on the giver's node is preferred, since transfers are fast inside a node. With the near strategies it may take
-only a part of the excess, unless the whole node is overloaded, because then tokens must leave the node anyway.
+A taker on the giver's node is preferred, since transfers are fast inside a node. It may take only a part of the excess,
+unless the whole node is overloaded, because then tokens must leave the node anyway.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
-from trimtab.planner.replicas.kernel_values import PlacementStrategy
 
 # Also constants that kernels pass to each other are int64: numba compiles a kernel once more for each literal.
 NONE: Any = np.int64(-1)
@@ -28,46 +27,31 @@ NONE: Any = np.int64(-1)
 FULLEST, EMPTIEST = np.int64(1), np.int64(-1)
 
 
-class Attempt(NamedTuple):
-    """What distinguishes one attempt from another.
-
-    Attributes:
-        target: load that no rank should exceed, rows.
-        strategy: how takers and shares are chosen.
-        jitter: `[max(R, experts of a rank)]` int64, added to loads and shares when ranks and experts are compared.
-    """
-
-    target: int
-    strategy: PlacementStrategy
-    jitter: Array
-
-
 class Takers(NamedTuple):
     """The ranks that could take a replica.
 
     Attributes:
         loads_R: `[R]` int64 rows.
-        jitter: as in `Attempt`.
         free_slots_R: `[R]` int64.
         excluded_R: `[R]` bool, ranks with a copy of the expert that is to be replicated, its home included.
     """
 
     loads_R: Array
-    jitter: Array
     free_slots_R: Array
     excluded_R: Array
 
 
 # One kernel, since numba counts a reference for every array that is passed to another: the innermost part of planning.
 @kernel
-def greedy_attempt(instance, start_loads_R, limits, attempt, found):  # type: ignore[no-untyped-def]
+def greedy_attempt(instance, start_loads_R, limits, target, fill, found):  # type: ignore[no-untyped-def]
     """Place replicas until no rank is above the target or no rank can give more.
 
     Args:
         instance: an `InstanceRows`.
         start_loads_R: `[R]` int64 rows of every rank without replicas.
         limits: `Limits`.
-        attempt: an `Attempt`.
+        target: load that no rank should exceed, rows.
+        fill: whether takers are filled to the target; else they take only the giver's excess.
         found: `Shares`, filled.
 
     Returns:
@@ -76,7 +60,6 @@ def greedy_attempt(instance, start_loads_R, limits, attempt, found):  # type: ig
     counts_E, _, (_, experts_by_home, starts_R) = instance
     ranks_per_node, reach = limits.ranks_per_node, limits.reach
     slots, smallest_share = limits.slots, limits.smallest_share
-    target, strategy, jitter = attempt
     experts_P, ranks_P, tokens_P = found
     num_ranks = len(start_loads_R)
     loads_R = start_loads_R.copy()
@@ -86,15 +69,15 @@ def greedy_attempt(instance, start_loads_R, limits, attempt, found):  # type: ig
     # Looked up rather than divided.
     node_R = np.empty(num_ranks, np.int64)
     node_loads_N = np.zeros(num_ranks // ranks_per_node, np.int64)
-    # The highest jittered load of each node's possible givers, so that not all ranks are compared every time.
+    # The highest load of each node's possible givers, so that not all ranks are compared every time.
     highest_N = np.zeros(num_ranks // ranks_per_node, np.int64)
     for r in range(num_ranks):
         free_slots_R[r] = slots
         node_R[r] = r // ranks_per_node
         node_loads_N[node_R[r]] += loads_R[r]
         if loads_R[r] > target:
-            highest_N[node_R[r]] = max(highest_N[node_R[r]], loads_R[r] + jitter[r])
-    takers = Takers(loads_R, jitter, free_slots_R, excluded_R)
+            highest_N[node_R[r]] = max(highest_N[node_R[r]], loads_R[r])
+    takers = Takers(loads_R, free_slots_R, excluded_R)
     # Ranks that can take a smallest share, ascending.
     open_N = np.empty(num_ranks, np.int64)
     num_open = np.int64(0)
@@ -113,7 +96,7 @@ def greedy_attempt(instance, start_loads_R, limits, attempt, found):  # type: ig
         near_first, near_last = node * ranks_per_node, (node + 1) * ranks_per_node
         if highest_N[node] > 0:
             for r in range(near_first, near_last):
-                if loads_R[r] > target and loads_R[r] + jitter[r] == highest_N[node] and not given_up_R[r]:
+                if loads_R[r] > target and loads_R[r] == highest_N[node] and not given_up_R[r]:
                     giver = np.int64(r)
                     break
         if giver < 0:
@@ -125,9 +108,8 @@ def greedy_attempt(instance, start_loads_R, limits, attempt, found):  # type: ig
         largest = np.int64(-1)
         for i in range(starts_R[giver], starts_R[giver + 1]):
             tokens = at_home_E[experts_by_home[i]]
-            if tokens >= smallest_share and tokens + jitter[i - starts_R[giver]] > largest:
-                expert = experts_by_home[i]
-                largest = tokens + jitter[i - starts_R[giver]]
+            if tokens >= smallest_share and tokens > largest:
+                expert, largest = experts_by_home[i], tokens
         taker, share = NONE, np.int64(0)
         if expert >= 0:
             tokens = at_home_E[expert]
@@ -143,7 +125,7 @@ def greedy_attempt(instance, start_loads_R, limits, attempt, found):  # type: ig
                 p = before_P[p]
             taker = _pick_rank(takers, target - share, near_first, near_last, FULLEST)
             whole = taker >= 0
-            if not whole and strategy.near and node_loads_N[node] <= target * ranks_per_node:
+            if not whole and node_loads_N[node] <= target * ranks_per_node:
                 taker = _pick_rank(takers, target - smallest_share, near_first, near_last, EMPTIEST)
             far_first = giver // reach * reach
             if taker < 0:
@@ -152,10 +134,9 @@ def greedy_attempt(instance, start_loads_R, limits, attempt, found):  # type: ig
                     r = open_N[i]
                     if r < far_first or r >= far_first + reach or excluded_R[r]:
                         continue
-                    size = loads_R[r] + jitter[r]
-                    if emptiest < 0 or size < loads_R[emptiest] + jitter[emptiest]:
+                    if emptiest < 0 or loads_R[r] < loads_R[emptiest]:
                         emptiest = r
-                    if loads_R[r] <= target - share and (fullest < 0 or size > loads_R[fullest] + jitter[fullest]):
+                    if loads_R[r] <= target - share and (fullest < 0 or loads_R[r] > loads_R[fullest]):
                         fullest = r
                 whole = fullest >= 0
                 taker = fullest if whole else emptiest
@@ -164,7 +145,7 @@ def greedy_attempt(instance, start_loads_R, limits, attempt, found):  # type: ig
             while p >= 0:
                 excluded_R[ranks_P[p]] = False
                 p = before_P[p]
-            if taker >= 0 and (strategy.fill or not whole):
+            if taker >= 0 and (fill or not whole):
                 part = target - loads_R[taker]
                 if not whole:
                     part = min(part, excess)
@@ -193,7 +174,7 @@ def greedy_attempt(instance, start_loads_R, limits, attempt, found):  # type: ig
         highest_N[node] = 0
         for r in range(near_first, near_last):
             if loads_R[r] > target and not given_up_R[r]:
-                highest_N[node] = max(highest_N[node], loads_R[r] + jitter[r])
+                highest_N[node] = max(highest_N[node], loads_R[r])
 
 
 @kernel
@@ -202,12 +183,12 @@ def _pick_rank(takers, most, first, last, order):  # type: ignore[no-untyped-def
 
     -1 if there is none.
     """
-    loads_R, jitter, free_slots_R, excluded_R = takers
+    loads_R, free_slots_R, excluded_R = takers
     picked = NONE
     best = np.int64(0)
     for r in range(first, last):
         if loads_R[r] <= most and free_slots_R[r] > 0 and not excluded_R[r]:
-            size = order * (loads_R[r] + jitter[r])
+            size = order * loads_R[r]
             if picked < 0 or size > best:
                 picked = r
                 best = size

@@ -76,6 +76,8 @@ class Limits(NamedTuple):
         most_rows: rows of a rank that no instance may exceed.
         is_exact: whether no rank may have more rows than the mean, rounded up.
         prices: what replicas reduce and cost.
+        sends: most replicas of one rank's experts on other nodes in an instance.
+        forwards: whether a token is sent once to a node, and from there to its ranks; else each row by itself.
     """
 
     ranks_per_node: int
@@ -86,6 +88,8 @@ class Limits(NamedTuple):
     most_rows: int
     is_exact: bool
     prices: Prices
+    sends: int
+    forwards: bool
 
 
 class Shares(NamedTuple):
@@ -109,24 +113,10 @@ class Placing(NamedTuple):
         counts_NE: `[N, E]` int64 tokens by source node and expert.
         loads_R: `[R]` int64 rows of every rank.
         at_home_E: `[E]` int64 tokens that the home computes.
-        free_slots_R: `[R]` int64.
-        found: the replicas so far, in memory for R * slots.
+        found: the replicas.
     """
 
     counts_NE: Array
     loads_R: Array
     at_home_E: Array
-    free_slots_R: Array
     found: Shares
-
-
-class PlacementStrategy(NamedTuple):
-    """How the greedy attempt chooses a rank for a replica, and its tokens.
-
-    Attributes:
-        fill: fill the taker to the target; otherwise it takes only the giver's excess.
-        near: prefer a part of the excess in the giver's node to the whole excess on another node.
-    """
-
-    fill: bool
-    near: bool

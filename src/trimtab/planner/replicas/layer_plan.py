@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner.replicas.kernel_values import PARTS_PER_WHOLE, Homes, InstanceRows, Limits, Shares
-from trimtab.planner.replicas.local_replicas import cost_of_replicas, fill_free_slots, place_local_replicas
+from trimtab.planner.replicas.links import (
+    COMPUTED,
+    load_at_home,
+    load_with,
+    longest_times,
+    prices_of_rows,
+    split_by_links,
+)
+from trimtab.planner.replicas.local_replicas import place_local_replicas
 from trimtab.planner.replicas.replica_search import place_replicas
 from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.planner.replicas.row_limit import meet_limit
@@ -16,6 +26,22 @@ from trimtab.planner.replicas.split import Quotas, split_tokens
 # Replicas that keep rows in their node are not compared with others if loads are this part above the threshold at most.
 SLACK = 64
 NO_LIMIT = np.int64(1) << 62
+
+
+class Candidate(NamedTuple):
+    """Memory for replicas of one instance, ordered by expert, and their split."""
+
+    shares: Shares
+    quotas: Quotas
+
+
+class Found(NamedTuple):
+    """What is known of a candidate: replicas, rows of the busiest rank, those above the limit, and time, int64."""
+
+    replicas: int
+    highest: int
+    excess: int
+    cost: int
 
 
 def plan_layer(counts_MLRE: Array, fixed_MR: Array, layer: int, home_E: Array, limits: Limits) -> ReplicaTable:
@@ -37,62 +63,35 @@ def plan_layer(counts_MLRE: Array, fixed_MR: Array, layer: int, home_E: Array, l
 
 
 @kernel
+def _memory(replicas, num_ranks):  # type: ignore[no-untyped-def]
+    shares = Shares(np.empty(replicas, np.int64), np.empty(replicas, np.int64), np.empty(replicas, np.int64))
+    cells = replicas * num_ranks
+    return Candidate(
+        shares, Quotas(np.zeros(replicas + 1, np.int64), np.empty(cells, np.int16), np.empty(cells, np.int32))
+    )
+
+
+@kernel
 def _plan_layer(counts_MLRE, fixed_MR, layer, homes, limits):  # type: ignore[no-untyped-def]
     num_micro_steps, _, num_ranks, num_experts = counts_MLRE.shape
-    counts_E = np.empty(num_experts, np.int64)
-    num_nodes = num_ranks // limits.ranks_per_node if limits.prices.far_row > 0 else 1
-    counts_NE, rows_N = np.empty((num_nodes, num_experts), np.int64), np.empty(num_nodes, np.int64)
-    first_E = np.empty(num_experts + 1, np.int64)
     starts = np.zeros(num_micro_steps + 1, np.int64)
-    most = num_micro_steps * num_ranks * limits.slots
-    shares = Shares(np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64))
-    quotas = Quotas(
-        np.zeros(most + 1, np.int64), np.empty(most * num_ranks, np.int16), np.empty(most * num_ranks, np.int32)
-    )
+    shares, quotas = _memory(num_micro_steps * num_ranks * limits.slots, num_ranks)
+    memory = _memory(num_ranks * limits.slots, num_ranks), _memory(num_ranks * limits.slots, num_ranks)
     for m in range(num_micro_steps):
-        # By node only where nodes matter; all in the first row otherwise.
-        counts_NE[:] = 0
-        rows = np.int64(0)
+        counts_RE = counts_MLRE[m, layer]
+        counts_E, rows = np.zeros(num_experts, np.int64), fixed_MR[m].sum()
         for r in range(num_ranks):
-            rows += fixed_MR[m, r]
-            counts_RE = counts_MLRE[m, layer, r]
-            node_E = counts_NE[r // limits.ranks_per_node if num_nodes > 1 else 0]
             for e in range(num_experts):
-                node_E[e] += counts_RE[e]
-        counts_E[:] = 0
-        for n in range(num_nodes):
-            node_rows = np.int64(0)
-            for e in range(num_experts):
-                counts_E[e] += counts_NE[n, e]
-                node_rows += counts_NE[n, e]
-            rows_N[n] = node_rows
-            rows += node_rows
-        threshold_load = rows * limits.threshold_parts // (num_ranks * PARTS_PER_WHOLE)
-        instance = InstanceRows(counts_E, fixed_MR[m], homes)
-        found, count = _choose_replicas(instance, (counts_NE, rows_N), limits, threshold_load)
-        most_rows = limits.most_rows
-        if limits.is_exact:
-            most_rows = min(most_rows, -(-rows // num_ranks))
-        if most_rows < NO_LIMIT and limits.slots > 0:
-            found, count = _within_limit(instance, limits, found, count, most_rows)
-        # By expert, for the split.
-        first_E[:] = 0
-        for p in range(count):
-            first_E[found.experts[p] + 1] += 1
-        for e in range(num_experts):
-            first_E[e + 1] += first_E[e]
+                counts_E[e] += counts_RE[r, e]
+        rows += counts_E.sum()
+        found, count = _plan_instance(counts_RE, InstanceRows(counts_E, fixed_MR[m], homes), rows, limits, memory)
         first, end = starts[m], starts[m] + count
-        for p in range(count):
-            place = first + first_E[found.experts[p]]
-            first_E[found.experts[p]] += 1
-            shares.experts[place] = found.experts[p]
-            shares.ranks[place] = found.ranks[p]
-            shares.tokens[place] = found.tokens[p]
         starts[m + 1] = end
-        mine = Shares(shares.experts[first:end], shares.ranks[first:end], shares.tokens[first:end])
-        split_tokens(
-            counts_MLRE[m, layer], counts_E, homes.home_E, np.int64(limits.ranks_per_node), mine, quotas, first
-        )
+        shares.experts[first:end], shares.ranks[first:end] = found.shares.experts[:count], found.shares.ranks[:count]
+        begin, number = quotas.starts[first], found.quotas.starts[count]
+        quotas.starts[first : end + 1] = found.quotas.starts[: count + 1] + begin
+        quotas.sources[begin : begin + number] = found.quotas.sources[:number]
+        quotas.tokens[begin : begin + number] = found.quotas.tokens[:number]
     # Copies, so that unused memory is freed.
     replicas = starts[num_micro_steps]
     kept = quotas.starts[replicas]
@@ -104,46 +103,91 @@ def _plan_layer(counts_MLRE, fixed_MR, layer, homes, limits):  # type: ignore[no
 
 
 @kernel
-def _choose_replicas(instance, sources, limits, threshold_load):  # type: ignore[no-untyped-def]
-    """Replicas that also keep rows in their node, replicas that only balance, or none: whichever cost least."""
-    found, count = Shares(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)), np.int64(0)
-    best, highest = cost_of_replicas(instance, sources, limits, found, count)
-    if limits.slots > 0 and limits.reach > limits.ranks_per_node and limits.prices.far_row > 0:
-        local, num_local = place_local_replicas(instance, sources, limits, threshold_load)
-        cost, reached = cost_of_replicas(instance, sources, limits, local, num_local)
-        if cost < best:
-            found, count, best, highest = local, num_local, cost, reached
-    slack = threshold_load // SLACK if count > 0 else 0
-    if limits.slots > 0 and highest > threshold_load + slack:
-        balancing, num_balancing = place_replicas(instance, limits, threshold_load)
-        cost, _ = cost_of_replicas(instance, sources, limits, balancing, num_balancing)
-        if cost < best:
-            found, count, best = balancing, num_balancing, cost
-        if limits.reach > limits.ranks_per_node and limits.prices.far_row > 0:
-            both, num_both = fill_free_slots(instance, sources, limits, threshold_load, balancing, num_balancing)
-            cost, _ = cost_of_replicas(instance, sources, limits, both, num_both)
-            if cost < best:
-                found, count = both, num_both
-    return found, count
+def _plan_instance(counts_RE, instance, rows, limits, memory):  # type: ignore[no-untyped-def]
+    """The replicas that cost least of none, those that keep rows in their node, and those that only balance.
+
+    Args:
+        counts_RE: `[R, E]` integer tokens by source rank and expert.
+        instance: an `InstanceRows`.
+        rows: known and expected ones of all ranks.
+        memory: two `Candidate`s.
+
+    Returns:
+        The candidate that is filled, and its number of replicas.
+    """
+    num_ranks, per_node, home_E = np.int64(len(counts_RE)), np.int64(limits.ranks_per_node), instance.homes.home_E
+    found, tried = memory
+    most_rows = np.int64(limits.most_rows)
+    if limits.is_exact:
+        most_rows = min(most_rows, -(-rows // num_ranks))
+    threshold = rows * limits.threshold_parts // (num_ranks * PARTS_PER_WHOLE)
+    at_home = load_at_home(counts_RE, instance.fixed_R, instance.homes, limits)
+    best = _split(counts_RE, instance, limits, most_rows, at_home, found.shares, np.int64(0), found)
+    if limits.slots == 0:
+        return found, best.replicas
+    if limits.reach > per_node and limits.prices.far_row > 0:
+        counts_NE = np.zeros((num_ranks // per_node, len(home_E)), np.int64)
+        for r in range(num_ranks):
+            for e in range(len(home_E)):
+                counts_NE[r // per_node, e] += counts_RE[r, e]
+        shares, count = place_local_replicas(instance, counts_NE, limits, threshold)
+        other = _split(counts_RE, instance, limits, most_rows, at_home, shares, count, tried)
+        if _is_better(other, best):
+            found, tried, best = tried, found, other
+    if best.highest > threshold + (threshold // SLACK if best.replicas > 0 else 0):
+        shares, count = place_replicas(instance, limits, threshold)
+        other = _split(counts_RE, instance, limits, most_rows, at_home, shares, count, tried)
+        if _is_better(other, best):
+            found, tried, best = tried, found, other
+    if best.excess > 0:
+        # The limit comes before efficient products.
+        single = Limits(
+            limits.ranks_per_node, limits.reach, limits.slots, limits.threshold_parts, 1, limits.most_rows,
+            limits.is_exact, limits.prices, limits.sends, limits.forwards,
+        )  # fmt: skip
+        shares, count = place_replicas(instance, single, most_rows)
+        other = _split(counts_RE, instance, limits, most_rows, at_home, shares, count, tried)
+        if _is_better(other, best):
+            found, tried, best = tried, found, other
+    if limits.forwards or num_ranks == per_node:
+        return found, best.replicas
+    shares = _first(found.shares, best.replicas)
+    return found, split_by_links(counts_RE, at_home, home_E, limits, most_rows, shares, found.quotas)
 
 
 @kernel
-def _within_limit(instance, limits, found, count, most_rows):  # type: ignore[no-untyped-def]
-    """The given replicas with shares that meet the row limit, else others; the nearest to it if none do."""
-    count, highest = meet_limit(instance, found, count, most_rows)
-    if highest <= most_rows:
-        return found, count
-    # The limit comes before efficient products.
-    single = Limits(
-        limits.ranks_per_node,
-        limits.reach,
-        limits.slots,
-        limits.threshold_parts,
-        1,
-        limits.most_rows,
-        limits.is_exact,
-        limits.prices,
-    )
-    other, num_other = place_replicas(instance, single, most_rows)
-    num_other, reached = meet_limit(instance, other, num_other, most_rows)
-    return (other, num_other) if reached < highest else (found, count)
+def _first(shares, count):  # type: ignore[no-untyped-def]
+    return Shares(shares.experts[:count], shares.ranks[:count], shares.tokens[:count])
+
+
+@kernel
+def _is_better(one, other):  # type: ignore[no-untyped-def]
+    return one.excess < other.excess or (one.excess == other.excess and one.cost < other.cost)
+
+
+@kernel
+def _split(counts_RE, instance, limits, most_rows, at_home, shares, count, candidate):  # type: ignore[no-untyped-def]
+    """Split the tokens of replicas, given in any order, over source ranks, within the limit of rows if possible."""
+    if most_rows < NO_LIMIT and count > 0:
+        count, _ = meet_limit(instance, shares, count, most_rows)
+    home_E, prices = instance.homes.home_E, limits.prices
+    ordered = _first(candidate.shares, count)
+    # By expert, stably.
+    first_E = np.zeros(len(home_E) + 1, np.int64)
+    for p in range(count):
+        first_E[shares.experts[p] + 1] += 1
+    for e in range(len(home_E)):
+        first_E[e + 1] += first_E[e]
+    for p in range(count):
+        place = first_E[shares.experts[p]]
+        first_E[shares.experts[p]] += 1
+        ordered.experts[place], ordered.ranks[place] = shares.experts[p], shares.ranks[p]
+        ordered.tokens[place] = shares.tokens[p]
+    per_node = np.int64(limits.ranks_per_node)
+    split_tokens(counts_RE, instance.counts_E, home_E, per_node, ordered, candidate.quotas, np.int64(0))
+    load = load_with(at_home, home_E, limits, ordered, candidate.quotas)
+    cost, highest = longest_times(load, prices_of_rows(limits)), load.rows_KR[COMPUTED].max()
+    for p in range(count):
+        is_far = ordered.ranks[p] // per_node != home_E[ordered.experts[p]] // per_node
+        cost += prices.far_replica if is_far else prices.near_replica
+    return Found(count, highest, max(np.int64(0), highest - most_rows), cost)
