@@ -81,11 +81,13 @@ def _costs() -> str:
         for finding in stage["findings"]
         if stage["name"] == "megatron" and "case" in finding["figures"]
     ]
-    slots = stored("simulated")["step"]["slots"]
-    weights = bytes_text(RING_LAYERS * slots * ModelSpec.named("qwen3-30b-a3b").expert_bytes)
+    skewed = next(iter(stored("simulated")["steps"].values()))
+    slots = [skewed[sent]["policies"]["trimtab"]["slots_per_rank"] for sent in ("tokens", "rows")]
+    copies = " or ".join(str(number) for number in sorted({*slots}))
+    weights = bytes_text(RING_LAYERS * max(slots) * ModelSpec.named("qwen3-30b-a3b").expert_bytes)
     return (
-        f"memory for {RING_LAYERS} x {slots} experts a rank ({weights} of weights for Qwen3-30B-A3B, and gradients in "
-        "transfer); a flag, one line, or about ten lines in your own loop; with even routing "
+        f"memory for {RING_LAYERS} x {copies} experts a rank in these cases ({weights} of weights at most, and "
+        "gradients in transfer); a flag, one line, or about ten lines in your own loop; with even routing "
         f"{low:+.1%} to {high:+.1%} of a step on CPU ranks. On one rank of an H200, where the host is the limit "
         f"and plain Megatron exchanges nothing, a planned layer takes {min(ratios):.2f} to {max(ratios):.2f} times as "
         "long: an upper bound, of a case that nobody runs"

@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +23,8 @@ from trimtab.analysis.summary import cost_summary
 from trimtab.api.simulate import MAIN_POLICIES
 from trimtab.cli.options import add_options
 from trimtab.cli.parser import Parser
+from trimtab.cluster import load_cluster
+from trimtab.cluster.spec_files import write_cluster
 from trimtab.report.simulation import answer
 from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 
@@ -29,13 +33,15 @@ ROOT = Path(__file__).parents[1]
 START, RESULTS = ROOT / "docs" / "start.md", ROOT / "docs" / "results.md"
 TRACES = ("qwen3-30b-math", "qwen3-30b-mixed")
 SIZE: dict[str, Any] = {"num_sequences": 2048, "mean_length": 1024, "max_length": 4096, "num_layers": 8, "num_steps": 2}
-STEP: dict[str, Any] = {"cluster": "h100x8", "ranks": 16, "slots": 2, "micro_steps": 32, "checkpointing": True}
-SWEEP: dict[str, Any] = {"ranks": [8, 16, 32], "slots": [1, 2], "micro_steps": [8, 32]}
+STEP: dict[str, Any] = {"cluster": "h100x8", "ranks": 16, "slots": "auto", "micro_steps": 32, "checkpointing": True}
+SWEEP: dict[str, Any] = {"ranks": [8, 16, 32], "slots": [2, "auto"], "micro_steps": [8, 32]}
+# Parts of transfers' seconds that they take from compute.
+TAXES = (0.0, 0.15, 0.3, 0.5)
 DISPATCHERS = ("tokens", "rows")
 # Figures of a balancer that are stored.
 KEPT = (
     "step_time_s", "speedup_vs_static", "speedup_vs_eplb", "fraction_of_balanced", "replicas_per_instance",
-    "cross_node_token_fraction", "peak_bytes_per_rank", "fits",
+    "cross_node_token_fraction", "peak_bytes_per_rank", "fits", "slots_per_rank",
 )  # fmt: skip
 ABOUT = {
     "trimtab": "one plan per micro-step and layer, made during rollout and step",
@@ -77,6 +83,7 @@ def simulate_all(traces: Sequence[str], size: Mapping[str, int], sweep: Mapping[
         if name == traces[0]:
             analysis = _analysis_text(trace)
             swept = trimtab.simulate(trace, model="qwen3-30b-a3b", policies="all", **STEP | dict(sweep)).figures()
+            taxed = _taxed(trace)
     return {
         "yardstick": swept["yardstick"],
         "size": dict(size),
@@ -86,7 +93,30 @@ def simulate_all(traces: Sequence[str], size: Mapping[str, int], sweep: Mapping[
         "sweep": [
             {name: case[name] for name in ("ranks", "slots", "micro_steps")} | _kept(case) for case in swept["sweep"]
         ],
+        "taxed": taxed,
     }
+
+
+def _taxed(trace: RoutingTrace) -> list[dict[str, Any]]:
+    """Seconds of a step, and slots, if transfers take another part of their seconds from compute."""
+    found = []
+    with TemporaryDirectory() as folder:
+        for tax in TAXES:
+            spec = replace(load_cluster(STEP["cluster"], ranks=STEP["ranks"]), transfer_tax=tax)
+            path = Path(folder) / "nodes.toml"
+            write_cluster(path, spec, {"transfer_tax": "varied"}, base=STEP["cluster"])
+            step = STEP | {"cluster": path, "slots": [2, "auto"], "dispatcher": DISPATCHERS}
+            result = trimtab.simulate(trace, model="qwen3-30b-a3b", policies=MAIN_POLICIES, **step)
+            for case in result.cases:
+                each = case.outcomes
+                found.append(
+                    {
+                        "tax": tax, "dispatcher": case.dispatcher, "slots": case.slots,
+                        "step_time_s": {name: outcome.simulated.step_time_s for name, outcome in each.items()},
+                        "slots_per_rank": {name: outcome.plan.slots_per_rank for name, outcome in each.items()},
+                    }
+                )  # fmt: skip
+    return found
 
 
 def with_texts(figures: dict[str, Any]) -> dict[str, Any]:
@@ -133,6 +163,7 @@ def blocks(figures: Mapping[str, Any]) -> dict[str, str]:
         "answer": "> " + next(iter(figures["steps"].values()))[DISPATCHERS[0]]["answer"],
         "balancers": _balancers(figures),
         "sweep": _sweep(figures["sweep"]),
+        "taxed": _taxes(figures["taxed"]),
     }
 
 
@@ -195,8 +226,18 @@ def _lost(sweep: Sequence[Mapping[str, Any]]) -> str:
     return f"Other balancers are faster in {len(texts)} of {len(sweep)} cases of 8 to 32 ranks (tokens): {others}."
 
 
+def _taxes(cases: Sequence[Mapping[str, Any]]) -> str:
+    """Seconds of `trimtab` and `eplb` by tax and slots."""
+    rows = []
+    for case in cases:
+        seconds, slots = case["step_time_s"], case["slots_per_rank"]
+        both = (f"{seconds[name]:.2f} s ({slots[name]} slots)" for name in ("trimtab", "eplb"))
+        rows.append([f"{case['tax']:g}", case["dispatcher"], str(case["slots"]), *both])
+    return markdown_table(["transfer_tax", "sent", "slots", "`trimtab`", "`eplb`"], rows)
+
+
 def _place(case: Mapping[str, Any]) -> str:
-    slots = "1 slot" if case["slots"] == 1 else f"{case['slots']} slots"
+    slots = f"{case['slots']} slots"
     return f"{case['ranks']} ranks, {slots}, {case['micro_steps']} micro-steps"
 
 

@@ -103,7 +103,7 @@ def test_no_simpler_strategy_is_predicted_to_be_faster(seed: int) -> None:
 def planning_seconds(step: Step) -> float:
     """More than what planning such a step is estimated to take."""
     experts, layers, cells = 32, 3, step.groups * 4 * step.cluster.ranks * 32
-    return (8e-9 * cells + 1e-7 * experts**2) * layers / step.cluster.planning_threads
+    return (2e-7 * cells + 1e-7 * experts**2) * layers / step.cluster.planning_threads
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -39,8 +39,9 @@ MORE_ENTRIES = 2.0
 # have stayed good since all of them are expected to do so for the second number of steps.
 STILL_GOOD, PAST_STEPS, LONGEST_LIFE = 0.5, 8, 100.0
 # Seconds of planning on one core, estimated from sizes, so that plans are the same on every machine: of an instance,
-# for each rank and expert; and of improved homes of a layer, for each pair of experts.
-PLACING_S, SWAPPING_S = 8e-9, 1e-7
+# for each rank and expert, on one node and on several, and for each slot where rows are split by links; and of
+# improved homes of a layer, for each pair of experts.
+PLACING_S, PLACING_ON_NODES_S, LINKS_S, SWAPPING_S = 8e-9, 4e-8, 2.5e-8, 1e-7
 # Decisions compare whole nanoseconds, so that they don't depend on the order of summation.
 NANOSECONDS = 1e9
 
@@ -307,13 +308,16 @@ class _Sample:
         """Estimated seconds of planning the whole step with a strategy."""
         planning = self._planning
         experts, layers = planning.placement.home.shape[1], len(planning.layers)
-        seconds = 0.0
+        seconds, cell_s = 0.0, PLACING_S
+        if planning.cluster.nodes > 1:
+            by_links = not planning.costs.operations.forwards
+            cell_s = PLACING_ON_NODES_S + by_links * strategy.slots * LINKS_S
         if strategy.replicas != NONE and planning.sliced:
             # The first micro-step waits for its own, which the ranks plan together.
-            seconds += PLACING_S * experts * layers * planning.cluster.planning_threads
+            seconds += cell_s * experts * layers * planning.cluster.planning_threads
         elif strategy.replicas != NONE:
             cells = planning.loads.num_groups * len(planning.micro_steps) * planning.cluster.ranks * experts
-            seconds += PLACING_S * cells * layers
+            seconds += cell_s * cells * layers
         if strategy.homes == STEP:
             seconds += SWAPPING_S * experts**2 * layers
         return seconds / planning.cluster.planning_threads
