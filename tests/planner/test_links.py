@@ -216,6 +216,22 @@ def test_time_is_close_to_the_best_split_of_the_same_copies() -> None:
     assert found >= 0.95 * possible
 
 
+def test_a_split_by_links_holds_where_a_row_between_nodes_costs_more_than_all_others() -> None:
+    """Local copies leave hardly any rows between nodes, so that moving tokens there makes times many times as long."""
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        counts_RE = rng.integers(200, 2500, (6, 6)).astype(np.int32)
+        price = int(10 ** rng.uniform(10, 12))
+        settings = PlanSettings(threshold=1.5)
+        limits = settings.limits(ClusterSpec(6, 2, 2), Prices(7 * 10**7, 10**7, price, 0, 0), forwards=False)
+        home_E = rng.permutation(6).astype(np.int16)
+        table = plan_layer(counts_RE[None, None], np.zeros((1, 6), np.int64), 0, home_E, limits)
+        quotas = Quotas(table.quota_starts, table.sources, table.tokens)
+        planned = Case(counts_RE, np.zeros(6, np.int64), home_E, limits, table.shares, quotas)
+        nothing = Case(counts_RE, planned.fixed_R, home_E, limits, *split(counts_RE, home_E, 2, []))
+        assert planned.plain_time() <= nothing.plain_time()
+
+
 def test_links_are_loaded_evenly_where_loads_are_even() -> None:
     """Ranks 0 and 1 compute 400 rows each, of one expert each, but only rank 0's come from the other node."""
     counts_RE = np.zeros((4, 4), np.int32)

@@ -23,7 +23,7 @@ class Strategy:
         slots: most replicas of a rank.
         exposed: the part of a replica's transfers that is assumed not to overlap with compute. More of it means fewer
             replicas.
-        sends: most replicas of one rank's experts on other nodes, for each slot of a rank; 0: any number.
+        sends: most replicas of one rank's experts that keep rows in other nodes, for each slot; 0: any number.
         move_penalty: how much a move has to improve homes, see `place_experts`; in parts per expert.
         mirror: whether weights may come from host memory.
         in_nodes: whether homes that change stay in their nodes.

@@ -76,7 +76,7 @@ class Limits(NamedTuple):
         most_rows: rows of a rank that no instance may exceed.
         is_exact: whether no rank may have more rows than the mean, rounded up.
         prices: what replicas reduce and cost.
-        sends: most replicas of one rank's experts on other nodes in an instance.
+        sends: most replicas of one rank's experts that keep rows in other nodes.
         forwards: whether a token is sent once to a node, and from there to its ranks; else each row by itself.
     """
 

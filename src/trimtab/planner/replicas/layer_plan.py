@@ -149,7 +149,7 @@ def _plan_instance(counts_RE, instance, rows, limits, memory):  # type: ignore[n
         other = _split(counts_RE, instance, limits, most_rows, at_home, shares, count, tried)
         if _is_better(other, best):
             found, tried, best = tried, found, other
-    if limits.forwards or num_ranks == per_node:
+    if limits.forwards or num_ranks == per_node or limits.prices.far_row == 0:
         return found, best.replicas
     shares = _first(found.shares, best.replicas)
     return found, split_by_links(counts_RE, at_home, home_E, limits, most_rows, shares, found.quotas)

@@ -20,7 +20,8 @@ from trimtab.kernels import inlined_kernel, kernel
 SWEEPS = 8
 # Numbers of a source's tokens that are tried in turn, all first.
 TRIES = 2
-# The longest time of a rank in a descent, so that sums of squares are below 2**63.
+# The longest time of a rank when a descent begins. Prices of a row above it, and times above their targets of more than
+# twice as much, count as that, so that sums of squares are below 2**63.
 LONGEST = np.int64(1) << 28
 # Places in `Load.rows_KR`: of a link, those of sent rows, before received ones; of computed rows.
 NEAR, FAR, COMPUTED = np.int64(0), np.int64(2), np.int64(4)
@@ -200,7 +201,8 @@ def _descend(copies, load, limits, most_rows):  # type: ignore[no-untyped-def]
     rows_KR, node_R = load
     prices, smallest, total_C = prices_of_rows(limits), limits.smallest_share, tokens_CR.sum(axis=1)
     num_ranks, scale = len(node_R), LONGEST / max(np.int64(1), longest_times(load, prices))
-    scaled = np.int64(prices[0] * scale), np.int64(prices[1] * scale), np.int64(prices[2] * scale)
+    near, far, computed = prices[0] * scale, prices[1] * scale, prices[2] * scale
+    scaled = np.int64(min(near, LONGEST)), np.int64(min(far, LONGEST)), np.int64(min(computed, LONGEST))
     times_R2, price_KR = np.empty((num_ranks, 2), np.int64), np.empty((5, num_ranks), np.int64)
     best, best_CR, shifts = np.int64(1) << 62, np.empty_like(tokens_CR), 1
     for sweep in range(SWEEPS + 1):
@@ -272,8 +274,13 @@ def _descend(copies, load, limits, most_rows):  # type: ignore[no-untyped-def]
 @inlined_kernel
 def _above(times, targets):  # type: ignore[no-untyped-def]
     """Squares of a rank's two times above their targets."""
-    links, both = max(np.int64(0), times[0] - targets[0]), max(np.int64(0), times[1] - targets[1])
+    links, both = _excess(times[0] - targets[0]), _excess(times[1] - targets[1])
     return links * links + both * both
+
+
+@inlined_kernel
+def _excess(time):  # type: ignore[no-untyped-def]
+    return min(max(np.int64(0), time), 2 * LONGEST)
 
 
 @inlined_kernel
@@ -284,8 +291,8 @@ def _price(rows_KR, prices, targets, rank, price_KR):  # type: ignore[no-untyped
     """
     near, far, computed = prices
     times = _times(rows_KR, prices, rank)
-    both = max(np.int64(0), times[1] - targets[1])
-    above = both + max(np.int64(0), times[0] - targets[0])
+    both = _excess(times[1] - targets[1])
+    above = both + _excess(times[0] - targets[0])
     for k in range(4):
         row = near if k < FAR else far
         is_busiest = rows_KR[k, rank] * row >= times[0] - (times[0] >> 5)

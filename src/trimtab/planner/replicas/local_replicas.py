@@ -1,9 +1,8 @@
 """Replicas in the nodes whose tokens use the expert, so that fewer rows leave a node, with even loads.
 
-Every node first gets copies of the foreign experts that most of its own tokens use. Each copy computes these tokens, on
-the rank of the node with the lowest load. Then tokens are shifted between copies until ranks are even
-(`shift_shares`), and where that is not enough, copies are exchanged (`exchanges.py`). (Our own. LAER-MoE, arXiv
-2602.11686, also copies the hottest experts to every node, from past loads and with equal shares.)
+Copies go to nodes of foreign experts that most of their own tokens use. Each copy computes these tokens, on the rank of
+the node with the lowest load. Then tokens are shifted between copies until ranks are even (`shift_shares`). (Our own.
+LAER-MoE, arXiv 2602.11686, also copies the hottest experts to every node, from past loads and with equal shares.)
 """
 
 from __future__ import annotations
@@ -14,10 +13,7 @@ from trimtab.kernels import kernel
 from trimtab.planner.replicas.kernel_values import Placing, Shares
 
 # int64, because numba compiles a kernel once more for every Python int.
-SWEEPS, SWEEPS_AFTER_EXCHANGE = np.int64(8), np.int64(4)
-# Rounds of exchanges, in each of which every overloaded rank gives away part of one expert.
-ROUNDS = 8
-NEVER = np.int64(1) << 62
+SWEEPS = np.int64(8)
 
 
 @kernel
