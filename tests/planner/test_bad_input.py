@@ -78,7 +78,7 @@ def test_a_plan_with_a_source_that_is_no_rank_is_refused() -> None:
 
 
 IMPOSSIBLE: dict[str, list[float]] = {
-    "threshold": [math.nan, math.inf, 0.9], "smallest_share": [0], "move_life": [math.nan, math.inf, 0.9],
+    "threshold": [math.nan, math.inf, 0.9, 1e4], "smallest_share": [0], "move_life": [math.nan, math.inf, 0.9],
     "least_gain": [math.nan, math.inf], "max_rows_per_rank": [0],
 }  # fmt: skip
 

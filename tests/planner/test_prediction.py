@@ -157,64 +157,6 @@ def test_planning_and_moves_are_part_of_a_prediction() -> None:
     assert found.seconds == found.parts_s["migration"] == 14.0
 
 
-def test_weights_wait_for_a_buffer_whose_layer_has_run() -> None:
-    """Rank 1 has a row and a replica's row in each of 3 layers, which have 2 buffers; rank 0 has 10 rows, 1 and 1.
-
-    The first replica arrives at 4 s and the second at 8 s, both before layer 0 ends at 10 s, when its buffer is free.
-    So the third arrives at 14 s, 2 s after layer 1 has ended. In backward it is hidden behind the rows of layer 0.
-    """
-    counts_MLRE = np.array([[[[11, 0], [0, 1]], [[2, 0], [0, 1]], [[2, 0], [0, 1]]]], np.int32)
-    workload = Workload.known(counts_MLRE)
-    schedule = random_schedule(np.random.default_rng(0), 0, num_ranks=2, num_micro_steps=1)
-    plan = StepPlan.from_instances(
-        schedule, Placement.contiguous(3, 2, 2), [np.array([[0, 1]])] * 3, [np.array([[1, 0]])] * 3,
-        mixed_ML=workload.mixed_ML, cluster=ClusterSpec(2, 2, 1),
-    )  # fmt: skip
-    costs = StepCosts(free_costs(row_s=1.0, near_weights_s=4.0), forwards=1, ring_layers=2)
-    found = predict([plan], [workload], costs)
-    assert (found.parts_s["transfers"], found.seconds) == (2.0, 10 + 2 + 2 + 2 + 2 * (10 + 2 + 2))
-
-
-@pytest.mark.parametrize(("spare", "waiting_s"), [(1.0, 1.0), (0.25, 7.75), (0.0, 10.0)])
-def test_rows_leave_a_part_of_a_link_to_weights(spare: float, waiting_s: float) -> None:
-    """The weights of layer 1's replica take 10 s, if nothing else uses the link. Rank 0 sends 4 rows of layer 0, which
-    come back, and a row of layer 1: each row takes 1 s. So the layer begins after 9 s, with `9 * spare` s of them sent.
-    """
-    counts_MLRE = np.array([[[[0, 4], [0, 0]], [[2, 0], [0, 1]]]], np.int32)
-    workload = Workload.known(counts_MLRE)
-    plan = StepPlan.from_instances(
-        random_schedule(np.random.default_rng(0), 0, num_ranks=2, num_micro_steps=1),
-        Placement.contiguous(2, 2, 2), [np.empty((0, 2), np.int64), np.array([[0, 1]])],
-        [np.empty((0, 2), np.int64), np.array([[1, 0]])], mixed_ML=workload.mixed_ML,
-        cluster=ClusterSpec(2, 2, 1),
-    )  # fmt: skip
-    costs = free_costs(near_row_s=1.0, near_weights_s=10.0, near_spare=spare)
-    found = predict([plan], [workload], StepCosts(costs, forwards=1, ring_layers=2))
-    assert (found.parts_s["dispatch"], found.parts_s["transfers"]) == (2 * (2 * 4 + 2 * 1), waiting_s)
-
-
-def test_gradients_wait_for_a_buffer_whose_gradients_have_returned() -> None:
-    """Rank 1 has a replica in layers 1, 3 and 4, whose gradients take 10 s each; there are 2 buffers.
-
-    In backward, layers 4, 3, 2 and 1 end after 2, 4, 6 and 8 s. The gradients of layer 4 have returned after 12 s, when
-    layer 1 can use their buffer. The others have returned after 32 s, 2 s before the end of layer 0.
-    """
-    replicated, alone = [[2, 0], [0, 0]], [[1, 0], [0, 1]]
-    counts_MLRE = np.array([[[[11, 0], [0, 11]], replicated, alone, replicated, replicated]], np.int32)
-    workload, has_replica = Workload.known(counts_MLRE), [0, 1, 0, 1, 1]
-    plan = StepPlan.from_instances(
-        random_schedule(np.random.default_rng(0), 0, num_ranks=2, num_micro_steps=1),
-        Placement.contiguous(5, 2, 2),
-        [np.array([[0, 1]] * number, np.int64).reshape(-1, 2) for number in has_replica],
-        [np.array([[1, 0]] * number, np.int64).reshape(-1, 2) for number in has_replica],
-        mixed_ML=workload.mixed_ML,
-        cluster=ClusterSpec(2, 2, 1),
-    )
-    costs = StepCosts(free_costs(row_s=1.0, near_gradient_s=10.0), forwards=1, ring_layers=2)
-    found = predict([plan], [workload], costs)
-    assert (found.parts_s["transfers"], found.seconds) == (4.0, 15 + 2 * 15 + 4)
-
-
 def test_a_step_takes_as_long_as_its_slowest_group() -> None:
     costs = StepCosts(free_costs(row_s=1.0))
     (quick, few), (slow, many) = (plan_of_rows(rows, [0, 1, 2, 3]) for rows in (2, 5))

@@ -14,7 +14,6 @@ _CLASSES = {
     "static": ("static", "Static"),
     "scheduled": ("static", "Scheduled"),
     "eplb": ("rivals.eplb", "Eplb"),
-    "eplb_every_step": ("rivals.eplb", "EplbEveryStep"),
     "eplb_oracle": ("rivals.eplb", "EplbOracle"),
     "fastermoe": ("rivals.fastermoe", "FasterMoe"),
     "llep": ("rivals.llep", "Llep"),

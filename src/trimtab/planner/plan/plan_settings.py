@@ -19,8 +19,8 @@ from trimtab.errors import InputError
 from trimtab.planner.replicas.kernel_values import PARTS_PER_WHOLE, Limits, Prices
 from trimtab.planner.replicas.layer_plan import NO_LIMIT
 
-# Most of the gain of 1.0, with fewer replicas.
-THRESHOLD = 1.005
+# Most of the gain of 1.0, with fewer replicas. With the most, products of loads are below 2**63.
+THRESHOLD, MOST_THRESHOLD = 1.005, 1000
 FEMTOSECONDS = 1e15
 BALANCE_ALONE = Prices(1, 0, 0, 0, 0)
 
@@ -52,8 +52,10 @@ class PlanSettings:
     exact: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.threshold < math.inf:
-            raise InputError(f"the threshold is {self.threshold}; it should be a max/mean load of 1 or more")
+        if not 1 <= self.threshold <= MOST_THRESHOLD:
+            raise InputError(
+                f"the threshold is {self.threshold}; it should be a max/mean load from 1 to {MOST_THRESHOLD}"
+            )
         if self.smallest_share < 1:
             raise InputError(f"the smallest share is {self.smallest_share}; it should be 1 token or more")
         if self.move_life is not None and not 1 <= self.move_life < math.inf:

@@ -1,11 +1,11 @@
-"""`eplb`, `eplb_every_step` and `eplb_oracle`: copies of hot experts packed onto ranks between steps.
+"""`eplb` and `eplb_oracle`: copies of hot experts packed onto ranks between steps.
 
 Source: DeepSeek's Expert Parallelism Load Balancer (github.com/deepseek-ai/EPLB); `rebalance` is its packing.
 
 Not specified by the source, and our choices:
 
 * where loads come from: `eplb` takes the sum of the last steps, `eplb_oracle` this step's own;
-* when experts are placed anew: a comparison takes the best of `Eplb.intervals`; `eplb_every_step` has none but one;
+* when experts are placed anew: a comparison takes the best of `Eplb.intervals`;
 * the copy that is the home: the one at the current home if there is one, else the one on the rank with the fewest
   homes. Homes may be uneven, but copies are not;
 * the copy of a token: every source spreads an expert's tokens equally over its copies; two copies on one rank are one
@@ -56,13 +56,6 @@ class Eplb:
             no_copies = np.zeros((view.num_layers, view.cluster.ranks, view.num_experts), np.int64)
             return _split_over(view, view.placement, no_copies)
         return _plan(view, past_PLE.sum(axis=0))
-
-
-@dataclass(frozen=True)
-class EplbEveryStep(Eplb):
-    """The same, placed anew before every step."""
-
-    intervals: ClassVar[tuple[int | None, ...]] = (1,)
 
 
 @dataclass(frozen=True)
