@@ -87,7 +87,13 @@ class Step:
         return cls(cluster, sequences, earlier, budget)
 
     def view(self, policy: Policy) -> View:
-        """The input of a policy. Trimtab and others that move homes start from contiguous ones."""
+        """The input of a policy. Trimtab and others that move homes start from contiguous ones.
+
+        Trimtab has most work: rows are sent one by one, and there are many slots.
+        """
+        cluster = self.cluster
+        if isinstance(policy, Trimtab):
+            cluster = replace(cluster, slots_per_rank=OWN_SLOTS, dispatch_forwards=False)
         schedule = pack_by_length(self.sequences.lengths, num_ranks=self.cluster.ranks, token_budget=self.token_budget)
         homes = Placement.contiguous(self.sequences.num_layers, self.sequences.num_experts, self.cluster.ranks)
         past_PLE = self.earlier.counts_SLE.sum(axis=0, dtype=np.int64)[None]
@@ -96,7 +102,7 @@ class Step:
             self.sequences,
             schedule,
             homes,
-            self.cluster,
+            cluster,
             token_budget=self.token_budget,
             past_counts_PLE=past_PLE,
         )
@@ -125,9 +131,8 @@ class Planned(NamedTuple):
 
 
 def plan_trimtab(policy: Trimtab, view: View, parts: Parts) -> Planned:
-    """Plans a step as the runtime does, by parts, with most work: rows sent one by one, and many slots."""
-    sequences, budget = view.sequences, view.token_budget
-    cluster = replace(view.cluster, slots_per_rank=OWN_SLOTS, dispatch_forwards=False)
+    """Plans a step as the runtime does, by parts."""
+    sequences, cluster, budget = view.sequences, view.cluster, view.token_budget
     costs = StepCosts.of(cluster, QWEN3_30B)
     with parts.timed("schedule"):
         packed = pack_by_length(sequences.lengths, num_ranks=cluster.ranks, token_budget=budget)
