@@ -1,7 +1,7 @@
 """Plans of many cases, compared with stored ones: homes, replicas and quotas by hash, seconds within 1.5%.
 
-After a wanted change of plans, `python tests/planner/test_stored_plans.py` writes the file again. It keeps the cases;
-one that is added by hand, with its `case` alone, is planned too.
+After a wanted change of plans, `PYTHONPATH=tests python tests/planner/test_stored_plans.py` writes the file again. It
+keeps the cases; one that is added by hand, with its `case` alone, is planned too.
 """
 
 from __future__ import annotations
