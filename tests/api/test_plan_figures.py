@@ -135,15 +135,15 @@ def test_predicted_seconds_are_those_of_the_simulator(settings: dict[str, Any]) 
 
 
 def test_predicted_seconds_include_planning_that_ranks_wait_for() -> None:
-    """Of this step it is 1%."""
+    """Of this step it is 0.7%."""
     trace = synthesize(num_sequences=64, sequence_length=256, num_layers=3, num_experts=128, top_k=8, zipf=0.8)
     settings: dict[str, Any] = {"ranks": 8, "micro_steps": 2, "model": "qwen3-30b-a3b"}
     result = trimtab.plan(trace, **settings)
     simulated = (
         trimtab.simulate(trace, policies="trimtab", checkpointing=False, **settings).outcomes["trimtab"].simulated
     )
-    assert simulated.parts_s["planning"] > 0.008 * simulated.step_time_s
-    assert result.predicted_seconds[result.strategy] == pytest.approx(simulated.step_time_s, rel=0.007)
+    assert simulated.parts_s["planning"] > 0.006 * simulated.step_time_s
+    assert result.predicted_seconds[result.strategy] == pytest.approx(simulated.step_time_s, rel=0.005)
 
 
 def test_groups_share_out_micro_steps_but_no_moves_and_no_optimizer() -> None:
