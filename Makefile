@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest --forks 4 --ignore=tests/reliability --ignore=
 # Those on which mistakes are tried, too: tests/mutants/function_map.py.
 OF_CHANGES := not long and not nightly
 
-test: .venv/.ready  ## run the tests (about 11 minutes on 2 cores)
+test: .venv/.ready  ## run the tests (about 15 minutes on 2 cores)
 	$(PYTEST) -m '$(OF_CHANGES)'
 
 test-fast: .venv/.ready  ## run the tests that start no ranks, commands or browser (about 90 seconds)

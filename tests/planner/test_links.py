@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from helpers.linear_program import LinearProgram
@@ -17,7 +17,7 @@ from trimtab.array_type import Array
 from trimtab.planner import PlanSettings
 from trimtab.planner.replicas.kernel_values import Homes, Limits, Prices, Shares
 from trimtab.planner.replicas.layer_plan import NO_LIMIT, plan_layer
-from trimtab.planner.replicas.links import load_at_home, load_with, longest_times, prices_of_rows, split_by_links
+from trimtab.planner.replicas.links import Load, load_at_home, load_with, longest_times, prices_of_rows, split_by_links
 from trimtab.planner.replicas.split import Quotas, split_tokens
 
 Flows = dict[tuple[int, int, int], int]
@@ -35,21 +35,21 @@ class Case:
     shares: Shares
     quotas: Quotas
 
-    @property
-    def at_home(self) -> object:
-        """Of `load_at_home`."""
-        return load_at_home(self.counts_RE, self.fixed_R, Homes.of(self.home_E, len(self.fixed_R)), self.limits)
+    def load(self) -> Load:
+        """Of the kernels."""
+        homes = Homes.of(self.home_E, len(self.fixed_R))
+        at_home = load_at_home(self.counts_RE, self.fixed_R, homes, self.limits)
+        return Load(*load_with(at_home, self.home_E, self.limits, self.shares, self.quotas))
 
     def time(self) -> int:
         """Of the kernels."""
-        load = load_with(self.at_home, self.home_E, self.limits, self.shares, self.quotas)
-        return int(longest_times(load, prices_of_rows(self.limits)))
+        return int(longest_times(self.load(), prices_of_rows(self.limits)))
 
     def split(self, most_rows: int = int(NO_LIMIT)) -> Case:
         """With the split by links, of the replicas that it keeps."""
         shares = Shares(*(column.copy() for column in self.shares))
         quotas = Quotas(*(column.copy() for column in self.quotas))
-        kept = split_by_links(self.counts_RE, self.at_home, self.home_E, self.limits, most_rows, shares, quotas)
+        kept = split_by_links(self.counts_RE, self.load(), self.home_E, self.limits, most_rows, shares, quotas)
         shares = Shares(*(column[:kept] for column in shares))
         return Case(self.counts_RE, self.fixed_R, self.home_E, self.limits, shares, quotas)
 
@@ -135,7 +135,7 @@ def split(counts_RE: Array, home_E: Array, per_node: int, replicas: Replicas) ->
     shares, cells = Shares(*np.array(replicas, np.int64).reshape(-1, 3).T.copy()), len(replicas) * len(counts_RE)
     quotas = Quotas(np.zeros(len(replicas) + 1, np.int64), np.empty(cells, np.int16), np.empty(cells, np.int32))
     counts_E = counts_RE.sum(axis=0, dtype=np.int64)
-    split_tokens(counts_RE, counts_E, home_E, np.int64(per_node), shares, quotas, np.int64(0))
+    split_tokens(counts_RE, counts_E, home_E, np.int64(per_node), shares, quotas)
     return shares, quotas
 
 
@@ -151,6 +151,9 @@ def test_time_is_that_of_a_plain_count(seed: int, forwards: bool) -> None:
 
 @settings(max_examples=200)
 @given(seeds, st.sampled_from([0.9, 1.0, 1.2, 100.0]))
+# The last sweeps make these longer.
+@example(867, 100.0)
+@example(3043, 100.0)
 def test_a_split_by_links_keeps_tokens_limits_and_shares_and_takes_no_longer(seed: int, part: float) -> None:
     case = random_case(seed)
     most_rows = int(case.rows().max() * part)
@@ -248,6 +251,8 @@ def test_links_are_loaded_evenly_where_loads_are_even() -> None:
         from_far[rank] += tokens * (source >= 2)
     assert from_far[0] == pytest.approx(200, rel=0.05)
     assert after.time() <= 0.7 * case.time()
+    # Rank 1 has 401 rows, and may have no more than 450.
+    assert case.split(450).rows().tolist() == [350, 450, 0, 0]
 
 
 def test_plans_for_rows_sent_one_by_one_take_less_time_than_those_for_tokens() -> None:

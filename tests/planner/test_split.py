@@ -17,21 +17,13 @@ from trimtab.planner.replicas.split import Quotas, split_tokens
 
 def quotas_of(instance: Instance, replicas: Replicas) -> list[list[tuple[int, int]]]:
     """Quotas (source, tokens) of every replica, from the kernel."""
-    # Full of what must not be read; the first three replicas and their five quotas are another instance's.
-    first, begin = 3, 5
-    memory = Quotas(
-        np.full(first + len(replicas) + 3, -7),
-        np.full(begin + len(replicas) * instance.ranks + 2, -7, np.int16),
-        np.full(begin + len(replicas) * instance.ranks + 2, -7, np.int32),
-    )
-    memory.starts[first] = begin
-    split_tokens(
-        instance.counts_RE, instance.counts_E, instance.home_E, instance.per_node, shares_of(replicas), memory, first
-    )
-    starts = memory.starts[first : first + len(replicas) + 1].tolist()
-    assert memory.starts[:first].tolist() == [-7] * first
+    # Full of what must not be read, and longer than needed.
+    cells = len(replicas) * instance.ranks + 2
+    memory = Quotas(np.full(len(replicas) + 3, -7), np.full(cells, -7, np.int16), np.full(cells, -7, np.int32))
+    split_tokens(instance.counts_RE, instance.counts_E, instance.home_E, instance.per_node, shares_of(replicas), memory)
+    starts = memory.starts[: len(replicas) + 1].tolist()
     for values in memory[1:]:
-        assert set(values[:begin].tolist()) | set(values[starts[-1] :].tolist()) == {-7}
+        assert set(values[starts[-1] :].tolist()) == {-7}
     quotas = list(zip(memory.sources.tolist(), memory.tokens.tolist(), strict=True))
     return [quotas[start:end] for start, end in pairwise(starts)]
 

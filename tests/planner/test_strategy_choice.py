@@ -26,7 +26,7 @@ from trimtab.planner.plan.prediction import predict
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.step_planning import StepPlanning
 from trimtab.planner.plan.strategy import ANY, NEAR, NONE, NOTHING, STAY, STEP, Strategy
-from trimtab.planner.plan.strategy_choice import WAYS
+from trimtab.planner.plan.strategy_choice import WAYS, choose_strategy
 from trimtab.planner.schedule.time_packing import pack_by_time
 
 EXACT = 1e-9
@@ -104,6 +104,21 @@ def planning_seconds(step: Step) -> float:
     """More than what planning such a step is estimated to take."""
     experts, layers, cells = 32, 3, step.groups * 4 * step.cluster.ranks * 32
     return (2e-7 * cells + 1e-7 * experts**2) * layers / step.cluster.planning_threads
+
+
+@pytest.mark.parametrize("forwards", [False, True])
+def test_a_split_by_links_takes_longer_to_plan_with_more_slots(forwards: bool) -> None:
+    """On two nodes; where tokens are sent, slots make no difference."""
+    step, planning_s = random_step(1), []
+    schedule = step.plan().schedule
+    loads = StepLoads.of_sequences(step.sequences, schedule, step.cluster.ranks)
+    for slots in (1, 2):
+        cluster = replace(step.cluster, slots_per_rank=slots, dispatch_forwards=forwards)
+        planning = StepPlanning(loads, step.placement, cluster, step.settings, free_replicas(cluster), None, threads=1)
+        choice = choose_strategy(planning, may_move=False)
+        assert choice.strategy.slots == slots
+        planning_s.append(choice.prediction.parts_s["planning"])
+    assert (planning_s[1] > planning_s[0] > 0) is not forwards
 
 
 @pytest.mark.parametrize("seed", range(12))

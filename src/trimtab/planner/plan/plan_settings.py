@@ -71,7 +71,7 @@ class PlanSettings:
         prices: Prices = BALANCE_ALONE,
         *,
         reach: int | None = None,
-        sends: int = int(NO_LIMIT),
+        sends: int = 0,
         forwards: bool = True,
     ) -> Limits:
         """These settings on a cluster, as the kernels take them.
@@ -79,7 +79,7 @@ class PlanSettings:
         Args:
             prices: what replicas reduce; by default the busiest rank's rows alone.
             reach: neighbouring ranks that take each other's replicas; all by default.
-            sends, forwards: as in `Limits`.
+            sends, forwards: as in `Limits`; 0: any number is sent.
         """
         parts = round(self.threshold * PARTS_PER_WHOLE)
         return Limits(
@@ -91,7 +91,7 @@ class PlanSettings:
             int(NO_LIMIT if self.max_rows_per_rank is None else self.max_rows_per_rank),
             bool(self.exact),
             prices,
-            int(sends),
+            int(sends or NO_LIMIT),
             bool(forwards),
         )
 

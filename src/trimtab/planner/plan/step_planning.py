@@ -22,7 +22,7 @@ from trimtab.planner.plan.step_plan import StepPlan
 from trimtab.planner.plan.strategy import NEAR, PAST, STAY, Strategy
 from trimtab.planner.plan.workload import ExpertLoads, Workload, max_over_mean
 from trimtab.planner.replicas.kernel_values import Limits
-from trimtab.planner.replicas.layer_plan import NO_LIMIT, plan_layer
+from trimtab.planner.replicas.layer_plan import plan_layer
 from trimtab.planner.replicas.replica_table import ReplicaTable
 from trimtab.planner.schedule.schedule import Schedule
 from trimtab.timeline.layer_passes import RankWork
@@ -272,8 +272,8 @@ class StepPlanning:
         prices = prices_of(self.costs, self.cluster, strategy.exposed)
         reach = self.cluster.ranks_per_node if strategy.replicas == NEAR else self.cluster.ranks
         cluster = replace(self.cluster, slots_per_rank=strategy.slots)
-        sends = strategy.sends * strategy.slots or int(NO_LIMIT)
-        return self.settings.limits(cluster, prices, reach=reach, sends=sends, forwards=self.costs.operations.forwards)
+        sends, forwards = strategy.sends * strategy.slots, self.costs.operations.forwards
+        return self.settings.limits(cluster, prices, reach=reach, sends=sends, forwards=forwards)
 
     def _work(self, table: ReplicaTable, home_E: Array, load: Workload) -> RankWork:
         operations = self.costs.operations

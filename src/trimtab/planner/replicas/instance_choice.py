@@ -49,7 +49,7 @@ def split_over_replicas(experts_P: Array, ranks_P: Array, counts_RE: Array, home
     most = len(experts_P) * num_ranks
     quotas = Quotas(np.zeros(len(experts_P) + 1, np.int64), np.empty(most, np.int16), np.empty(most, np.int32))
     counts = np.ascontiguousarray(counts_RE, np.int32)
-    split_tokens(counts, counts_E, instance.homes.home_E, np.int64(limits.ranks_per_node), shares, quotas, np.int64(0))
+    split_tokens(counts, counts_E, instance.homes.home_E, np.int64(limits.ranks_per_node), shares, quotas)
     quotas_PR = np.zeros((len(experts_P), num_ranks), np.int64)
     end = quotas.starts[-1]
     replica_Q = np.repeat(np.arange(len(experts_P)), np.diff(quotas.starts))

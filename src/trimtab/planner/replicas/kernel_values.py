@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.kernels import kernel
 
 PARTS_PER_WHOLE = 1_000_000
 
@@ -104,6 +105,12 @@ class Shares(NamedTuple):
     experts: Array
     ranks: Array
     tokens: Array
+
+
+@kernel
+def empty_shares(replicas):  # type: ignore[no-untyped-def]
+    """Memory for the `Shares` of so many replicas."""
+    return Shares(np.empty(replicas, np.int64), np.empty(replicas, np.int64), np.empty(replicas, np.int64))
 
 
 class Placing(NamedTuple):

@@ -8,9 +8,10 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
-from trimtab.planner.replicas.kernel_values import PARTS_PER_WHOLE, Homes, InstanceRows, Limits, Shares
+from trimtab.planner.replicas.kernel_values import PARTS_PER_WHOLE, Homes, InstanceRows, Limits, Shares, empty_shares
 from trimtab.planner.replicas.links import (
     COMPUTED,
+    Load,
     load_at_home,
     load_with,
     longest_times,
@@ -36,12 +37,13 @@ class Candidate(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What is known of a candidate: replicas, rows of the busiest rank, those above the limit, and time, int64."""
+    """A candidate's replicas, rows of its busiest rank, those above the limit, and time, int64; and its load."""
 
     replicas: int
     highest: int
     excess: int
     cost: int
+    load: Load
 
 
 def plan_layer(counts_MLRE: Array, fixed_MR: Array, layer: int, home_E: Array, limits: Limits) -> ReplicaTable:
@@ -57,18 +59,14 @@ def plan_layer(counts_MLRE: Array, fixed_MR: Array, layer: int, home_E: Array, l
         A table of M instances.
     """
     homes = Homes.of(home_E, counts_MLRE.shape[2])
-    starts, shares, quotas = _plan_layer(counts_MLRE, np.ascontiguousarray(fixed_MR), layer, homes, limits)
-    experts, ranks = shares.experts.astype(np.int16), shares.ranks.astype(np.int16)
-    return ReplicaTable(starts, experts, ranks, *quotas)
+    return ReplicaTable(*_plan_layer(counts_MLRE, np.ascontiguousarray(fixed_MR), layer, homes, limits))
 
 
 @kernel
 def _memory(replicas, num_ranks):  # type: ignore[no-untyped-def]
-    shares = Shares(np.empty(replicas, np.int64), np.empty(replicas, np.int64), np.empty(replicas, np.int64))
     cells = replicas * num_ranks
-    return Candidate(
-        shares, Quotas(np.zeros(replicas + 1, np.int64), np.empty(cells, np.int16), np.empty(cells, np.int32))
-    )
+    quotas = Quotas(np.zeros(replicas + 1, np.int64), np.empty(cells, np.int16), np.empty(cells, np.int32))
+    return Candidate(empty_shares(replicas), quotas)
 
 
 @kernel
@@ -97,8 +95,11 @@ def _plan_layer(counts_MLRE, fixed_MR, layer, homes, limits):  # type: ignore[no
     kept = quotas.starts[replicas]
     return (
         starts,
-        Shares(shares.experts[:replicas].copy(), shares.ranks[:replicas].copy(), shares.tokens[:replicas].copy()),
-        Quotas(quotas.starts[: replicas + 1].copy(), quotas.sources[:kept].copy(), quotas.tokens[:kept].copy()),
+        shares.experts[:replicas].astype(np.int16),
+        shares.ranks[:replicas].astype(np.int16),
+        quotas.starts[: replicas + 1].copy(),
+        quotas.sources[:kept].copy(),
+        quotas.tokens[:kept].copy(),
     )
 
 
@@ -152,7 +153,7 @@ def _plan_instance(counts_RE, instance, rows, limits, memory):  # type: ignore[n
     if limits.forwards or num_ranks == per_node or limits.prices.far_row == 0:
         return found, best.replicas
     shares = _first(found.shares, best.replicas)
-    return found, split_by_links(counts_RE, at_home, home_E, limits, most_rows, shares, found.quotas)
+    return found, split_by_links(counts_RE, best.load, home_E, limits, most_rows, shares, found.quotas)
 
 
 @kernel
@@ -184,10 +185,10 @@ def _split(counts_RE, instance, limits, most_rows, at_home, shares, count, candi
         ordered.experts[place], ordered.ranks[place] = shares.experts[p], shares.ranks[p]
         ordered.tokens[place] = shares.tokens[p]
     per_node = np.int64(limits.ranks_per_node)
-    split_tokens(counts_RE, instance.counts_E, home_E, per_node, ordered, candidate.quotas, np.int64(0))
+    split_tokens(counts_RE, instance.counts_E, home_E, per_node, ordered, candidate.quotas)
     load = load_with(at_home, home_E, limits, ordered, candidate.quotas)
     cost, highest = longest_times(load, prices_of_rows(limits)), load.rows_KR[COMPUTED].max()
     for p in range(count):
         is_far = ordered.ranks[p] // per_node != home_E[ordered.experts[p]] // per_node
         cost += prices.far_replica if is_far else prices.near_replica
-    return Found(count, highest, max(np.int64(0), highest - most_rows), cost)
+    return Found(count, highest, max(np.int64(0), highest - most_rows), cost, load)

@@ -142,12 +142,12 @@ def _times(rows_KR, prices, rank):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def split_by_links(counts_RE, at_home, home_E, limits, most_rows, shares, quotas):  # type: ignore[no-untyped-def]
+def split_by_links(counts_RE, load, home_E, limits, most_rows, shares, quotas):  # type: ignore[no-untyped-def]
     """Change the quotas of one instance's replicas where each row is sent by itself.
 
     Args:
         counts_RE: as in `load_at_home`.
-        at_home: of `load_at_home`.
+        load: of `load_with`; changed.
         home_E: `[E]` int16 homes.
         limits: `Limits`.
         most_rows: rows that no rank is given more of.
@@ -176,7 +176,6 @@ def split_by_links(counts_RE, at_home, home_E, limits, most_rows, shares, quotas
             tokens_CR[starts_G[groups - 1], quotas.sources[q]] -= quotas.tokens[q]
         copies += 1
     starts_G[groups] = copies
-    load = load_with(at_home, home_E, limits, shares, quotas)
     _descend((starts_G[: groups + 1], rank_C, tokens_CR[:copies]), load, limits, most_rows)
     kept, quota = 0, 0
     for g in range(groups):

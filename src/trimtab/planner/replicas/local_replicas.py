@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.kernels import kernel
-from trimtab.planner.replicas.kernel_values import Placing, Shares
+from trimtab.planner.replicas.kernel_values import Placing, empty_shares
 
 # int64, because numba compiles a kernel once more for every Python int.
 SWEEPS = np.int64(8)
@@ -34,8 +34,7 @@ def place_local_replicas(instance, counts_NE, limits, target):  # type: ignore[n
     counts_E, fixed_R, homes = instance
     home_E, per_node, prices = homes.home_E, np.int64(limits.ranks_per_node), limits.prices
     (num_nodes, num_experts), num_ranks = counts_NE.shape, len(fixed_R)
-    most = num_ranks * limits.slots
-    found = Shares(np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64))
+    found = empty_shares(num_ranks * limits.slots)
     experts_P, ranks_P, tokens_P = found
     loads_R, at_home_E = fixed_R.copy(), counts_E.copy()
     wanted_X = np.empty(num_nodes * num_experts, np.int64)

@@ -10,11 +10,9 @@ move excess tokens in a similar way.)
 
 from __future__ import annotations
 
-import numpy as np
-
 from trimtab.kernels import kernel
 from trimtab.planner.replicas.greedy_attempt import greedy_attempt
-from trimtab.planner.replicas.kernel_values import Shares
+from trimtab.planner.replicas.kernel_values import empty_shares
 
 SEARCH_STEPS = 6
 LEVEL_SWEEPS = 4
@@ -39,7 +37,7 @@ def place_replicas(instance, limits, threshold_load):  # type: ignore[no-untyped
         loads_R[home_E[e]] += counts_E[e]
     # The largest of `fixed_R` is a lower bound of the busiest rank's load.
     threshold_load = max(threshold_load, fixed_R.max())
-    found, tried = _empty_shares(num_ranks * limits.slots), _empty_shares(num_ranks * limits.slots)
+    found, tried = empty_shares(num_ranks * limits.slots), empty_shares(num_ranks * limits.slots)
     # Both ends of the search are loads: nothing below `low` is tried, `best` has been reached.
     count, best, low, target = 0, loads_R.max(), threshold_load, threshold_load
     if best <= threshold_load or limits.slots == 0:
@@ -59,11 +57,6 @@ def place_replicas(instance, limits, threshold_load):  # type: ignore[no-untyped
         target = (low + best) // 2
     level_shares(instance, loads_R, limits.smallest_share, found, count)
     return found, count
-
-
-@kernel
-def _empty_shares(most):  # type: ignore[no-untyped-def]
-    return Shares(np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64))
 
 
 @kernel

@@ -25,7 +25,7 @@ class Quotas(NamedTuple):
 
 
 @kernel
-def split_tokens(counts_RE, counts_E, home_E, ranks_per_node, shares, quotas, first):  # type: ignore[no-untyped-def]
+def split_tokens(counts_RE, counts_E, home_E, ranks_per_node, shares, quotas):  # type: ignore[no-untyped-def]
     """Quotas of all replicas of one instance: own rank first, own node next, any node last.
 
     The home is one of the copies and keeps its own rank's tokens if possible. Where copies compute only part of the
@@ -37,8 +37,7 @@ def split_tokens(counts_RE, counts_E, home_E, ranks_per_node, shares, quotas, fi
         counts_E: `[E]` int64, their sums over ranks.
         home_E: `[E]` int16 homes.
         shares: `Shares` of P replicas; those of an expert follow one another.
-        quotas: `Quotas`, to which theirs are added.
-        first: number of the first replica in `quotas`, where its start is known.
+        quotas: `Quotas` of P replicas or more, which are filled.
     """
     experts_P, ranks_P, tokens_P = shares
     num_ranks, num_replicas = len(counts_RE), len(experts_P)
@@ -49,8 +48,8 @@ def split_tokens(counts_RE, counts_E, home_E, ranks_per_node, shares, quotas, fi
     # Tokens that copies have yet to get, the home's first; and those they get from ranks of their node.
     room_C = np.empty(num_replicas + 1, np.int64)
     near_CR = np.empty((num_replicas + 1, ranks_per_node), np.int64)
-    quota = quotas.starts[first]
-    begin = 0
+    quotas.starts[0] = 0
+    quota, begin = np.int64(0), 0
     while begin < num_replicas:
         expert, end = experts_P[begin], begin + 1
         while end < num_replicas and experts_P[end] == expert:
@@ -105,7 +104,7 @@ def split_tokens(counts_RE, counts_E, home_E, ranks_per_node, shares, quotas, fi
                         left_R[r] -= tokens
                         quota += 1
                 room -= part
-            quotas.starts[first + begin + c] = quota
+            quotas.starts[begin + c] = quota
         begin = end
 
 
