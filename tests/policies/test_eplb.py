@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from helpers.comparison_cases import some_case, some_trace
 from helpers.policies import Step, check_policy, golden, instances, poisoned, random_step, random_steps
 from trimtab.planner.placement.packing import rebalance
-from trimtab.policies.policy import with_intervals
 from trimtab.policies.rivals.eplb import Eplb, EplbOracle
 from trimtab.policies.rivals.expert_copies import count_copies, split_equally, spread_copies
-from trimtab.simulator.comparison import simulate_policy
 
 GOLDEN = golden("eplb")
 
@@ -59,27 +56,6 @@ def test_between_placements_loads_and_copies_are_those_of_the_last_one(interval:
     plan, expected = step.plan(Eplb(interval=interval)), seen.plan(Eplb())
     assert plan.hash == expected.hash
     assert (plan.hash == step.plan(Eplb()).hash) == (last == 5)
-
-
-def test_a_comparison_takes_the_fastest_interval() -> None:
-    assert [interval_of(each) for each in with_intervals(Eplb())] == [1, 3, None]
-    assert with_intervals(EplbOracle()) == [EplbOracle()]
-    case = some_case(some_trace(steps=(1, 2, 2, 3, 3, 4, 4)), measured=3)
-    chosen = simulate_policy(case, "eplb")
-    seconds = {
-        interval: simulate_policy(case, "eplb", EplbAt(interval=interval)).simulated.step_time_s
-        for interval in Eplb.intervals
-    }
-    assert chosen.simulated.step_time_s == min(seconds.values())
-    assert seconds[interval_of(chosen.policy)] == min(seconds.values())
-
-
-def interval_of(policy: Any) -> Any:
-    return policy.interval
-
-
-class EplbAt(Eplb):
-    intervals = ()
 
 
 def test_without_history_homes_stay_and_nothing_is_copied() -> None:

@@ -37,20 +37,29 @@ def test_step_of_returns_a_step_and_those_before_it() -> None:
 
 @dataclass(frozen=True)
 class Spy:
-    """Plans as `static`, and keeps what it was shown. As one that relocates it turns all homes round by one rank."""
+    """Plans as `static`, and keeps what it was shown."""
 
     traits: ClassVar[Traits] = Traits(known_at="past", transfers_start="never", copies="none")
     seen: ClassVar[list[View]] = []
 
     def plan(self, view: View) -> StepPlan:
         self.seen.append(view)
-        plan = POLICIES["static"].plan(view)
-        return replace(plan, home=(plan.home + 1) % 4) if self.traits.relocates else plan
+        return POLICIES["static"].plan(view)
 
 
 class Mover(Spy):
+    """Turns the homes of some layers round by one rank; of all layers unless `layers` says which, by step."""
+
     traits = Traits(known_at="past", transfers_start="never", copies="none", relocates=True)
     seen: ClassVar[list[View]] = []
+    layers: ClassVar[list[tuple[int, ...]]] = []
+
+    def plan(self, view: View) -> StepPlan:
+        plan = super().plan(view)
+        moving = list(self.layers.pop(0) if self.layers else range(plan.num_layers))
+        home_LE = plan.home.copy()
+        home_LE[moving] = (home_LE[moving] + 1) % 4
+        return replace(plan, home=home_LE)
 
 
 @pytest.fixture
@@ -91,7 +100,7 @@ def test_policies_get_past_counts_and_the_homes_that_they_reach_in_earlier_steps
 
 @pytest.mark.parametrize("name", [*POLICIES])
 def test_several_steps_are_the_mean_of_single_ones(name: str) -> None:
-    """Each step alone, after those before it; the first placement of a run is charged over 100 steps."""
+    """Each step alone, after those before it."""
     case = some_case(some_trace(steps=(1, 2, 2, 3, 3, 4, 4)), measured=3)
     seen = simulate_policy(case, name)
     parts, policy = case.steps, seen.policy
@@ -111,7 +120,7 @@ def test_several_steps_are_the_mean_of_single_ones(name: str) -> None:
 
 @dataclass(frozen=True)
 class Once:
-    """A policy with the interval that it has."""
+    """A policy with the constants that it has."""
 
     policy: Policy
 
@@ -124,16 +133,51 @@ class Once:
 
 
 @pytest.mark.usefixtures("spies")
-def test_only_the_first_placement_is_charged_over_many_steps() -> None:
+def test_the_first_move_of_a_layer_is_paid_once_and_later_ones_in_their_steps() -> None:
     case = some_case(some_trace(steps=(1, 2, 2, 3, 3, 4, 4)), measured=4)
-    moving_s = simulate_policy(replace(case, measured=1), "mover").simulated.parts_s["migration"]
+    seen = simulate_policy(replace(case, measured=1), "mover")
+    moving_s = seen.simulated.parts_s["migration"]
     assert moving_s > 0
+    # Also a first move in a step that is not measured.
+    assert seen.first_moves_s == pytest.approx(moving_s)
     outcome = simulate_policy(case, "mover")
-    # All homes turn in each step, which takes the same time in each; back where they began they are placed anew.
-    assert outcome.simulated.parts_s["migration"] == pytest.approx((3 + 1 / 100) * moving_s / 4)
-    assert outcome.simulated.moves_left_out_s == pytest.approx((1 - 1 / 100) * moving_s / 4)
-    stays = simulate_policy(case, "spy").simulated
-    assert stays.parts_s["migration"] == stays.moves_left_out_s == 0
+    # All homes turn in each step, which takes the same time in each.
+    assert outcome.simulated.parts_s["migration"] == pytest.approx(3 * moving_s / 4)
+    assert outcome.first_moves_s == pytest.approx(moving_s)
+    # One layer moves in each of the first two steps, and both in the last two. Before, a few sequences are planned.
+    Mover.layers = [(), (0,), (1,), (0, 1), (0, 1)]
+    staggered = simulate_policy(case, "mover")
+    assert staggered.first_moves_s == pytest.approx(moving_s)
+    assert staggered.simulated.parts_s["migration"] == pytest.approx(2 * moving_s / 4)
+    stays = simulate_policy(case, "spy")
+    assert stays.simulated.parts_s["migration"] == stays.first_moves_s == 0
+
+
+@pytest.mark.parametrize("name", ["eplb", "relibra", "foremoe", "llep"])
+def test_a_balancer_has_its_best_constants_and_number_of_slots(name: str) -> None:
+    case = some_case(some_trace(steps=(1, 2, 2, 3, 3, 4, 4), longer=1500), measured=3, token_budget=2000)
+    chosen = simulate_policy(case.with_slots(1, 2), name)
+    tried = [replace(POLICIES[name], **choice) for choice in POLICIES[name].choices]  # type: ignore[type-var]
+    assert [type(policy) for policy in tried] == [type(chosen.policy)] * len(tried)
+    seconds = {
+        (policy, slots): simulate_policy(case.with_slots(slots), name, Once(policy)).simulated.step_time_s
+        for policy in tried for slots in (1, 2)
+    }  # fmt: skip
+    assert len(set(seconds.values())) > 1
+    assert chosen.simulated.step_time_s == min(seconds.values())
+    assert seconds[chosen.policy, chosen.plan.slots_per_rank] == min(seconds.values())
+
+
+def test_choices_are_made_with_estimates_and_the_best_is_counted() -> None:
+    trace = some_trace(steps=(1, 2, 2, 3, 3), longer=1500)
+    case = some_case(trace, measured=2, token_budget=2000)
+    counted = replace(case, traces=tuple(trace.select(np.flatnonzero(trace.steps == step)) for step in (2, 3)))
+    chosen, policy = simulate_policy(counted.with_slots(1, 2), "eplb"), simulate_policy(case.with_slots(1, 2), "eplb")
+    assert (chosen.policy, chosen.plan.slots_per_rank, chosen.slots_s) == (
+        policy.policy, policy.plan.slots_per_rank, policy.slots_s,
+    )  # fmt: skip
+    alone = simulate_policy(counted.with_slots(chosen.plan.slots_per_rank), "eplb", Once(chosen.policy))
+    assert chosen.simulated.step_time_s == alone.simulated.step_time_s != policy.simulated.step_time_s
 
 
 def test_a_case_has_the_steps_that_it_measures() -> None:

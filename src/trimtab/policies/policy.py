@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workl
 from trimtab.policies.planning_time import NO_PLANNING, HiddenPlanning, PlanningTime
 
 KnownAt = Literal["nothing", "past", "step", "micro-step", "layer"]
+# Values of fields of a policy, of which a comparison takes the best.
+Choices = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,10 @@ class View:
 
 
 class Policy(Protocol):
-    """A balancer. Its parameters are the fields of a frozen dataclass."""
+    """A balancer. Its parameters are the fields of a frozen dataclass.
+
+    A class attribute `choices`, of type `Choices`, may name values of fields, of which a comparison takes the best.
+    """
 
     @property
     def traits(self) -> Traits: ...
@@ -168,10 +173,18 @@ class Policy(Protocol):
         ...
 
 
-def with_intervals(policy: Policy) -> Sequence[Policy]:
-    """The policy with each of the intervals between placements, in steps, that its `intervals` name."""
-    intervals = getattr(policy, "intervals", ())
-    return [replace(policy, interval=interval) for interval in intervals] or [policy]  # type: ignore[type-var]
+def with_choices(policy: Policy) -> Sequence[Policy]:
+    """The policy with each of the constants that a comparison tries, those of its `choices`; itself if it has none."""
+    return [replace(policy, **choice) for choice in _choices(policy)]  # type: ignore[type-var]
+
+
+def chosen_constants(policy: Policy) -> dict[str, Any] | None:
+    """The constants of a policy that its `choices` change, by name; None if it has no choice."""
+    return {name: getattr(policy, name) for choice in _choices(policy) for name in choice} or None
+
+
+def _choices(policy: Policy) -> Choices:
+    return getattr(policy, "choices", ({},))
 
 
 def make_view(

@@ -30,7 +30,7 @@ class PolicyResult:
         cross_node_fraction: part of the rows that are computed on another node than their token's; None if unknown.
         speedup_over_eplb: over `eplb`; None if it did not run, or had no past loads.
         fits: whether the memory of the device is enough; None if unknown.
-        moves_left_out_s: seconds of moves of experts that are charged to other steps.
+        first_moves_s: seconds of the first placement of experts, which is paid once and in no step time.
         is_ideal: whether it is the ideal run, not a balancer.
         mark: what a reader must know about the row, such as "no history".
     """
@@ -48,7 +48,7 @@ class PolicyResult:
     cross_node_fraction: float | None = None
     speedup_over_eplb: float | None = None
     fits: bool | None = None
-    moves_left_out_s: float = 0.0
+    first_moves_s: float = 0.0
     is_ideal: bool = False
     mark: str = ""
 

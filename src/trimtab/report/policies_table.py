@@ -15,7 +15,7 @@ from trimtab.simulator.step import SEQUENCES, WAITING, SimulatedStep
 
 OURS = "trimtab"
 EPLB_COLUMN, IDEAL_COLUMN, FITS_COLUMN, FAR_COLUMN = "over eplb", "of ideal", "fits", "far rows"
-MOVES_COLUMN = "moves left out"
+MOVES_COLUMN = "first moves"
 TIME_COLUMNS = ("step time", "speed-up", FITS_COLUMN, EPLB_COLUMN, IDEAL_COLUMN, MOVES_COLUMN, "memory")
 BALANCE_COLUMNS = ("max/mean", "p99", "replicas", FAR_COLUMN)
 
@@ -54,7 +54,7 @@ def policies_table(
                 NONE if policy.fits is None else "yes" if policy.fits else "no",
                 NONE if policy.speedup_over_eplb is None else f"{number(policy.speedup_over_eplb, '.2f')}x",
                 number(policy.fraction_of_balanced, ".1%"),
-                _step_time(policy.moves_left_out_s, longest) if policy.moves_left_out_s else NONE,
+                _step_time(policy.first_moves_s, longest) if policy.first_moves_s else NONE,
                 NONE if policy.fits is None else bytes_text(sum(policy.memory_bytes.values())),
             ),
             about=policy.about,

@@ -90,12 +90,12 @@ def _policies(report: Report) -> str:
     balance = balance_and_replicas(report.policies)
     texts = ["Speed-up is over static."]
     if EPLB_COLUMN in times.columns:
-        texts.append("Over eplb: speed-up over EPLB with past loads, placed at its best interval.")
+        texts.append("Over eplb: speed-up over EPLB with past loads, at its best settings.")
     if IDEAL_COLUMN in times.columns:
         above = _above(report.policies)
         texts.append(f"Of ideal: step time with perfectly even routing, divided by this policy's step time{above}.")
     if MOVES_COLUMN in times.columns:
-        texts.append("Moves left out: of the first placement, which is charged over many steps (see the notes).")
+        texts.append("First moves: of the first placement of experts, paid once and in no step time (see the notes).")
     if FITS_COLUMN in times.columns and report.device_bytes:
         texts.append(f"Memory is that of the rank that needs most; a rank has {bytes_text(report.device_bytes)}.")
     more = [

@@ -12,12 +12,13 @@ from trimtab.cluster.parallel_layout import SELECTIVE
 from trimtab.figures import plural
 from trimtab.planner import SequenceCounts
 from trimtab.planner.schedule.token_budget import SLACK
+from trimtab.policies.policy import chosen_constants
 from trimtab.policies.trimtab import Trimtab
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import bytes_text, seconds
 from trimtab.report.policies_table import sweep_table
 from trimtab.report.tables import Facts
-from trimtab.simulator.comparison import FIRST_PLACEMENT_STEPS, Outcome, fits, operations
+from trimtab.simulator.comparison import Outcome, fits, operations
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.memory import ways_to_fit
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
@@ -242,16 +243,17 @@ def notes(trace: RoutingTrace, cases: Sequence[SimulatedCase]) -> tuple[str, ...
     by_case = {each.text: _micro_steps_note(each) for each in cases}
     texts += [text if len(cases) == 1 else f"{name}: {text}" for name, text in by_case.items() if text]
     if not case.earlier:
-        texts.append(
-            "The trace has no earlier step: balancers that use past loads have none, so eplb has no copies. A first "
-            f"placement is charged over {FIRST_PLACEMENT_STEPS} steps."
-        )
+        texts.append("The trace has no earlier step: balancers that use past loads have none, so eplb has no copies.")
     if case.measured > 1:
         texts.append(
             f"Seconds are the mean of {case.measured} steps; loads and timelines are those of the last one, and memory "
-            "is that of the step that needs most. Moves of experts are charged to the step that makes them, and the "
-            f"first placement of a run over {FIRST_PLACEMENT_STEPS} steps."
+            "is that of the step that needs most."
         )
+    texts.append(
+        "The first move of a layer's experts, in any step of the trace, is paid once: its seconds stand apart (first "
+        "moves). Later moves are in the step that makes them. This is so for all balancers."
+    )
+    texts += [f"{name} has the best of its settings: {chosen}." for name, chosen in _chosen(cases[0]).items()]
     most = max(case.slots, default=case.cluster.slots_per_rank)
     own = [name for name, outcome in cases[0].real.items() if outcome.plan.slots_per_rank > most]
     if own:
@@ -329,7 +331,7 @@ def policy_results(simulated: SimulatedCase) -> tuple[PolicyResult, ...]:
             cross_node_fraction=outcome.cross_node_fraction,
             speedup_over_eplb=simulated.seconds("eplb") / outcome.simulated.step_time_s if has_eplb else None,
             fits=fits(simulated.case, outcome),
-            moves_left_out_s=outcome.simulated.moves_left_out_s,
+            first_moves_s=outcome.first_moves_s,
             is_ideal=outcome.policy.traits.ideal,
             mark=_mark(simulated, outcome),
         )
@@ -339,11 +341,11 @@ def policy_results(simulated: SimulatedCase) -> tuple[PolicyResult, ...]:
 
 def _mark(simulated: SimulatedCase, outcome: Outcome) -> str:
     """What makes a balancer's figures not comparable with those of others; empty if nothing does."""
-    ours = simulated.outcomes.get("trimtab", outcome).memory.get("replica pool", 0)
+    ours = simulated.outcomes.get("trimtab", outcome).plan.slots_per_rank
     marks = {
         "no history": _lacks_history(simulated, outcome),
         "too few sequences": outcome.policy.traits.known_at == "past" and simulated.case.is_too_small,
-        "more memory": outcome.memory.get("replica pool", 0) > ours,
+        "more slots": outcome.plan.slots_per_rank > ours,
     }
     return ", ".join(mark for mark, is_so in marks.items() if is_so)
 
@@ -372,10 +374,16 @@ def _about(simulated: SimulatedCase, outcome: Outcome) -> str:
         texts.append("copies stay inside the node")
     if outcome.name == "scheduled":
         texts.append("sequences are packed by time")
-    if len(getattr(outcome.policy, "intervals", ())) > 1 and simulated.case.measured > 1:
-        every = outcome.policy.interval  # type: ignore[attr-defined]
-        texts.append("placed once" if every is None else f"placed every {plural(every, 'step')}")
     return "; ".join(texts)
+
+
+def _chosen(simulated: SimulatedCase) -> dict[str, str]:
+    """The constants that balancers have the best of, by name."""
+    found = {name: chosen_constants(outcome.policy) or {} for name, outcome in simulated.real.items()}
+    return {
+        name: ", ".join(f"{constant} {'never' if value is None else value}" for constant, value in constants.items())
+        for name, constants in found.items() if constants
+    }  # fmt: skip
 
 
 def _bars(parts_s: Mapping[str, float]) -> dict[str, float]:

@@ -17,18 +17,16 @@ from trimtab.cluster.operations import OperationCosts, moved_bytes
 from trimtab.cluster.parallel_layout import GRANULARITIES
 from trimtab.planner import Placement, Schedule, SequenceCounts, StepPlan, Workload, pack_by_length
 from trimtab.planner.plan.prediction import cross_node_rows
+from trimtab.planner.plan.step_times import moving_seconds
 from trimtab.planner.schedule.time_packing import pack_by_time
 from trimtab.policies import POLICIES, Policy, make_view
-from trimtab.policies.policy import with_intervals
+from trimtab.policies.policy import chosen_constants, with_choices
 from trimtab.policies.trimtab import Trimtab
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.expert_time import Balance, summarise_balance
 from trimtab.simulator.memory import RankLoad, mirror_bytes, rank_memory, replica_pool_bytes, state_bytes
 from trimtab.simulator.step import SimulatedStep, mean_step, simulate_step
 from trimtab.timeline.recorded_operations import Operations
-
-# Steps over which the first placement of a run is charged. Serving engines keep one for thousands (vLLM: 3,000).
-FIRST_PLACEMENT_STEPS = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +35,13 @@ class Outcome:
 
     Attributes:
         name: key in `POLICIES`, or the variant's name.
-        policy: with the best of its intervals between placements, if it has several.
+        policy: with the best of its choices of constants, if it has several.
         plan, workload: of the last step.
-        simulated: mean seconds of the measured steps; load and operations are those of the last one.
+        simulated: mean seconds of the measured steps, without first moves; load and operations are those of the last.
         step_times_s: of each measured step.
+        first_moves_s: seconds of the first move of homes of every layer, in any step of the case. They are paid once.
         balance: over the instances of all measured steps.
-        migration_bytes: weights and optimizer state of homes that moved, mean of a step.
+        migration_bytes: weights and optimizer state of homes that moved again, mean of a step.
         plan_us: planning time measured on this machine, microseconds per instance, without numba compilation.
         cross_node_fraction: fraction of rows computed on another node than the token's, mean of the steps.
         replicas_per_instance: mean of the steps.
@@ -51,7 +50,7 @@ class Outcome:
         load: of every rank in the step with the most memory, for memory with other settings.
         drawn_s: step time in a resampled case: as resampled, and from each half of the prompts; else empty.
         slots_s: seconds of a step by number of slots, if the balancer had a choice: of `trimtab` as predicted when it
-            chose, of others as simulated.
+            chose, of others as simulated with estimated transfers of tokens.
     """
 
     name: str
@@ -60,6 +59,7 @@ class Outcome:
     workload: Workload
     simulated: SimulatedStep
     step_times_s: tuple[float, ...]
+    first_moves_s: float
     balance: Balance
     migration_bytes: int
     plan_us: float
@@ -85,12 +85,12 @@ class Outcome:
 def simulate_policy(case: ComparisonCase, name: str, variant: Policy | None = None) -> Outcome:
     """Plan the measured steps with a balancer of `POLICIES`, or with a variant named `name`, and simulate them.
 
-    A balancer with several intervals between its placements, or several numbers of slots, has the fastest of them.
-    `trimtab` chooses a number by its first plan. In a resampled case, seconds are those without the skew that
-    resampling adds, also by part: 2 f(all) - f(half), with the mean of both halves.
+    A balancer with several choices of its constants, or several numbers of slots, has the fastest of all pairs, where
+    transfers of tokens are estimated. `trimtab` chooses a number by its first plan. In a resampled case, seconds are
+    those without the skew that resampling adds, also by part: 2 f(all) - f(half), with the mean of both halves.
     """
-    outcomes = [_with_best_slots(case, name, each) for each in with_intervals(variant or POLICIES[name])]
-    best = _fastest(case, outcomes)
+    policy = variant or POLICIES[name]
+    best = _with_own_slots(case, name, policy) if isinstance(policy, Trimtab) else _best(case, name, policy)
     halves = [_simulate_steps(with_slots_of(half, best), name, best.policy).simulated for half in case.halves]
     return _without_excess(best, halves) if halves else best
 
@@ -100,32 +100,37 @@ def with_slots_of(case: ComparisonCase, outcome: Outcome) -> ComparisonCase:
     return case.with_slots(outcome.plan.slots_per_rank) if outcome.slots_s else case
 
 
-def _fastest(case: ComparisonCase, outcomes: Sequence[Outcome]) -> Outcome:
-    """The fastest of those that fit the device, or of all if none does; the first of equals."""
-    fitting = [outcome for outcome in outcomes if fits(case, outcome)] if case.slots else []
-    return min(fitting or outcomes, key=lambda outcome: outcome.simulated.step_time_s)
+def _with_own_slots(case: ComparisonCase, name: str, policy: Trimtab) -> Outcome:
+    """With the number of slots that its first plan chooses, fewer if that does not fit."""
+    numbers = () if case.equal_terms else case.slots
+    while True:
+        outcome = _simulate_steps(case, name, replace(policy, slots=numbers))
+        chosen = outcome.plan.slots_per_rank
+        if not numbers or fits(case, outcome) or chosen == numbers[0]:
+            return replace(outcome, policy=policy)
+        numbers = tuple(number for number in numbers if number < chosen)
 
 
-def _with_best_slots(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
-    """With the best of the case's numbers of slots."""
-    numbers = case.slots
-    if not numbers or case.equal_terms:
+def _best(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
+    """With the best of its choices, and of the case's numbers of slots."""
+    choices, numbers = with_choices(policy), () if case.equal_terms else case.slots
+    if len(choices) == 1 and not numbers:
         return _simulate_steps(case, name, policy)
-    if isinstance(policy, Trimtab):
-        while True:
-            outcome = _simulate_steps(case, name, replace(policy, slots=numbers))
-            chosen = outcome.plan.slots_per_rank
-            if fits(case, outcome) or chosen == numbers[0]:
-                return replace(outcome, policy=policy)
-            numbers = tuple(number for number in numbers if number < chosen)
-    outcomes = []
-    for number in numbers:
-        outcomes.append(_simulate_steps(case.with_slots(number), name, policy))
-        if outcomes[-1].plan.slots_per_rank != number:
-            # It has none, or takes as many as it needs.
-            return outcomes[0]
-    slots_s = {outcome.plan.slots_per_rank: outcome.simulated.step_time_s for outcome in outcomes}
-    return replace(_fastest(case, outcomes), slots_s=slots_s)
+    estimated, found = replace(case, traces=()), []
+    for choice in choices:
+        for number in numbers or [case.cluster.slots_per_rank]:
+            found.append(_simulate_steps(estimated.with_slots(number), name, choice))
+            if found[-1].plan.slots_per_rank != number:
+                # It has none, or takes as many as it needs.
+                numbers = ()
+                break
+    fitting = [outcome for outcome in found if fits(case, outcome)] if case.slots else []
+    best = min(fitting or found, key=lambda outcome: outcome.simulated.step_time_s)
+    mine = [outcome for outcome in found if outcome.policy is best.policy and numbers]
+    slots_s = {outcome.plan.slots_per_rank: outcome.simulated.step_time_s for outcome in mine}
+    if case.traces:
+        best = _simulate_steps(case.with_slots(best.plan.slots_per_rank) if numbers else case, name, best.policy)
+    return replace(best, slots_s=slots_s)
 
 
 def _without_excess(outcome: Outcome, halves: Sequence[SimulatedStep]) -> Outcome:
@@ -148,8 +153,8 @@ def _without_excess(outcome: Outcome, halves: Sequence[SimulatedStep]) -> Outcom
 def _simulate_steps(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
     """Plan steps one after another, each from the homes that it reaches in those before it.
 
-    All steps are planned by who moves homes, else those that are measured. Moves are charged to the step that makes
-    them; the first placement of a run is charged over `FIRST_PLACEMENT_STEPS`.
+    All steps are planned by who moves homes, else those that are measured. The first move of a layer's homes is paid
+    once, and later ones in the step that makes them.
     """
     model, cluster = case.model, case.cluster
     costs = StepCosts.of(
@@ -164,7 +169,7 @@ def _simulate_steps(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
         layout=case.settings.layout,
     )
     past = [part.counts_SLE.sum(axis=0, dtype=np.int64) for part in case.earlier]
-    start = placement = Placement.contiguous(case.sequences.num_layers, case.sequences.num_experts, cluster.ranks)
+    placement = Placement.contiguous(case.sequences.num_layers, case.sequences.num_experts, cluster.ranks)
 
     def plan_one(part: SequenceCounts, seen: list[Array], homes: Placement) -> tuple[StepPlan, float]:
         view = make_view(
@@ -189,6 +194,7 @@ def _simulate_steps(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
         skipped = 0
     done: list[Outcome] = []
     slots_s: dict[int, float] = {}
+    has_moved_L, first_moves_s = np.zeros(case.sequences.num_layers, np.bool_), 0.0
     for number in range(skipped, len(case.steps)):
         plan, seconds = plan_one(case.steps[number], past[:number], placement)
         if isinstance(policy, Trimtab) and policy.slots:
@@ -197,11 +203,14 @@ def _simulate_steps(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
             slots_s = {int(slots): each_s * case.scale for slots, each_s in predicted_s.items()}
             policy, cluster = replace(policy, slots=()), replace(cluster, slots_per_rank=plan.slots_per_rank)
             case = case.with_slots(plan.slots_per_rank)
+        # Moves of layers whose homes have moved before.
+        before = Placement(np.where(has_moved_L[:, None], placement.home, plan.home))
+        first_moves_s += _moving_seconds(case, plan, placement) - _moving_seconds(case, plan, before)
         if number >= first:
-            life = FIRST_PLACEMENT_STEPS if np.array_equal(placement.home, start.home) else 1
-            done.append(_outcome_of_step(case, name, policy, number, plan, placement, life, seconds))
+            done.append(_outcome_of_step(case, name, policy, number, plan, before, seconds))
+        has_moved_L |= (placement.home != plan.home).any(axis=1)
         placement = plan.placement
-    return replace(_mean(done), slots_s=slots_s)
+    return replace(_mean(done), slots_s=slots_s, first_moves_s=first_moves_s)
 
 
 def _mean(steps: Sequence[Outcome]) -> Outcome:
@@ -233,14 +242,13 @@ def _outcome_of_step(
     number: int,
     plan: StepPlan,
     before: Placement,
-    move_life: int,
     seconds: float,
 ) -> Outcome:
-    """Of one step alone, which begins with the homes `before` and took so many seconds to plan."""
+    """Of one step alone, whose moves start from the homes `before`, and which took so many seconds to plan."""
     sequences, model, settings = case.steps[number], case.model, case.settings
     workload = Workload.from_sequences(sequences, plan.schedule)
     plan.check(workload)
-    simulated = _simulated(case, policy, number, plan, workload, before=before, move_life=move_life)
+    simulated = _simulated(case, policy, number, plan, workload, before=before)
     tokens_MR = np.zeros((plan.num_micro_steps, plan.num_ranks), np.int64)
     np.add.at(tokens_MR, (plan.micro_step, plan.rank), sequences.lengths)
     near_L, far_L = before.moves(plan.placement, case.cluster.ranks_per_node)
@@ -261,6 +269,7 @@ def _outcome_of_step(
         workload=workload,
         simulated=simulated,
         step_times_s=(simulated.step_time_s,),
+        first_moves_s=0.0,
         balance=summarise_balance(simulated.work.loads_MLR),
         migration_bytes=round(int(near_L.sum() + far_L.sum()) * home_bytes * case.scale),
         plan_us=seconds / instances * 1e6,
@@ -293,25 +302,18 @@ def _simulated(
     workload: Workload,
     *,
     before: Placement | None = None,
-    move_life: int = 1,
     show: int | None = None,
 ) -> SimulatedStep:
-    settings, cluster = case.settings, case.cluster
-    costs = OperationCosts.of(
-        cluster, case.model, moe_layers=plan.num_layers, groups=settings.groups, sharding=settings.sharding,
-        checkpointing=settings.checkpointing, layout=settings.layout,
-    )  # fmt: skip
     from_end = number - len(case.steps)
     step = simulate_step(
         plan,
         workload,
         case.steps[number].lengths,
-        costs,
-        cluster,
+        _operation_costs(case, plan),
+        case.cluster,
         policy.traits,
         before=before,
-        move_life=move_life,
-        settings=settings,
+        settings=case.settings,
         model=case.model,
         show=show,
         trace=case.traces[from_end] if -from_end <= len(case.traces) else None,
@@ -322,8 +324,21 @@ def _simulated(
         parts_s={part: seconds * case.scale for part, seconds in step.parts_s.items()},
         causes_s={cause: seconds * case.scale for cause, seconds in step.causes_s.items()},
         hidden_planning_s=step.hidden_planning_s * case.scale,
-        moves_left_out_s=step.moves_left_out_s * case.scale,
     )
+
+
+def _operation_costs(case: ComparisonCase, plan: StepPlan) -> OperationCosts:
+    settings = case.settings
+    return OperationCosts.of(
+        case.cluster, case.model, moe_layers=plan.num_layers, groups=settings.groups, sharding=settings.sharding,
+        checkpointing=settings.checkpointing, layout=settings.layout,
+    )  # fmt: skip
+
+
+def _moving_seconds(case: ComparisonCase, plan: StepPlan, before: Placement) -> float:
+    """Of the moves from the homes `before` to those of a plan, in the whole model. Pipeline stages move their own."""
+    seconds = moving_seconds(before.home, plan.home, plan.ranks_per_node, _operation_costs(case, plan))
+    return seconds * case.scale / case.settings.layout.pp
 
 
 def figures(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
@@ -334,20 +349,20 @@ def figures(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> dict[str, 
     planning_time: where the charged planning time comes from.
     slots_per_rank, micro_steps: of the plan.
     step_time_s_by_slots: by number of slots, if the balancer had a choice: of `trimtab` as predicted when it chose, of
-        others as simulated; else null.
+        others as simulated with estimated transfers of tokens; else null.
     step_time_s: mean of the simulated steps.
     speedup_vs_static, speedup_vs_eplb: step time of the other divided by this one's; null if it did not run.
     fraction_of_balanced: step time of the ideal divided by this one's; null if it did not run.
     max_over_mean: of rank loads, over instances.
     step_times_s: of each simulated step.
-    moves_left_out_s: of a first placement's moves, charged to other steps.
-    interval: of `eplb`, steps from one placement to the next, null if it is placed once; null for all others.
+    first_moves_s: of the first move of every layer's homes, in any step of the trace; paid once, and in no step time.
+    chosen: constants of the balancer with which it is fastest, of its `choices`; null if it has no choice.
     replicas_per_instance: mean.
     weight_bytes_per_micro_step: replica weights, all ranks together.
     cross_node_token_fraction: rows that are computed on another node than the token's.
     exposed_transfer_s, exposed_planning_s: for which ranks wait.
     hidden_planning_s: of planning from recorded routing during rollout and step, for which no rank waits.
-    migration_bytes_per_step: weights and optimizer state of homes that move.
+    migration_bytes_per_step: weights and optimizer state of homes that move again.
     plan_us_per_instance: planning time on this machine.
     replica_pool_bytes: of a rank.
     mirror_bytes_per_node: of the node with the largest mirror.
@@ -378,8 +393,8 @@ def figures(case: ComparisonCase, outcomes: Mapping[str, Outcome]) -> dict[str, 
             "max_over_mean": asdict(outcome.balance),
             "micro_steps": plan.num_micro_steps,
             "step_times_s": list(outcome.step_times_s),
-            "moves_left_out_s": step.moves_left_out_s,
-            "interval": getattr(outcome.policy, "interval", None),
+            "first_moves_s": outcome.first_moves_s,
+            "chosen": chosen_constants(outcome.policy),
             "replicas_per_instance": outcome.replicas_per_instance,
             "weight_bytes_per_micro_step": outcome.replicas_per_instance * model.expert_bytes * model.moe_layers,
             "cross_node_token_fraction": outcome.cross_node_fraction,

@@ -89,7 +89,6 @@ class SimulatedStep:
         work: of every rank and instance.
         operations: of the shown micro-step, from the start of its update.
         hidden_planning_s: seconds of planning from recorded routing, during rollout and step, for which no rank waits.
-        moves_left_out_s: seconds of moves that are charged to other steps.
     """
 
     step_time_s: float
@@ -98,7 +97,6 @@ class SimulatedStep:
     work: RankWork
     operations: Operations
     hidden_planning_s: float
-    moves_left_out_s: float
 
 
 def imbalance_cost(static_s: float, even_s: float) -> float:
@@ -115,7 +113,6 @@ def simulate_step(
     traits: Traits,
     *,
     before: Placement | None = None,
-    move_life: float = 1.0,
     settings: StepSettings | None = None,
     model: ModelSpec | None = None,
     show: int | None = None,
@@ -127,8 +124,7 @@ def simulate_step(
         workload: the load of the plan.
         lengths: `[S]` tokens of each sequence.
         traits: when the balancer plans and transfers.
-        before: homes when the step begins; those of the plan by default.
-        move_life: steps over which the moves from there are charged.
+        before: homes from which the step's moves start; those of the plan by default.
         model: whose layers the plan has, or some of them. Planning from recorded routing is then that of all layers, in
             proportion. Needed for a pipeline.
         show: the micro-step whose operations are recorded, if any.
@@ -150,10 +146,7 @@ def simulate_step(
     planning = traits.hidden_planning(plan, workload, lengths, cluster, all_layers)
     traced = plan.num_layers / all_layers
     refresh_s = refresh_seconds(plan.home, plan.replicas, paths_P, plan.num_ranks, plan.ranks_per_node, costs)
-    all_moving_s = 0.0
-    if before is not None:
-        all_moving_s = moving_seconds(before.home, plan.home, plan.ranks_per_node, costs)
-    moving_s = all_moving_s / move_life
+    moving_s = 0.0 if before is None else moving_seconds(before.home, plan.home, plan.ranks_per_node, costs)
     # Rounds of planning run beside the moves of homes, which precede the timeline. It runs the stages of a pipeline one
     # after another, so that a micro-step takes longer there.
     rounds = _rounds(plan, chosen.groups, planning.round_s * traced * stages, -moving_s)
@@ -209,7 +202,7 @@ def simulate_step(
     even_experts_s, _, _ = run(even_experts, dense, -1)
     even_s, even_parts_s, _ = run(even_experts, tuple(map(_even, dense)), -1)
     # Each stage moves its own homes, and writes its own mirrors.
-    refresh_s, moving_s, all_moving_s = refresh_s / stages, moving_s / stages, all_moving_s / stages
+    refresh_s, moving_s = refresh_s / stages, moving_s / stages
     header_s = planning.header_s * traced
     hidden_s = 0.0
     if traits.known_at == "step":
@@ -222,7 +215,7 @@ def simulate_step(
     waiting_s = time_s - even_experts_s + even_parts_s.pop("imbalance")
     causes_s = {WAITING: waiting_s, SEQUENCES: even_experts_s - even_s, **even_parts_s}
     step_time_s = time_s + header_s + refresh_s + moving_s
-    return SimulatedStep(step_time_s, parts_s, causes_s, work, operations, hidden_s, all_moving_s - moving_s)
+    return SimulatedStep(step_time_s, parts_s, causes_s, work, operations, hidden_s)
 
 
 def mean_step(steps: Sequence[SimulatedStep]) -> SimulatedStep:
@@ -237,7 +230,6 @@ def mean_step(steps: Sequence[SimulatedStep]) -> SimulatedStep:
         parts_s={part: mean(step.parts_s[part] for step in steps) for part in steps[0].parts_s},
         causes_s={cause: mean(step.causes_s[cause] for step in steps) for cause in steps[0].causes_s},
         hidden_planning_s=mean(step.hidden_planning_s for step in steps),
-        moves_left_out_s=mean(step.moves_left_out_s for step in steps),
     )
 
 

@@ -19,7 +19,7 @@ SPIKE_WEIGHT = 16.0  # weight of one hot expert, where that of all the others to
 # Parts of the seed's key, of a layer's key and of a sequence's key (see `derive`).
 LAYERS, SEQUENCES = np.uint64(0), np.uint64(1)
 COMMON, SPIKES, FIRST_DOMAIN = np.uint64(0), np.uint64(1), 2
-LENGTH, DOMAIN, ROUTING = np.uint64(0), np.uint64(1), np.uint64(2)
+LENGTH, DOMAIN, ROUTING, CURRICULUM = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(3)
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class SkewPreset:
         moe_layers: layers with experts, of that model.
         zipf: least and greatest z. The layers cover the range evenly, in random order.
         domains: number of kinds of prompts. Each sequence belongs to one, all equally likely.
+        curriculum: part of a step's sequences that are of the step's own kind instead; the kinds take turns.
         closeness: correlation of two domains in what is hot, 0 to 1.
         clustering: correlation within an eighth of the expert ids in what is hot, 0 to 1.
         deviation: standard deviation of the logarithm of a sequence's factors.
@@ -51,6 +52,7 @@ class SkewPreset:
     moe_layers: int = 48
     zipf: tuple[float, float] = (0.0, 0.0)
     domains: int = 1
+    curriculum: float = 0.0
     closeness: float = 1.0
     clustering: float = 0.0
     deviation: float = 0.0
@@ -75,6 +77,7 @@ _PRESETS = (
     replace(
         _MATH, name="mixtral-8x7b-text", num_experts=8, top_k=2, moe_layers=32, zipf=(0.9, 1.4), domains=1, drift=0.6
     ),
+    replace(_MIXED, name="drift", drift=0.6, curriculum=0.5),
     replace(_MIXED, name="spike", spikes=(0, 1, 0, 4, 0, 16, 0, 0)),
     SkewPreset("uniform"),
 )
@@ -88,6 +91,8 @@ PRESETS = {preset.name: preset for preset in _PRESETS}
   steeper.
 * qwen3.5-35b-text, nemotron-3-nano-text, deepseek-moe-16b-text: general text. mixtral-8x7b-text: pre-training text,
   which changes more from step to step.
+* drift: qwen3-30b-mixed, but hot experts change between steps: half of a step's sequences are of one subject, another
+  one in each step, and popularity drifts as in mixtral-8x7b-text. Synthetic: no figures of RL runs are published.
 * spike: qwen3-30b-mixed, but of the eighths of a step's sequences the second, fourth and sixth go to 1, 4 and 16
   experts. A stress test, not a model.
 * uniform: no skew but chance.
@@ -150,7 +155,7 @@ def synthesize_preset(
         first, end = step * num_sequences, (step + 1) * num_sequences
         popularity_DLE = _domain_popularity(preset, layer_key_L, num_experts, step)
         popularity_BLE = _spike_popularity(preset, layer_key_L, popularity_DLE.mean(axis=0), step)
-        profile_S[first:end] = _profiles(preset, derive(key_S[first:end], DOMAIN))
+        profile_S[first:end] = _profiles(preset, derive(key_S[first:end], DOMAIN), step)
         sample_experts(
             np.log(np.concatenate([popularity_DLE, popularity_BLE])),
             profile_S[first:end],
@@ -224,9 +229,11 @@ def _spike_popularity(preset: SkewPreset, layer_key_L: Array, popularity_LE: Arr
     return np.where(hot_BLE, SPIKE_WEIGHT, share_LE)
 
 
-def _profiles(preset: SkewPreset, key_S: Array) -> Array:
+def _profiles(preset: SkewPreset, key_S: Array, step: int) -> Array:
     """`[S]` int64, each sequence's domain, or the number of domains plus its block's number if the block is a spike."""
     domain_S = (key_S % np.uint64(preset.domains)).astype(np.int64)
+    is_own_S = derive(key_S, CURRICULUM) % np.uint64(1000) < round(1000 * preset.curriculum)
+    domain_S[is_own_S] = step % preset.domains
     if not preset.spikes:
         return domain_S
     block_S = np.arange(len(key_S)) * len(preset.spikes) // len(key_S)

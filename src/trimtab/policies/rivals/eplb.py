@@ -5,7 +5,7 @@ Source: DeepSeek's Expert Parallelism Load Balancer (github.com/deepseek-ai/EPLB
 Not specified by the source, and our choices:
 
 * where loads come from: `eplb` takes the sum of the last steps, `eplb_oracle` this step's own;
-* when experts are placed anew: a comparison takes the best of `Eplb.intervals`;
+* when experts are placed anew, and from how many steps: a comparison takes the best of `Eplb.choices`;
 * the copy that is the home: the one at the current home if there is one, else the one on the rank with the fewest
   homes. Homes may be uneven, but copies are not;
 * the copy of a token: every source spreads an expert's tokens equally over its copies; two copies on one rank are one
@@ -28,7 +28,7 @@ from trimtab.array_type import Array
 from trimtab.planner import Placement, StepPlan
 from trimtab.planner.placement.packing import rebalance
 from trimtab.policies.planning_time import PlanningTime
-from trimtab.policies.policy import Traits, View
+from trimtab.policies.policy import Choices, Traits, View
 from trimtab.policies.rivals.expert_copies import count_copies, split_equally, spread_copies
 
 
@@ -37,13 +37,14 @@ class Eplb:
     """Copies and homes from the last steps. Without history, homes stay and there are no replicas.
 
     Attributes:
-        intervals: steps between placements that a comparison tries; None: placed once.
         window: steps of history.
-        interval: steps from one placement to the next.
+        interval: steps from one placement to the next; None: placed once.
     """
 
     traits: ClassVar[Traits] = Traits(known_at="past", transfers_start="step", copies="layer slots", relocates=True)
-    intervals: ClassVar[tuple[int | None, ...]] = (1, 3, None)
+    choices: ClassVar[Choices] = tuple(
+        {"interval": interval, "window": window} for interval, window in ((None, 4), (1, 4), (1, 1), (3, 4), (3, 1))
+    )
     window: int = 4
     interval: int | None = 1
 

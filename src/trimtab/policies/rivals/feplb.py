@@ -31,7 +31,7 @@ from trimtab.array_type import Array
 from trimtab.planner import StepPlan
 from trimtab.planner.replicas.whole_experts import InstanceLoad, choose_whole_experts
 from trimtab.policies.planning_time import PlanningTime
-from trimtab.policies.policy import Traits, View
+from trimtab.policies.policy import Choices, Traits, View
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Feplb:
         hops=2,
         within_node=True,
     )
+    choices: ClassVar[Choices] = tuple({"dynamic_experts": number} for number in (4, 2, 8, 16))
     dynamic_experts: int = 4
     smallest_move: int = 1
 

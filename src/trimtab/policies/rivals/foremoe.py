@@ -25,7 +25,7 @@ import numpy as np
 
 from trimtab.planner import Placement, StepPlan
 from trimtab.policies.planning_time import PlanningTime
-from trimtab.policies.policy import Traits, View
+from trimtab.policies.policy import Choices, Traits, View
 from trimtab.policies.rivals.greedy import plan_greedily
 from trimtab.policies.rivals.lpt_homes import level_homes
 
@@ -37,7 +37,8 @@ class ForeMoe:
     Attributes:
         threshold: target max/mean load of every instance.
         smallest_share: fewest tokens of a replica.
-        smallest_gain: fall of max/mean (over nodes plus over ranks) for which a layer's homes are moved.
+        smallest_gain: fall of max/mean (over nodes plus over ranks) for which a layer's homes are moved;
+            None: they never are.
     """
 
     traits: ClassVar[Traits] = Traits(
@@ -47,13 +48,19 @@ class ForeMoe:
         host_path=True,
         relocates=True,
     )
+    choices: ClassVar[Choices] = (
+        {"smallest_gain": 0.1, "threshold": 1.003, "smallest_share": 128},
+        {"smallest_gain": 0.3, "threshold": 1.003, "smallest_share": 512},
+        {"smallest_gain": 0.3, "threshold": 1.003, "smallest_share": 2048},
+        {"smallest_gain": None, "threshold": 1.003, "smallest_share": 512},
+    )
     threshold: float = 1.01
     smallest_share: int = 128
-    smallest_gain: float = 0.02
+    smallest_gain: float | None = 0.02
 
     def plan(self, view: View) -> StepPlan:
         placement, cluster = view.placement, view.cluster
-        if not view.equal_terms:
+        if not view.equal_terms and self.smallest_gain is not None:
             loads_LE = view.workload.token_counts_MLRE.sum(axis=(0, 2), dtype=np.int64)
             placement = Placement(
                 level_homes(loads_LE, placement.home, cluster.ranks, cluster.ranks_per_node, self.smallest_gain)

@@ -31,7 +31,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
-from trimtab.policies.policy import Traits, View
+from trimtab.policies.policy import Choices, Traits, View
 from trimtab.policies.rivals.expert_copies import count_copies, split_equally, spread_copies
 
 
@@ -44,6 +44,7 @@ class Laer:
     """
 
     traits: ClassVar[Traits] = Traits(known_at="past", transfers_start="micro-step", copies="unbounded")
+    choices: ClassVar[Choices] = tuple({"window": number} for number in (5, 1, 20))
     window: int = 5
 
     def plan(self, view: View) -> StepPlan:

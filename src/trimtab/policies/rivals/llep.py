@@ -26,7 +26,7 @@ from trimtab.array_type import Array
 from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
 from trimtab.policies.planning_time import ULTRAEP_SIZES, PlanningTime
-from trimtab.policies.policy import Traits, View
+from trimtab.policies.policy import Choices, Traits, View
 from trimtab.policies.rivals.replica_quotas import split_ranges
 
 
@@ -42,6 +42,12 @@ class Llep:
 
     traits: ClassVar[Traits] = Traits(
         known_at="layer", planning=PlanningTime.published(*ULTRAEP_SIZES, source="UltraEP's"), copies="unbounded"
+    )
+    choices: ClassVar[Choices] = (
+        {"gate": 1.3, "max_tokens_factor": 1.1, "min_tokens_per_gemm": 1024},
+        {"gate": 1.0, "max_tokens_factor": 1.0, "min_tokens_per_gemm": 1024},
+        {"gate": 1.0, "max_tokens_factor": 1.03, "min_tokens_per_gemm": 128},
+        {"gate": 1.0, "max_tokens_factor": 1.1, "min_tokens_per_gemm": 128},
     )
     max_tokens_factor: float = 1.1
     min_tokens_per_gemm: int = 1024

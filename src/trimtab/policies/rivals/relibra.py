@@ -29,7 +29,7 @@ import numpy as np
 from trimtab.kernels import copy_values, kernel
 from trimtab.planner import Placement, StepPlan
 from trimtab.policies.planning_time import PlanningTime
-from trimtab.policies.policy import Traits, View
+from trimtab.policies.policy import Choices, Traits, View
 from trimtab.policies.rivals.greedy import plan_greedily
 
 
@@ -41,7 +41,8 @@ class ReLibra:
         threshold: target max/mean load over ranks.
         smallest_share: fewest tokens of a replica.
         rank_weight: weight of the squared rank loads, relative to those of nodes.
-        move_cost: cost of each expert away from its home in the objective, in squares of an expert's mean load.
+        move_cost: cost of each expert away from its home in the objective, in squares of an expert's mean load; None:
+            homes stay.
         sweeps: swaps tried per layer and expert.
         seed: of the annealing.
     """
@@ -53,15 +54,22 @@ class ReLibra:
         relocates=True,
         within_node=True,
     )
+    choices: ClassVar[Choices] = (
+        {"move_cost": 0.1, "threshold": 1.003, "smallest_share": 128},
+        {"move_cost": 0.5, "threshold": 1.003, "smallest_share": 128},
+        {"move_cost": 3.0, "threshold": 1.003, "smallest_share": 512},
+        {"move_cost": None, "threshold": 1.003, "smallest_share": 512},
+    )
     threshold: float = 1.01
     smallest_share: int = 128
     rank_weight: float = 0.1
-    move_cost: float = 0.1
+    move_cost: float | None = 0.1
     sweeps: int = 300
     seed: int = 0
 
     def plan(self, view: View) -> StepPlan:
-        placement = view.placement if view.equal_terms else self.reorder(view)
+        stays = view.equal_terms or self.move_cost is None
+        placement = view.placement if stays else self.reorder(view)
         return plan_greedily(
             view, placement, within_node=True, threshold=self.threshold, smallest_share=self.smallest_share
         )
@@ -71,7 +79,7 @@ class ReLibra:
         counts_MLE = view.workload.token_counts_MLRE.sum(axis=2, dtype=np.int64)
         home_LE = view.placement.home.copy()
         objective = Objective(
-            view.cluster.ranks, view.cluster.ranks_per_node, float(self.rank_weight), float(self.move_cost)
+            view.cluster.ranks, view.cluster.ranks_per_node, float(self.rank_weight), float(self.move_cost or 0.0)
         )
         for layer in range(view.num_layers):
             home_LE[layer] = anneal_homes(

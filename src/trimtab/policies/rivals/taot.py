@@ -36,7 +36,7 @@ from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
 from trimtab.planner.replicas.whole_experts import InstanceLoad
 from trimtab.policies.planning_time import ULTRAEP_SIZES, PlanningTime
-from trimtab.policies.policy import Traits, View
+from trimtab.policies.policy import Choices, Traits, View
 from trimtab.policies.rivals.replica_quotas import split_shares
 
 
@@ -53,6 +53,13 @@ class Taot:
 
     traits: ClassVar[Traits] = Traits(
         known_at="layer", planning=PlanningTime.published(*ULTRAEP_SIZES, source="UltraEP's")
+    )
+    choices: ClassVar[Choices] = (
+        {"far_cost": 9.0, "entropy": 1.0, "smallest_share": 128},
+        {"far_cost": 1.0, "entropy": 0.1, "smallest_share": 128},
+        {"far_cost": 1.0, "entropy": 0.1, "smallest_share": 2048},
+        {"far_cost": 3.0, "entropy": 0.1, "smallest_share": 2048},
+        {"far_cost": 9.0, "entropy": 0.1, "smallest_share": 2048},
     )
     far_cost: float = 9.0
     entropy: float = 1.0

@@ -35,7 +35,7 @@ from trimtab.kernels import kernel
 from trimtab.planner import StepPlan
 from trimtab.planner.replicas.whole_experts import InstanceLoad
 from trimtab.policies.planning_time import ULTRAEP_SIZES, PlanningTime
-from trimtab.policies.policy import Traits, View
+from trimtab.policies.policy import Choices, Traits, View
 from trimtab.policies.rivals.replica_quotas import split_shares
 
 
@@ -56,6 +56,11 @@ class UltraEp:
         planning=PlanningTime.published(*ULTRAEP_SIZES, source="UltraEP's README"),
         waits_for_weights=True,
         within_node=True,
+    )
+    choices: ClassVar[Choices] = (
+        {"smallest_quota": 1024, "tolerance": 0.01},
+        {"smallest_quota": 1024, "tolerance": 0.003},
+        {"smallest_quota": 128, "tolerance": 0.01},
     )
     threshold: float = 1.0
     smallest_quota: int = 1024
