@@ -1,10 +1,11 @@
 """`python -m benchmarks.papers`: simulated step time of all balancers in cases drawn at random, and a lower bound.
 
 Draw cases from all combinations of five kinds of nodes, six models, 8 to 256 ranks, 1 to 32 micro-steps, 1 to 4 slots,
-skewed and mild routing, permuted expert ids and both kinds of dispatcher. Simulate steps of each with every balancer,
-on its own recipe and with planning, moves and transfers charged, and compare trimtab with the best other one. Where the
-dispatcher sends tokens, their transfers are estimated from counts of rows at first; then the balancers that could be
-the best are simulated again with every token's transfers counted.
+skewed and mild routing, permuted expert ids and both kinds of dispatcher; and others with drift, group-limited routers,
+128 to 512 experts and top-1 to top-10. Simulate steps of each with every balancer, on its own recipe, with the best of
+its constants and with planning, moves and transfers charged, and compare trimtab with the best other one that fits.
+Where the dispatcher sends tokens, their transfers are estimated from counts of rows at first; then the balancers that
+could be the best are simulated again with every token's transfers counted.
 
 Weights and sharded training state of the models fit ranks of 80 GB with pipeline stages of 4 layers, so memory is that
 of one stage with the layers of the trace. Step time is that of all layers; pipelining is not simulated.
@@ -39,14 +40,15 @@ from trimtab.cores import usable_cores
 from trimtab.errors import InputError
 from trimtab.planner import SequenceCounts, budget_for
 from trimtab.policies import POLICIES
-from trimtab.simulator.comparison import Outcome, simulate_policy
+from trimtab.policies.policy import chosen_constants
+from trimtab.simulator.comparison import Outcome, simulate_policy, simulate_steps
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.memory import rank_memory, replica_pool_bytes
 from trimtab.simulator.step import StepSettings
 from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 
-SCHEMA = "trimtab-bench-step-time-2"
+SCHEMA = "trimtab-bench-step-time-3"
 RESULTS = Path(__file__).parents[1] / "docs" / "results.md"
 # Values of a case. Each combination is one, if the ranks divide the experts and the step has at most `MOST_PLACES`
 # places (ranks times micro-steps), so that traces stay small.
@@ -59,6 +61,12 @@ GRID: Mapping[str, Sequence[object]] = {
     "preset": ("qwen3-30b-math", "nemotron-3-nano-text"),
     "permuted": (False, True),
     "forwards": (False, True),
+}
+# Those in which hot experts change between steps.
+DRIFT: Mapping[str, Sequence[object]] = {
+    **GRID,
+    "model": ("qwen3-30b-a3b", "deepseek-v3", "kimi-k2", "llama-4-maverick", "qwen3-next-80b-a3b"),
+    "preset": ("drift",),
 }
 MOST_PLACES, RACK = 256, 64
 # Estimated step times of balancers are compared within less than this part of the best one.
@@ -96,7 +104,7 @@ class PapersCase:
     @property
     def name(self) -> str:
         """Its name in tables, figures and `--only`, such as h100x8-qwen3-30b-a3b-8-m4-s1-math-permuted-rows."""
-        kind = "mild" if self.preset.startswith("nemotron") else "skewed"
+        kind = {"nemotron-3-nano-text": "mild", "drift": "drift"}.get(self.preset, "skewed")
         permuted = "-permuted" if self.permuted else ""
         sent = "tokens" if self.forwards else "rows"
         return f"{self.cluster}-{self.model}-{self.ranks}-m{self.micro_steps}-s{self.slots}-{kind}{permuted}-{sent}"
@@ -127,20 +135,22 @@ class PapersBenchmark:
     Attributes:
         seeds: of the routing. Trimtab's planner was tuned on other seeds than the default ones.
         count: cases to draw.
+        drifting: cases to draw of those in which hot experts change between steps.
         only: part of the names of the cases to run; all of them if empty.
         processes: cases simulated at the same time.
         sizes: of the traces.
     """
 
-    seeds: tuple[int, ...] = (100, 101, 102, 103, 104, 105, 106, 107)
+    seeds: tuple[int, ...] = (100, 101, 102, 103)
     count: int = 36
+    drifting: int = 12
     only: str = ""
     processes: int = 2
     sizes: TraceSizes = field(default_factory=TraceSizes)
 
     def cases(self) -> list[PapersCase]:
         """The cases to run. Raises InputError if no name contains `only`."""
-        every = draw_cases(self.count)
+        every = draw_cases(self.count) + draw_cases(self.drifting, DRIFT)
         chosen = [case for case in every if self.only in case.name]
         if not chosen:
             raise InputError(f"no case has {self.only!r} in its name; the first is {every[0].name}")
@@ -155,6 +165,7 @@ def add_to(parser: Parser) -> None:
     option = partial(add_options, parser, of=PapersBenchmark)
     option("--seeds", type=whole, nargs="+", help="random seeds of the routing")
     option("--count", type=positive, help="cases to draw; a smaller number are the first of them")
+    option("--drifting", type=whole, help="cases to draw in which hot experts change between steps")
     option("--only", unset="all", help="run the cases that have NAME in their name")
     option("--processes", type=positive, help="cases simulated at the same time, at most one on each core")
     add_options(parser, "--pages", action="store_true", help="put the tables into docs/results.md")
@@ -188,9 +199,9 @@ def run_benchmark(settings: PapersBenchmark) -> Figures:
     }
 
 
-def draw_cases(count: int) -> list[PapersCase]:
-    """The first cases of all of `GRID` in random order, always the same."""
-    every = [PapersCase(*values) for values in product(*GRID.values())]  # type: ignore[arg-type]
+def draw_cases(count: int, grid: Mapping[str, Sequence[object]] = GRID) -> list[PapersCase]:
+    """The first cases of a whole grid in random order, always the same."""
+    every = [PapersCase(*values) for values in product(*grid.values())]  # type: ignore[arg-type]
     fitting = [
         case
         for case in every
@@ -233,24 +244,24 @@ def _run_case(case: PapersCase, seed: int, sizes: TraceSizes) -> Figures:
 def case_figures(case: PapersCase, seed: int, compared: ComparisonCase) -> Figures:
     """Figures of one case and seed. Seconds are means of a step of the whole model.
 
-    `step_s` has all balancers; parts and plan are those of `trimtab`, of the best other one, and of the best one whose
-    copies take no more memory than those of `trimtab`. `estimated` has the balancers whose transfers are not counted.
-    `does_not_fit` has the balancers that need more memory than a rank has, as one pipeline stage.
+    `step_s` has all balancers, `chosen` their constants; parts and plan are those of `trimtab`, of the best other one
+    that fits, and of the best one with no more slots than `trimtab`. `estimated` has the balancers whose transfers are
+    not counted. `does_not_fit` has the balancers that need more memory than a rank has, as one pipeline stage.
     """
     outcomes = {name: simulate_policy(replace(compared, traces=()), name) for name in POLICIES}
-    pool_bytes = {name: outcome.memory["replica pool"] for name, outcome in outcomes.items()}
-    others = [name for name in POLICIES if name not in (TRIMTAB, BALANCED)]
-    alike = [name for name in others if pool_bytes[name] <= pool_bytes[TRIMTAB]]
+    too_large = [name for name in POLICIES if _stage_bytes(compared, outcomes[name]) > compared.cluster.device_bytes]
+    real = [name for name in POLICIES if name not in (TRIMTAB, BALANCED)]
+    others = [name for name in real if name not in too_large] or real
+    alike = [name for name in others if outcomes[name].plan.slots_per_rank <= compared.cluster.slots_per_rank]
     counted: set[str] = set()
     if compared.cluster.dispatch_forwards and compared.traces:
         counted = {TRIMTAB, *SHOWN, *_could_be_best(outcomes, others), *_could_be_best(outcomes, alike)}
-        outcomes |= {name: simulate_policy(compared, name) for name in POLICIES if name in counted}
+        outcomes |= {n: simulate_steps(compared, n, outcomes[n].policy) for n in POLICIES if n in counted}
     else:
         counted = set(POLICIES)
     step_s = {name: outcome.simulated.step_time_s for name, outcome in outcomes.items()}
     best, best_alike = (min(counted.intersection(names), key=lambda name: step_s[name]) for names in (others, alike))
-    left_s = {name: outcome.simulated.moves_left_out_s for name, outcome in outcomes.items()}
-    device_bytes = compared.cluster.device_bytes
+    first_moves_s = {name: outcome.first_moves_s for name, outcome in outcomes.items()}
     bound_s = _bound(compared, outcomes[TRIMTAB])
     return {
         "case": case.name,
@@ -258,12 +269,12 @@ def case_figures(case: PapersCase, seed: int, compared: ComparisonCase) -> Figur
         **asdict(case),
         "nodes": compared.cluster.nodes,
         "best_other": best,
-        "best_with_our_memory": best_alike,
-        "interval_of_eplb": getattr(outcomes["eplb"].policy, "interval", None),
+        "best_with_our_slots": best_alike,
+        "chosen": {name: chosen_constants(outcome.policy) for name, outcome in outcomes.items()},
         "step_s": _rounded(step_s),
         "estimated": [name for name in POLICIES if name not in counted],
-        "moves_left_out_s": _rounded({name: seconds for name, seconds in left_s.items() if seconds}),
-        "does_not_fit": [name for name in POLICIES if _stage_bytes(compared, outcomes[name]) > device_bytes],
+        "first_moves_s": _rounded({name: seconds for name, seconds in first_moves_s.items() if seconds}),
+        "does_not_fit": too_large,
         "plans": {name: _plan_figures(outcomes[name]) for name in dict.fromkeys((TRIMTAB, best, best_alike))},
         "predicted": _predicted(compared, outcomes[TRIMTAB]),
         "above_bound": outcomes[TRIMTAB].step_times_s[-1] / sum(bound_s.values()) - 1,

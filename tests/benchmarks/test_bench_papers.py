@@ -113,9 +113,9 @@ def test_the_command_writes_figures_of_the_simulated_steps(
         assert row["best_other"] == min(set(others) - set(row["estimated"]), key=lambda name: others[name])
         # What was not counted is estimated to be slower than the best by more than estimates are off.
         assert all(seconds[name] > 1.02 * seconds[row["best_other"]] for name in row["estimated"] if name != "balanced")
-        assert set(row["plans"]) == {"trimtab", row["best_other"], row["best_with_our_memory"]}
+        assert set(row["plans"]) == {"trimtab", row["best_other"], row["best_with_our_slots"]}
         # Those with slots in every layer take more memory than slots that layers share.
-        assert row["best_with_our_memory"] not in ("eplb", "eplb_oracle", "laer", "fastermoe")
+        assert row["best_with_our_slots"] not in ("eplb", "eplb_oracle", "laer", "fastermoe")
         for name, plan in row["plans"].items():
             assert sum(plan["parts_s"].values()) == pytest.approx(seconds[name], rel=1e-5)
             assert plan["max_over_mean"] >= 1
@@ -153,10 +153,10 @@ def test_copies_that_exceed_the_memory_of_a_stage_do_not_fit() -> None:
 
 
 def some_row(case: str, seed: int, nodes: int, trimtab: float, laer: float, echo: float) -> dict[str, Any]:
-    """`laer` takes more memory than `trimtab`."""
+    """`laer` has more slots than `trimtab`."""
     return {
         "case": case, "seed": seed, "nodes": nodes, "forwards": True, "best_other": "laer" if laer < echo else "echo",
-        "best_with_our_memory": "echo", "does_not_fit": ["laer"], "above_bound": 0.1 * seed, "predicted": -0.01 * seed,
+        "best_with_our_slots": "echo", "does_not_fit": ["laer"], "above_bound": 0.1 * seed, "predicted": -0.01 * seed,
         "step_s": {
             "trimtab": trimtab, "laer": laer, "echo": echo, "eplb": 120.0, "static": 150.0, "scheduled": 140.0,
             "balanced": 90.0,
@@ -174,7 +174,7 @@ ROWS = [
 
 def test_medians_are_those_of_the_seeds_of_a_case() -> None:
     assert ratio(ROWS[0]) == pytest.approx(99 / 100 - 1)
-    assert ratio(ROWS[0], "best_with_our_memory") == pytest.approx(99 / 110 - 1)
+    assert ratio(ROWS[0], "best_with_our_slots") == pytest.approx(99 / 110 - 1)
     a, b = medians(ROWS)
     assert (b["case"], b["best"], b["best_fits"], b["alike"]) == ("b", "laer", False, "echo")
     assert (a["case"], a["best"], a["best_fits"]) == ("a", "echo", True)

@@ -91,7 +91,7 @@ def simulate_policy(case: ComparisonCase, name: str, variant: Policy | None = No
     """
     policy = variant or POLICIES[name]
     best = _with_own_slots(case, name, policy) if isinstance(policy, Trimtab) else _best(case, name, policy)
-    halves = [_simulate_steps(with_slots_of(half, best), name, best.policy).simulated for half in case.halves]
+    halves = [simulate_steps(with_slots_of(half, best), name, best.policy).simulated for half in case.halves]
     return _without_excess(best, halves) if halves else best
 
 
@@ -104,7 +104,7 @@ def _with_own_slots(case: ComparisonCase, name: str, policy: Trimtab) -> Outcome
     """With the number of slots that its first plan chooses, fewer if that does not fit."""
     numbers = () if case.equal_terms else case.slots
     while True:
-        outcome = _simulate_steps(case, name, replace(policy, slots=numbers))
+        outcome = simulate_steps(case, name, replace(policy, slots=numbers))
         chosen = outcome.plan.slots_per_rank
         if not numbers or fits(case, outcome) or chosen == numbers[0]:
             return replace(outcome, policy=policy)
@@ -115,11 +115,11 @@ def _best(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
     """With the best of its choices, and of the case's numbers of slots."""
     choices, numbers = with_choices(policy), () if case.equal_terms else case.slots
     if len(choices) == 1 and not numbers:
-        return _simulate_steps(case, name, policy)
+        return simulate_steps(case, name, policy)
     estimated, found = replace(case, traces=()), []
     for choice in choices:
         for number in numbers or [case.cluster.slots_per_rank]:
-            found.append(_simulate_steps(estimated.with_slots(number), name, choice))
+            found.append(simulate_steps(estimated.with_slots(number), name, choice))
             if found[-1].plan.slots_per_rank != number:
                 # It has none, or takes as many as it needs.
                 numbers = ()
@@ -129,7 +129,7 @@ def _best(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
     mine = [outcome for outcome in found if outcome.policy is best.policy and numbers]
     slots_s = {outcome.plan.slots_per_rank: outcome.simulated.step_time_s for outcome in mine}
     if case.traces:
-        best = _simulate_steps(case.with_slots(best.plan.slots_per_rank) if numbers else case, name, best.policy)
+        best = simulate_steps(case.with_slots(best.plan.slots_per_rank) if numbers else case, name, best.policy)
     return replace(best, slots_s=slots_s)
 
 
@@ -150,8 +150,8 @@ def _without_excess(outcome: Outcome, halves: Sequence[SimulatedStep]) -> Outcom
     return replace(outcome, simulated=corrected, drawn_s=drawn_s)
 
 
-def _simulate_steps(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
-    """Plan steps one after another, each from the homes that it reaches in those before it.
+def simulate_steps(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
+    """Plan steps one after another with a balancer as it is, each from the homes that it reaches in those before it.
 
     All steps are planned by who moves homes, else those that are measured. The first move of a layer's homes is paid
     once, and later ones in the step that makes them.
