@@ -48,7 +48,7 @@ STEP: dict[str, Any] = {"cluster": "h100x8", "ranks": 16, "slots": 2, "micro_ste
 DISPATCHERS = ("tokens", "rows")
 TRIMTAB, IDEAL = "trimtab", "balanced"
 # Figures of a balancer that are stored.
-KEPT = ("step_time_s", "step_times_s", "moves_left_out_s", "replicas_per_instance", "replica_pool_bytes", "fits")
+KEPT = ("step_time_s", "step_times_s", "first_moves_s", "replicas_per_instance", "slots_per_rank", "fits", "chosen")
 # The largest ratio to the best other balancer, minus 1, that counts as even.
 EVEN = 0.005
 
@@ -178,7 +178,7 @@ def print_figures(figures: Mapping[str, Any], console: Console) -> None:
 def blocks(figures: Mapping[str, Any]) -> dict[str, str]:
     """The generated part of docs/results.md, by name."""
     header = ["workload", "sent", "max/mean, experts", "ranks", "`static`", "`scheduled`", "`eplb`", "best other"]
-    header += ["`trimtab`", "ratio", "with our memory", "its ratio", "ideal"]
+    header += ["`trimtab`", "ratio", "with our slots", "its ratio", "ideal"]
     rows, ratios, alike_ratios = [], {}, []
     for name, case in figures["workloads"].items():
         for sent in DISPATCHERS:
@@ -199,17 +199,17 @@ def blocks(figures: Mapping[str, Any]) -> dict[str, str]:
         f"Trimtab is behind the best other balancer by more than {EVEN:.1%} in {len(behind)} of {len(ratios)} cases"
         f"{': ' + ', '.join(behind) if behind else ''}.",
         f"It is within {EVEN:.1%} of it in {len(same)}{': ' + ', '.join(same) if same else ''}.",
-        "Compared with the best of those whose copies take no more memory, its ratio is "
+        "Compared with the best of those with no more slots, its ratio is "
         f"{min(alike_ratios):+.2%} to {max(alike_ratios):+.2%}.",
     ]
     return {"imbalance": "\n".join([markdown_table(header, rows), "", *(f"* {note}" for note in notes)])}
 
 
 def best_others(policies: Mapping[str, Any]) -> tuple[str, str]:
-    """The fastest other balancer that fits, and the fastest whose copies take no more memory than Trimtab's."""
+    """The fastest other balancer that fits, and the fastest with no more slots than Trimtab."""
     others = [name for name, policy in policies.items() if name not in (TRIMTAB, IDEAL) and policy["fits"]]
-    ours = policies[TRIMTAB]["replica_pool_bytes"]
-    alike = [name for name in others if policies[name]["replica_pool_bytes"] <= ours]
+    ours = policies[TRIMTAB]["slots_per_rank"]
+    alike = [name for name in others if policies[name]["slots_per_rank"] <= ours]
     best, best_alike = (min(names, key=lambda name: policies[name]["step_time_s"]) for names in (others, alike))
     return best, best_alike
 

@@ -31,6 +31,7 @@ from trimtab.cluster import ClusterSpec, ModelSpec
 from trimtab.figures import described_figures
 from trimtab.files import write_atomically
 from trimtab.simulator import comparison
+from trimtab.simulator.sensitivity import Sensitivity
 from trimtab.simulator.step import StepSettings
 from trimtab.sizing.deployments import Deployment
 from trimtab.trace import RoutingTrace, no_route, synthesize
@@ -38,7 +39,10 @@ from trimtab.trace import RoutingTrace, no_route, synthesize
 FOLDER = Path(__file__).parents[1] / "docs" / "schemas"
 Schema = dict[str, Any]
 # Objects whose keys are names or numbers of the run.
-OPEN = {"by_ranks", "policies", "strategies", "step_time_s", "predicted_s", "parts_s", "memory_bytes", "state_bytes"}
+OPEN = {
+    "by_ranks", "policies", "strategies", "step_time_s", "predicted_s", "parts_s", "memory_bytes", "state_bytes",
+    "chosen",
+}  # fmt: skip
 # Those that are not named after their command.
 COMMANDS = {"compare": "analyze --compare"}
 # Where keys are described: by the key of their object, "" for the whole.
@@ -65,6 +69,7 @@ TEXTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "simulate": {
         "": (SimulationResult.figures,), "sweep": (SimulationResult.figures,), "policies": (comparison.figures,),
         "settings": (StepSettings, SimulationResult.figures), "cluster": (ClusterSpec,), "model": (ModelSpec,),
+        "sensitivity": (Sensitivity,),
     },
 }  # fmt: skip
 
@@ -93,7 +98,7 @@ def samples() -> dict[str, list[dict[str, Any]]]:
             trimtab.size_rollout(trace, model=model, gpus=2),
         ],
         "simulate": [
-            trimtab.simulate(steps, dispatcher="rows,tokens", **even, **nodes),
+            trimtab.simulate(steps, dispatcher="rows,tokens", sensitivity=True, **even, **nodes),
             trimtab.simulate(trace, **even | {"policies": "llep", "micro_steps": None, "token_budget": 64}, **nodes),
         ],
     }

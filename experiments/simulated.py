@@ -1,14 +1,14 @@
-"""`python -m experiments.simulated`: the simulated steps of docs/results.md and docs/start.md, as JSON and tables.
+"""`python -m experiments.simulated`: the simulated steps of docs/results.md, docs/start.md and docs/simulator.md.
 
-One step of each of two synthetic traces on 16 H100 ranks, with both kinds of dispatcher and all balancers, and a sweep.
+Steps of synthetic traces on 16 H100 ranks, with both kinds of dispatcher and all balancers; of the first trace also a
+sweep, other taxes of transfers and the assumptions of `simulate --sensitivity`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,9 +30,16 @@ from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 
 EXAMPLES = ("--json out/simulated.json",)
 ROOT = Path(__file__).parents[1]
-START, RESULTS = ROOT / "docs" / "start.md", ROOT / "docs" / "results.md"
-TRACES = ("qwen3-30b-math", "qwen3-30b-mixed")
-SIZE: dict[str, Any] = {"num_sequences": 2048, "mean_length": 1024, "max_length": 4096, "num_layers": 8, "num_steps": 2}
+START, RESULTS, SIMULATOR = (ROOT / "docs" / f"{name}.md" for name in ("start", "results", "simulator"))
+# Steps of each trace, the first of which is not simulated.
+TRACES = {"qwen3-30b-math": 2, "drift": 4, "nemotron-3-nano-text": 2}
+KINDS = {
+    "qwen3-30b-math": "persistent: the same experts are hot in every step",
+    "permuted": "the same with expert ids in random order",
+    "drift": "drift: hot experts change between steps (synthetic)",
+    "nemotron-3-nano-text": "mild: the skew of general text",
+}
+SIZE: dict[str, Any] = {"num_sequences": 2048, "mean_length": 1024, "max_length": 4096, "num_layers": 8}
 STEP: dict[str, Any] = {"cluster": "h100x8", "ranks": 16, "slots": "auto", "micro_steps": 32, "checkpointing": True}
 SWEEP: dict[str, Any] = {"ranks": [8, 16, 32], "slots": [2, "auto"], "micro_steps": [8, 32]}
 # Parts of transfers' seconds that they take from compute.
@@ -41,7 +48,7 @@ DISPATCHERS = ("tokens", "rows")
 # Figures of a balancer that are stored.
 KEPT = (
     "step_time_s", "speedup_vs_static", "speedup_vs_eplb", "fraction_of_balanced", "replicas_per_instance",
-    "cross_node_token_fraction", "peak_bytes_per_rank", "fits", "slots_per_rank",
+    "cross_node_token_fraction", "peak_bytes_per_rank", "fits", "slots_per_rank", "first_moves_s", "chosen",
 )  # fmt: skip
 ABOUT = {
     "trimtab": "one plan per micro-step and layer, made during rollout and step",
@@ -53,43 +60,41 @@ ABOUT = {
 
 def add_to(parser: Parser) -> None:
     """Add the options."""
-    add_options(parser, "--pages", action="store_true", help="put the tables into docs/results.md and docs/start.md")
-    add_options(
-        parser, "--texts", type=Path, metavar="FILE",
-        help="figures of an earlier run: simulate only what their sentences need (static, eplb, trimtab, the fastest)",
-    )  # fmt: skip
+    add_options(parser, "--pages", action="store_true", help="put the tables into the pages")
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the command with its options."""
-    figures = (
-        simulate_all(TRACES, SIZE, SWEEP)
-        if options.texts is None
-        else with_texts(json.loads(options.texts.read_text()))
-    )
+    figures = simulate_all(TRACES, SIZE, SWEEP)
     show(figures, print_figures, options.json)
     if options.pages:
         write_pages(figures)
 
 
-def simulate_all(traces: Sequence[str], size: Mapping[str, int], sweep: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures of all balancers on each trace, by dispatcher; and the sweep on the first one."""
+def simulate_all(traces: Mapping[str, int], size: Mapping[str, int], sweep: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures of all balancers on each trace, by dispatcher; and what else is simulated of the first one."""
     steps: dict[str, Any] = {}
-    for name in traces:
-        trace = synthesize_preset(PRESETS[name], num_experts=128, top_k=8, **size)
-        result = trimtab.simulate(trace, model="qwen3-30b-a3b", policies="all", dispatcher=DISPATCHERS, **STEP)
+    for name, num_steps in traces.items():
+        trace = synthesize_preset(PRESETS[name], num_experts=128, top_k=8, num_steps=num_steps, **size)
+        is_first = not steps
+        result = trimtab.simulate(
+            trace, model="qwen3-30b-a3b", policies="all", dispatcher=DISPATCHERS, sensitivity=is_first, **STEP
+        )
         cases = zip(DISPATCHERS, result.figures()["sweep"], result.cases, strict=True)
         steps[name] = {sent: {"answer": answer(simulated)} | _kept(case) for sent, case, simulated in cases}
-        if name == traces[0]:
+        if is_first:
+            sensitivity = dict(zip(DISPATCHERS, (case.sensitivity for case in result.cases), strict=True))
             analysis = _analysis_text(trace)
             swept = trimtab.simulate(trace, model="qwen3-30b-a3b", policies="all", **STEP | dict(sweep)).figures()
             taxed = _taxed(trace)
     return {
         "yardstick": swept["yardstick"],
         "size": dict(size),
+        "num_steps": dict(traces),
         "step": STEP,
         "analysis": analysis,
         "steps": steps,
+        "sensitivity": {sent: [asdict(row) for row in rows] for sent, rows in sensitivity.items()},
         "sweep": [
             {name: case[name] for name in ("ranks", "slots", "micro_steps")} | _kept(case) for case in swept["sweep"]
         ],
@@ -119,24 +124,6 @@ def _taxed(trace: RoutingTrace) -> list[dict[str, Any]]:
     return found
 
 
-def with_texts(figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures with new sentences, from simulations of the balancers that are in them."""
-    steps: dict[str, Any] = {}
-    for name, by_dispatcher in figures["steps"].items():
-        trace = synthesize_preset(PRESETS[name], num_experts=128, top_k=8, **SIZE)
-        steps[name] = {}
-        for sent, stored in by_dispatcher.items():
-            real = {each: policy for each, policy in stored["policies"].items() if each != "balanced"}
-            fitting = {each: policy for each, policy in real.items() if policy["fits"]} or real
-            fastest = min(fitting, key=lambda each: fitting[each]["step_time_s"])
-            names = [*MAIN_POLICIES, fastest]
-            (case,) = trimtab.simulate(trace, model="qwen3-30b-a3b", policies=names, dispatcher=sent, **STEP).cases
-            steps[name][sent] = stored | {"answer": answer(case)}
-        if name == TRACES[0]:
-            analysis = _analysis_text(trace)
-    return figures | {"analysis": analysis, "steps": steps}
-
-
 def _analysis_text(trace: RoutingTrace) -> str:
     analysis = trimtab.analyze(trace, ranks=STEP["ranks"], model="qwen3-30b-a3b").analysis
     return f"{analysis_answer(analysis)} {cost_summary(analysis)}"
@@ -162,21 +149,24 @@ def blocks(figures: Mapping[str, Any]) -> dict[str, str]:
         "analysis": f"> {figures['analysis']}",
         "answer": "> " + next(iter(figures["steps"].values()))[DISPATCHERS[0]]["answer"],
         "balancers": _balancers(figures),
+        "kinds": _kinds(figures["steps"]),
         "sweep": _sweep(figures["sweep"]),
         "taxed": _taxes(figures["taxed"]),
+        **{f"sensitivity-{sent}": _sensitivity(figures["sensitivity"][sent]) for sent in DISPATCHERS},
     }
 
 
 def write_pages(figures: Mapping[str, Any]) -> None:
-    """Put the generated parts into both pages."""
+    """Put the generated parts into the pages."""
     made = blocks(figures)
     replace_tables({name: made.pop(name) for name in ("analysis", "answer")}, START)
+    replace_tables({name: made.pop(name) for name in [*made] if name.startswith("sensitivity")}, SIMULATOR)
     replace_tables(made, RESULTS)
 
 
 def _gain(figures: Mapping[str, Any]) -> str:
-    """Four balancers with both dispatchers, and what the gain depends on."""
-    skewed, mixed = figures["steps"].values()
+    """Four balancers with both dispatchers on the first trace, and who is faster where."""
+    skewed = next(iter(figures["steps"].values()))
     rows = [
         [f"`{name}`: {about}", *(cell for sent in DISPATCHERS for cell in _speeds(skewed[sent]["policies"][name]))]
         for name, about in ABOUT.items()
@@ -187,27 +177,54 @@ def _gain(figures: Mapping[str, Any]) -> str:
     notes = [
         "`tokens`: the dispatcher sends a token to a node once, as DeepEP, HybridEP and MoRI do. `rows`: it sends "
         "every row to its rank, as an all-to-all does.",
-        "If expert ids are permuted, so that hot experts are neighbours only by chance, `trimtab` is "
-        f"{_gains(skewed, 'permuted_s')}.",
-        f"On mixed text it is {_gains(mixed)}.",
         _lost(figures["sweep"]),
     ]
     return "\n".join([markdown_table(header, rows), "", *(f"* {note}" for note in notes)])
 
 
+def seconds_by_kind(steps: Mapping[str, Any], sent: str) -> dict[str, dict[str, float]]:
+    """Seconds of a step by balancer for each kind of routing, with one dispatcher. With permuted ids of some."""
+    found = {}
+    for name, by_sent in steps.items():
+        policies = by_sent[sent]["policies"]
+        found[name] = {each: policy["step_time_s"] for each, policy in policies.items() if policy["fits"]}
+        if not found.keys() - {name}:
+            found["permuted"] = by_sent[sent]["permuted_s"]
+    return found
+
+
+def _kinds(steps: Mapping[str, Any]) -> str:
+    """What `trimtab` gains with each kind of routing, and over whom."""
+    by_sent = {sent: seconds_by_kind(steps, sent) for sent in DISPATCHERS}
+    header, rows = ["routing"], []
+    for sent in DISPATCHERS:
+        header += [f"{sent} sent: over `static`", "over `eplb`", "over the best other"]
+    for kind, about in KINDS.items():
+        row = [about]
+        for sent in DISPATCHERS:
+            seconds = by_sent[sent][kind]
+            row += [f"{seconds[than] / seconds['trimtab']:.2f}x" for than in ("static", "eplb")]
+            others = {name: each_s for name, each_s in seconds.items() if name not in ("trimtab", "balanced")}
+            best = min(others, key=lambda name: others[name])
+            row.append("" if kind == "permuted" else f"{others[best] / seconds['trimtab']:.3f}x (`{best}`)")
+        rows.append(row)
+    return markdown_table(header, rows)
+
+
+def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Seconds of the best balancers under other assumptions."""
+    names = [*rows[0]["step_time_s"]]
+    body = []
+    for row in rows:
+        seconds = row["step_time_s"]
+        best = min(seconds[name] for name in names if name != "trimtab")
+        cells = [f"{seconds[name]:.2f} s" for name in names]
+        body.append([f"{row['name']}: {row['about']}", *cells, f"{best / seconds['trimtab']:.2f}x"])
+    return markdown_table(["assumption", *(f"`{name}`" for name in names), "over the best other"], body)
+
+
 def _speeds(policy: Mapping[str, Any]) -> list[str]:
     return [f"{policy['step_time_s']:.2f} s", *(f"{policy[f'speedup_vs_{than}']:.2f}x" for than in ("static", "eplb"))]
-
-
-def _gains(by_dispatcher: Mapping[str, Any], permuted: str = "") -> str:
-    """Speed-ups of `trimtab` with both dispatchers; of the step with permuted ids if `permuted` names its seconds."""
-    texts = []
-    for sent in DISPATCHERS:
-        case = by_dispatcher[sent]
-        seconds = case[permuted] if permuted else {n: policy["step_time_s"] for n, policy in case["policies"].items()}
-        over = (f"{seconds[than] / seconds['trimtab']:.2f}x over `{than}`" for than in ("static", "eplb"))
-        texts.append(f"{' and '.join(over)} ({sent})")
-    return ", ".join(texts)
 
 
 def _lost(sweep: Sequence[Mapping[str, Any]]) -> str:
@@ -242,16 +259,18 @@ def _place(case: Mapping[str, Any]) -> str:
 
 
 def _balancers(figures: Mapping[str, Any]) -> str:
-    """All balancers on the first trace; those of the other dispatcher and trace in seconds."""
+    """All balancers on the first trace; those of the other dispatcher and traces in seconds."""
+    names = {name: about.partition(":")[0] for name, about in KINDS.items()}
     first, *others = (
         (name, sent, cases[sent]["policies"]) for name, cases in figures["steps"].items() for sent in DISPATCHERS
     )
-    header = ["balancer", "step", "over `static`", "over `eplb`", "of ideal", "max/mean", "replicas", "memory"]
-    header += [f"{name.rpartition('-')[2]}, {sent}" for name, sent, _ in others]
+    header = ["balancer", "step", "over `static`", "over `eplb`", "first moves"]
+    header += ["of ideal", "max/mean", "replicas", "memory", *(f"{names[name]}, {sent}" for name, sent, _ in others)]
     rows = [
         [
-            f"`{name}`", *_speeds(policy), f"{policy['fraction_of_balanced']:.1%}", f"{policy['max_over_mean']:.3f}",
-            f"{policy['replicas_per_instance']:.1f}", f"{policy['peak_bytes_per_rank'] / 1e9:.1f} GB",
+            f"`{name}`", *_speeds(policy), f"{policy['first_moves_s']:.2f} s", f"{policy['fraction_of_balanced']:.1%}",
+            f"{policy['max_over_mean']:.3f}", f"{policy['replicas_per_instance']:.1f}",
+            f"{policy['peak_bytes_per_rank'] / 1e9:.1f} GB",
             *(f"{more[name]['step_time_s']:.2f} s" for _, _, more in others),
         ]
         for name, policy in sorted(first[2].items(), key=lambda item: item[1]["step_time_s"])

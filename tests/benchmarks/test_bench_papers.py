@@ -114,8 +114,8 @@ def test_the_command_writes_figures_of_the_simulated_steps(
         # What was not counted is estimated to be slower than the best by more than estimates are off.
         assert all(seconds[name] > 1.02 * seconds[row["best_other"]] for name in row["estimated"] if name != "balanced")
         assert set(row["plans"]) == {"trimtab", row["best_other"], row["best_with_our_slots"]}
-        # Those with slots in every layer take more memory than slots that layers share.
-        assert row["best_with_our_slots"] not in ("eplb", "eplb_oracle", "laer", "fastermoe")
+        # Those have as many copies as they want.
+        assert row["best_with_our_slots"] not in ("laer", "fastermoe", "moonep")
         for name, plan in row["plans"].items():
             assert sum(plan["parts_s"].values()) == pytest.approx(seconds[name], rel=1e-5)
             assert plan["max_over_mean"] >= 1
@@ -155,7 +155,8 @@ def test_copies_that_exceed_the_memory_of_a_stage_do_not_fit() -> None:
 def some_row(case: str, seed: int, nodes: int, trimtab: float, laer: float, echo: float) -> dict[str, Any]:
     """`laer` has more slots than `trimtab`."""
     return {
-        "case": case, "seed": seed, "nodes": nodes, "forwards": True, "best_other": "laer" if laer < echo else "echo",
+        "case": case, "seed": seed, "nodes": nodes, "forwards": True,
+        "preset": "drift" if case == "b" else "qwen3-30b-math", "best_other": "laer" if laer < echo else "echo",
         "best_with_our_slots": "echo", "does_not_fit": ["laer"], "above_bound": 0.1 * seed, "predicted": -0.01 * seed,
         "step_s": {
             "trimtab": trimtab, "laer": laer, "echo": echo, "eplb": 120.0, "static": 150.0, "scheduled": 140.0,
@@ -176,8 +177,8 @@ def test_medians_are_those_of_the_seeds_of_a_case() -> None:
     assert ratio(ROWS[0]) == pytest.approx(99 / 100 - 1)
     assert ratio(ROWS[0], "best_with_our_slots") == pytest.approx(99 / 110 - 1)
     a, b = medians(ROWS)
-    assert (b["case"], b["best"], b["best_fits"], b["alike"]) == ("b", "laer", False, "echo")
-    assert (a["case"], a["best"], a["best_fits"]) == ("a", "echo", True)
+    assert (b["case"], b["best"], b["alike"]) == ("b", "laer", "echo")
+    assert (a["case"], a["best"]) == ("a", "echo")
     assert (a["trimtab_s"], a["ratio"], a["gap"], a["predicted"]) == (100.0, 0.0, 0.1, -0.02)
     assert b["ratio"] == pytest.approx(96 / 95 - 1)
     assert b["alike_ratio"] == pytest.approx(96 / 101 - 1)
@@ -186,8 +187,10 @@ def test_medians_are_those_of_the_seeds_of_a_case() -> None:
 
 def test_the_summary_counts_cases_that_are_behind() -> None:
     found = {group["group"]: group for group in summarise(ROWS)}
-    assert list(found) == ["all", "one domain of fast links", "several domains, tokens sent"]
+    names = ["one domain of fast links", "several domains, tokens sent", "hot experts change between steps"]
+    assert list(found) == ["all", *names]
     every, several = found["all"], found["several domains, tokens sent"]
+    assert found["hot experts change between steps"]["worst"] == several["worst"]
     assert (every["count"], every["behind"], every["alike_behind"]) == (2, 1, 0)
     assert every["worst"] == pytest.approx(96 / 95 - 1, abs=1e-6)
     assert every["median"] == pytest.approx((0 + 96 / 95 - 1) / 2, abs=1e-6)
@@ -202,12 +205,13 @@ def test_tables_show_the_worst_cases_first(capsys: pytest.CaptureFixture[str]) -
     }  # fmt: skip
     print_figures(figures, Console(width=220))
     printed = capsys.readouterr().out
-    assert "`laer` *" in printed
+    assert "`laer`" in printed
     assert printed.index("│ b ") < printed.index("│ a ")
     blocks = page_blocks(figures)
+    assert blocks["papers"].startswith("Behind others with the same slots by more than 0.5%: in no case.")
     assert "at most 2.0% from the simulated time" in blocks["papers"]
     assert "mean of 6 steps" in blocks["papers"]
-    assert blocks["cases"].splitlines()[2].startswith("| b | 96.0 s | `laer` * | +1.05% | `echo` | -4.95% | 1.25x |")
+    assert blocks["cases"].splitlines()[2].startswith("| b | 96.0 s | `laer` | +1.05% | `echo` | -4.95% | 1.25x |")
 
 
 def test_the_page_shows_the_stored_figures() -> None:

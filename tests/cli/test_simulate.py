@@ -85,9 +85,11 @@ def test_simulate_prints_tables_and_writes_json_html_and_perfetto(simulate: Prin
     found = json.loads((folder / "s.json").read_text())
     assert found.keys() == {
         "schema", "trace_hash", "yardstick", "seed", "settings", "cluster", "model", "policies", "ids_permuted",
+        "sensitivity",
     }  # fmt: skip
+    assert found["sensitivity"] == []
     assert found["ids_permuted"]["step_time_s"].keys() == {"static", "trimtab", "balanced"}
-    assert (found["schema"], found["settings"]["step"]) == ("trimtab-simulate-1", 1)
+    assert (found["schema"], found["settings"]["step"]) == ("trimtab-simulate-2", 1)
     assert list(found["policies"]) == ["static", "llep", "trimtab", "balanced"]
     assert ClusterSpec(**found["cluster"]).ranks_per_node == 2
     for name, row in found["policies"].items():

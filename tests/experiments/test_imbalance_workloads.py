@@ -137,8 +137,8 @@ def test_a_small_run_has_all_figures_of_the_table() -> None:
 
 
 def test_the_best_other_is_the_fastest_that_fits() -> None:
-    def policy(seconds: float, pool: int, fits: bool = True) -> dict[str, Any]:
-        return {"step_time_s": seconds, "replica_pool_bytes": pool, "fits": fits}
+    def policy(seconds: float, slots: int, fits: bool = True) -> dict[str, Any]:
+        return {"step_time_s": seconds, "slots_per_rank": slots, "fits": fits}
 
     policies = {
         "trimtab": policy(2.0, 5), "balanced": policy(1.0, 0), "laer": policy(1.0, 9, fits=False),

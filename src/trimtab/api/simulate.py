@@ -34,6 +34,7 @@ from trimtab.report.imbalance import Imbalance, need
 from trimtab.report.simulation import answer, assumed, fitting_first, policy_results, simulation_report
 from trimtab.simulator.comparison import Outcome, permuted_steps, simulate_policy, with_checkpointing
 from trimtab.simulator.comparison_case import ComparisonCase, trace_hash
+from trimtab.simulator.sensitivity import sensitivities
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
 from trimtab.simulator.step import WAITING, StepSettings
 from trimtab.simulator.yardstick import yardstick
@@ -85,6 +86,7 @@ class SimulationResult(Summarised):
         settings, cluster, model: of the first case.
         policies: figures by balancer, of the first case.
         ids_permuted: step times by balancer if expert ids are in random order.
+        sensitivity: step times of the best balancers after each change of the cluster, if asked for.
         sweep: every case, if there are several.
         earlier_steps: RL steps before the last one, which balancers know.
         steps: RL steps that are simulated.
@@ -94,7 +96,7 @@ class SimulationResult(Summarised):
         """
         case = self.case
         content = {
-            "schema": "trimtab-simulate-1",
+            "schema": "trimtab-simulate-2",
             "trace_hash": trace_hash(self.trace),
             "yardstick": yardstick(),
             # Of permuted expert ids. Nothing else is random, beyond the searches' own fixed seeds.
@@ -197,6 +199,7 @@ def simulate(
     steps: int | None = None,
     step_tokens: int | str | None = None,
     sampled: float | None = None,
+    sensitivity: bool = False,
     progress: Callable[[str, int, int], None] = lambda policy, done, total: None,
 ) -> SimulationResult:
     """Plan steps of a trace with several balancers and simulate them, as `trimtab simulate` does.
@@ -237,6 +240,8 @@ def simulate(
             each: its prompts are then drawn with all their answers until steps have so many. By default steps have one
             full micro-step of every rank at least, unless micro-steps are given.
         sampled: the part of each step that the trace has, above 0 to 1, instead; by default what the trace says.
+        sensitivity: whether the five best balancers are simulated again under changes of the cluster, such as a slower
+            network or none from host memory.
         progress: called before each balancer with its name, the balancers done and all, and once at the end.
 
     Raises:
@@ -294,7 +299,10 @@ def simulate(
         permuted = permuted_steps(case, {n: outcomes[n] for n in PERMUTED_POLICIES if n in names}, PERMUTATION_SEED)
         times_s = {name: step.step_time_s for name, step in permuted.items()}
         waiting_s = permuted["static"].causes_s[WAITING]
-        cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes, times_s, waiting_s, sends))
+        if sensitivity:
+            progress("sensitivity", done + len(names), total)
+        changed = sensitivities(case, outcomes) if sensitivity else ()
+        cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes, times_s, waiting_s, sends, changed))
     progress(names[-1], total, total)
     return SimulationResult(reader.name, step_trace, tuple(cases))
 

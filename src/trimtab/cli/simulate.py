@@ -46,6 +46,7 @@ def add(commands: Any) -> None:
     option("--groups-meet", choices=GROUPS_MEET, help="where groups wait for each other")
     option("--equal-terms", action="store_true", help="same homes, schedule and slots for all, not own recipes")
     option("--sharding", choices=SHARDINGS, help="training state that data ranks share out")
+    option("--sensitivity", action="store_true", help="the five best again, with what the price may lack")
     add_options(parser, "--json", "--html")
     add_options(parser, "--perfetto", type=Path, help="write the timeline of a micro-step to FILE (.json, .json.gz)")
     parser.set_defaults(run=run)

@@ -107,6 +107,7 @@ class Report:
         marks_fastest: whether the fastest of them is marked; not if a measurement does not tell which it is.
         cases: of a sweep; None with one case.
         device_bytes: memory of a rank; None if unknown.
+        sensitivity: step times under other assumptions; None if they were not asked for.
     """
 
     title: str
@@ -123,6 +124,7 @@ class Report:
     cases: TableData | None = None
     device_bytes: float | None = None
     assumed: str = ""
+    sensitivity: TableData | None = None
 
 
 @dataclass(frozen=True, eq=False)

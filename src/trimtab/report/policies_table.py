@@ -10,6 +10,7 @@ from trimtab.report.number_text import NONE, bytes_text, digits, number, seconds
 from trimtab.report.tables import Row, TableData, without_empty_columns
 from trimtab.simulator.comparison import fits
 from trimtab.simulator.pipeline import BUBBLE
+from trimtab.simulator.sensitivity import Sensitivity
 from trimtab.simulator.simulated_case import SimulatedCase
 from trimtab.simulator.step import SEQUENCES, WAITING, SimulatedStep
 
@@ -124,6 +125,20 @@ def sweep_table(cases: Sequence[SimulatedCase]) -> TableData:
         "ranks", "slots", "micro-steps", "sent", "fastest", "fits", "trimtab", "eplb", "static", "ideal",
     )  # fmt: skip
     return without_empty_columns(TableData(f"{unit} of a step in every case", columns, rows))
+
+
+def sensitivity_table(rows: Sequence[Sensitivity]) -> TableData:
+    """Seconds of balancers after each change of the cluster, and what `trimtab` is ahead of the best other one."""
+    names = [*rows[0].step_time_s]
+    longest = max(max(row.step_time_s.values()) for row in rows)
+    shown = []
+    for row in rows:
+        cells = [_step_time(row.step_time_s[name], longest) for name in names]
+        others = [seconds for name, seconds in row.step_time_s.items() if name != OURS]
+        ahead = min(others) / row.step_time_s[OURS] - 1 if OURS in row.step_time_s and others else None
+        shown.append(Row(row.name, (*cells, NONE if ahead is None else f"{ahead:+.1%}"), about=row.about))
+    columns = ("what the price may lack", *names, f"{OURS} ahead")
+    return without_empty_columns(TableData("Step time under other assumptions", columns, tuple(shown)))
 
 
 def _fits_text(case: SimulatedCase) -> str:

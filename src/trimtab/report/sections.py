@@ -25,6 +25,7 @@ from trimtab.report.policies_table import (
     balance_and_replicas,
     by_time,
     policies_table,
+    sensitivity_table,
     sweep_table,
 )
 from trimtab.report.simulation import answers, assumed, notes, policy_results, setting_facts, table_title
@@ -65,6 +66,7 @@ def sections(report: Report) -> list[Section]:
     parts: list[tuple[object, str, str, str, Callable[[Report], str]]] = [
         (report.cases, "cases", "Cases", "All cases", _cases),
         (report.policies, "policies", "Policies", "Policies compared", _policies),
+        (report.sensitivity, "sensitivity", "Sensitivity", "Under other assumptions", _sensitivity),
         (any(policy.parts_s for policy in report.policies), "time", "Time", "Where the time goes", _times),
         (has_maps, "load", "Load", "Load of every rank", _loads),
         (report.timelines, "step-timeline", "Timeline", "One micro-step, operation by operation", _timeline),
@@ -106,6 +108,12 @@ def _policies(report: Report) -> str:
         more.append("Far rows: rows computed on another node than the one that holds the token.")
     explained = [f'<p class="below lead">{escape(" ".join(each))}</p>' for each in (texts, more)]
     return lead(f"{times.title}.") + html_table(times) + explained[0] + html_table(balance) + explained[1]
+
+
+def _sensitivity(report: Report) -> str:
+    assert report.sensitivity is not None
+    text = "Each row is the step on a cluster with other rates. All balancers plan for it, with their best settings."
+    return lead(text) + html_table(report.sensitivity)
 
 
 def _above(policies: Sequence[PolicyResult]) -> str:
@@ -272,6 +280,7 @@ def simulation_tables(source: str, trace: RoutingTrace, cases: Sequence[Simulate
         ]  # fmt: skip
     elif len(cases) <= MOST_DETAILED_CASES:
         tables += [policies_table(policy_results(case), f"{case.text}: {table_title(case)}") for case in cases]
+    tables += [sensitivity_table(case.sensitivity) for case in cases if case.sensitivity]
     shown = first_lines(assumed(cases))
     shown += [f"[bold]{shown_text(answers(cases))}[/bold]\n", *map(terminal_table, tables)]
     shown.append(terminal_facts(setting_facts(source, trace, first), "Setting"))

@@ -16,7 +16,7 @@ from trimtab.policies.policy import chosen_constants
 from trimtab.policies.trimtab import Trimtab
 from trimtab.report.model import LoadMap, PolicyResult, Report, Timeline
 from trimtab.report.number_text import bytes_text, seconds
-from trimtab.report.policies_table import sweep_table
+from trimtab.report.policies_table import sensitivity_table, sweep_table
 from trimtab.report.tables import Facts
 from trimtab.simulator.comparison import Outcome, fits, operations
 from trimtab.simulator.comparison_case import ComparisonCase
@@ -62,6 +62,7 @@ def simulation_report(source: str, trace: RoutingTrace, cases: Sequence[Simulate
         cases=sweep_table(cases) if len(cases) > 1 else None,
         device_bytes=first.case.cluster.device_bytes,
         assumed=assumed(cases),
+        sensitivity=sensitivity_table(first.sensitivity) if first.sensitivity else None,
     )
 
 

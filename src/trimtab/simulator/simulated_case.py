@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.figures import plural
 from trimtab.simulator.comparison import Outcome, figures, fits
 from trimtab.simulator.comparison_case import ComparisonCase
+from trimtab.simulator.sensitivity import Sensitivity
 from trimtab.simulator.step import WAITING, imbalance_cost
 
 # Step times with permuted expert ids are those of this order (`random_orders`).
@@ -29,6 +30,7 @@ class SimulatedCase:
         permuted_s: step time in seconds by balancer if the experts of every layer had their ids in random order.
         permuted_waiting_s: of `static` with this order (`SimulatedStep.causes_s`).
         dispatcher: what is sent to a node, "rows" or "tokens", if it was asked for; else None.
+        sensitivity: seconds of the best balancers under changes of the cluster, if they were asked for.
     """
 
     ranks: int
@@ -39,6 +41,7 @@ class SimulatedCase:
     permuted_s: Mapping[str, float]
     permuted_waiting_s: float
     dispatcher: str | None = None
+    sensitivity: tuple[Sensitivity, ...] = ()
 
     @property
     def text(self) -> str:
@@ -90,6 +93,7 @@ class SimulatedCase:
             "ids_permuted": {
                 "seed": PERMUTATION_SEED, "step_time_s": dict(self.permuted_s), "waiting_s": self.permuted_waiting_s,
             },
+            "sensitivity": [asdict(row) for row in self.sensitivity],
         }  # fmt: skip
 
     def __repr__(self) -> str:

@@ -75,7 +75,7 @@ REPLICAS = RunStrategy(
     lambda: Trimtab(may_move=False), has_slots=True,
 )  # fmt: skip
 EPLB = RunStrategy(
-    "eplb", "copies of hot experts, placed by past loads at the best interval", "copies in every layer's memory",
+    "eplb", "copies of hot experts, placed by past loads", "copies in every layer's memory",
     (), Eplb, has_slots=True, needs_past=True,
 )  # fmt: skip
 STRATEGIES = (

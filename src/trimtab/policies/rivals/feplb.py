@@ -49,7 +49,7 @@ class Feplb:
         hops=2,
         within_node=True,
     )
-    choices: ClassVar[Choices] = tuple({"dynamic_experts": number} for number in (4, 2, 8, 16))
+    choices: ClassVar[Choices] = tuple({"dynamic_experts": number} for number in (4, 1, 2, 8, 16))
     dynamic_experts: int = 4
     smallest_move: int = 1
 

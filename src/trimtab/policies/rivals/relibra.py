@@ -58,6 +58,7 @@ class ReLibra:
         {"move_cost": 0.1, "threshold": 1.003, "smallest_share": 128},
         {"move_cost": 0.5, "threshold": 1.003, "smallest_share": 128},
         {"move_cost": 3.0, "threshold": 1.003, "smallest_share": 512},
+        {"move_cost": 3.0, "threshold": 1.01, "smallest_share": 1024},
         {"move_cost": None, "threshold": 1.003, "smallest_share": 512},
     )
     threshold: float = 1.01

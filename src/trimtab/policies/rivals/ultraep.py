@@ -61,6 +61,7 @@ class UltraEp:
         {"smallest_quota": 1024, "tolerance": 0.01},
         {"smallest_quota": 1024, "tolerance": 0.003},
         {"smallest_quota": 128, "tolerance": 0.01},
+        {"smallest_quota": 128, "tolerance": 0.03},
     )
     threshold: float = 1.0
     smallest_quota: int = 1024
