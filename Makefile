@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-recipes test-install lock test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-sglang test-afd-plugin test-te test-ray test-backward-thread mutants reliability lint docs bench clean
+.PHONY: help demo test test-fast test-long nightly test-recipes test-install wheel lock test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-sglang test-afd-plugin test-te test-ray test-backward-thread mutants reliability lint docs bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -40,6 +40,14 @@ test-recipes: .venv/.ready  ## run all tests of recipes/ (about 10 minutes); mak
 test-install: .venv/.ready  ## install the wheel with newest and oldest dependencies on every Python here, run README's commands (about 30 minutes)
 	$(PIP_INSTALL) -c constraints.txt uv
 	$(BIN)/python tests/installation/run.py
+
+wheel: .venv/.ready  ## build a wheel into dist/, with the kernels of commands compiled for each Python here (about 15 minutes)
+	$(PIP_INSTALL) -c constraints.txt uv
+	for python in 3.11 3.12 3.13; do \
+	  $(BIN)/python -m uv python find --no-python-downloads $$python || continue; \
+	  $(BIN)/python -m uv run --no-project --isolated --python $$python --with-editable . python packaging/compile_kernels.py || exit 1; \
+	done
+	$(BIN)/python -m uv build --wheel -o dist
 
 lock: .venv/.ready  ## write the hashes of all packages that CI installs, and docs/licences.md, anew
 	$(PIP_INSTALL) -c constraints.txt uv

@@ -14,17 +14,14 @@ import pytest
 from hypothesis.internal.conjecture import providers
 
 from helpers.forked_files import ForkedFiles
-from helpers.numba_cache import cache_folder
 from mutants.function_map import FOLDER, CallRecorder
 
 if TYPE_CHECKING:
     from helpers.rank_pool import RankPool
 
-# Of every process of the run.
-if "NUMBA_CACHE_DIR" not in os.environ:
-    # Numba reads it when it is imported.
-    assert "numba" not in sys.modules
-    os.environ["NUMBA_CACHE_DIR"] = str(cache_folder())
+# As commands compile, so that all processes of the run share kernels. Numba reads it when it is imported.
+assert "numba" not in sys.modules
+os.environ.setdefault("NUMBA_CPU_NAME", "generic")
 # Before anything of Trimtab is imported.
 _recorder = CallRecorder(Path(os.environ[FOLDER])) if FOLDER in os.environ else None
 # Commands print the same whether they compile kernels or find them.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -74,3 +78,69 @@ def test_a_cached_kernel_follows_what_it_has_inside(folder: Path, factor: int, i
     if factor != 2:
         (folder / "inner.py").write_text(INNER.format("from innermost import shift", factor, "shift(x)"))
     assert _run(folder)[0] == expected
+
+
+def test_code_that_a_wheel_has_is_used_where_the_cache_has_none(folder: Path) -> None:
+    run = "import trimtab.kernels, pathlib; trimtab.kernels.SHIPPED = pathlib.Path('shipped.zip'); import caller"
+    (folder / "run.py").write_text(run)
+
+    def hits() -> list[int]:
+        printed = subprocess.run([sys.executable, "-B", "run.py"], cwd=folder, check=True, capture_output=True).stdout
+        return [int(word) for word in printed.split()]
+
+    assert hits() == [22, 0]
+    kernels = folder / "kernels" / "trimtab-kernels"
+    with zipfile.ZipFile(folder / "shipped.zip", "w", zipfile.ZIP_LZMA) as shipped:
+        for file in kernels.iterdir():
+            shipped.write(file, file.name)
+    shutil.rmtree(folder / "kernels")
+    assert hits() == [22, 1]
+    assert not list(kernels.iterdir())
+    # That of another source is not.
+    (folder / "innermost.py").write_text(INNERMOST.format("1000"))
+    assert hits() == [2002, 0]
+
+
+PAIR = """
+from typing import NamedTuple
+
+class Pair(NamedTuple):
+    {}: int
+    {}: int
+"""
+
+TAKER = """
+from pairs import Pair
+from trimtab.kernels import kernel
+
+@kernel
+def first(pair):
+    return pair.a
+
+print(first(Pair(1, 2)), sum(first.stats.cache_hits.values()))
+"""
+
+
+def test_named_tuples_with_other_fields_are_other_arguments(folder: Path) -> None:
+    (folder / "caller.py").write_text(TAKER)
+    (folder / "pairs.py").write_text(PAIR.format("a", "b"))
+    assert _run(folder) == [1, 0]
+    assert _run(folder) == [1, 1]
+    (folder / "pairs.py").write_text(PAIR.format("b", "a"))
+    assert _run(folder) == [2, 0]
+
+
+def test_code_that_is_not_used_is_removed(folder: Path) -> None:
+    _run(folder)
+    kernels = folder / "kernels" / "trimtab-kernels"
+    old, used = kernels / "old", next(kernels.glob("*scaled*"))
+    old.write_bytes(b"")
+    for file, days in ((old, 61), (used, 59)):
+        os.utime(file, (time.time() - days * 86400,) * 2)
+    assert _run(folder) == [22, 1]
+    # Nothing was compiled, so nothing was removed.
+    assert old.exists()
+    (folder / "innermost.py").write_text(INNERMOST.format("1000"))
+    _run(folder)
+    assert used.exists()
+    assert not old.exists()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from trimtab import StepPlan, Workload, read_trace
+from trimtab.cli import output as cli_output
 from trimtab.cli.main import main, run
 from trimtab.errors import InputError, RankFailedError
 
@@ -288,3 +291,19 @@ runpy.run_module('trimtab', run_name='__main__')
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_long_work_says_what_it_does_where_no_bar_is_shown(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cli_output, "SAID_EVERY_S", 0.001)
+    with caplog.at_level(logging.INFO, "trimtab"), cli_output.progress_shown() as update:
+        update("eplb", 1, 3)
+        wait_until(lambda: "eplb, 1 of 3 done" in caplog.messages)
+        update("vllm: 5 tokens")
+        wait_until(lambda: "vllm: 5 tokens" in caplog.messages)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.001)

@@ -71,7 +71,7 @@ def test_closed_streams_do_not_change_the_status(trace_file: Path, name: str, st
 def test_an_installation_that_cannot_be_written_to(trace_file: Path, tmp_path: Path) -> None:
     """No folder for compiled kernels: neither the package's nor the user's."""
     package, home = tmp_path / "site" / "trimtab", tmp_path / "home"
-    shutil.copytree(Path(trimtab.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(Path(trimtab.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "compiled"))
     home.mkdir()
     folders = [home, *(folder for folder in (package, *package.rglob("*")) if folder.is_dir())]
     # Root may write everywhere, unless it gives that up.

@@ -296,7 +296,7 @@ def test_options_reach_the_simulation(simulate: Printed, places: Places) -> None
         "token_budget": 64, "mini_batches": 2, "equal_terms": True,
         "groups": 2, "meet": "layer", "ring_layers": 3, "recompute": True, "sharding": "fsdp", "checkpointing": True,
         "earlier_steps": 0, "layers_traced": 2, "layers_of_model": 4, "micro_steps": None, "recorded_sequences": None,
-        "assumed": [], "counted_rows": 200_000_000, "layout": {"tp": 2, "pp": 1, "cp": 1},
+        "assumed": [], "counted_rows": 1 << 24, "layout": {"tp": 2, "pp": 1, "cp": 1},
     }  # fmt: skip
     # 12 sequences of 32 tokens, two in each of 4 places, in two mini-batches.
     assert {row["micro_steps"] for row in found["policies"].values()} == {2}

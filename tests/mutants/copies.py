@@ -1,10 +1,9 @@
-"""`copy_repository`: the files of the checkout, as they are now, in another folder; `copy_kernels`: its kernels."""
+"""`copy_repository`: the files of the checkout, as they are now, in another folder."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -21,29 +20,3 @@ def copy_repository(folder: Path) -> None:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-
-
-def copy_kernels(
-    folder: Path, cache: Path, of: Path = ROOT, into: Path | None = None, stale: Iterable[str] = ()
-) -> None:
-    """Give a copy of the repository the kernels of another one; numba keeps them by folder of source.
-
-    Args:
-        cache: numba's folder for all of them.
-        of: the copy that has them.
-        into: numba's folder for the copy; `cache` by default.
-        stale: files whose kernels are left out.
-    """
-    from numba.core.caching import UserProvidedCacheLocator
-
-    for source in {path.parent.relative_to(ROOT) for path in (ROOT / "src").rglob("*.py")}:
-        here, there = (
-            root / UserProvidedCacheLocator.get_suitable_cache_subpath(str(owner / source / "any.py"))
-            for root, owner in ((cache, of), (into or cache, folder))
-        )
-        # Files of kernels begin with the name of the source, and a point.
-        left_out = {Path(file).stem for file in stale if Path(file).parent == source}
-        for path in here.iterdir() if here.is_dir() else ():
-            if path.name.partition(".")[0] not in left_out:
-                there.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(path, there / path.name)

@@ -22,9 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers.numba_cache import cache_folder
 from helpers.processor_time import NO_PROGRESS, TOO_LONG
-from mutants.copies import ROOT, copy_kernels, copy_repository
+from mutants.copies import ROOT, copy_repository
 from mutants.function_map import MAP, FunctionMap
 from mutants.mutations import Mutation, find_mutations, read_signatures
 from mutants.read_mistakes import READ, outdated_remarks, said_of
@@ -100,8 +99,9 @@ class Trials:
     def next(self, copy: Path) -> Trial:
         """The next trial, on a copy of the repository."""
         is_compiled = self._mutation.is_kernel and not self._as_python
-        stale = self._selection.users_of(self._mutation.file) if is_compiled else ()
-        return Trial(copy, self._mutation, self._tests, self._expected_s, stale=stale, mistaken=not self._is_control)
+        return Trial(
+            copy, self._mutation, self._tests, self._expected_s, compiled=is_compiled, mistaken=not self._is_control
+        )  # fmt: skip
 
     def take(self, outcome: str, trial: Trial) -> None:
         """Take the outcome of the last trial."""
@@ -164,7 +164,6 @@ def try_all(mutations: Sequence[Mutation], selection: Selection) -> list[Result]
     free = [MAP.parent / f"copy-{worker}" for worker in range(WORKERS)]
     for copy in free:
         copy_repository(copy)
-        copy_kernels(copy, cache_folder())
     waiting = deque(Trials(mutation, selection) for mutation in mutations)
     running: list[tuple[Path, Trials, Trial]] = []
     while waiting or running:
@@ -222,7 +221,6 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="draw from files whose path contains it")
     parser.add_argument("--page", action="store_true", help=f"put the figures into {FIGURES.name} and {PAGE.name}")
     options = parser.parse_args()
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder()))
     lock = _lock()
     for remark in outdated_remarks(_sources()):
         print(f"{READ.name} has a remark on a line that has changed: {remark}", flush=True)

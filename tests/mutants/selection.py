@@ -79,13 +79,6 @@ class Selection:
         """Processor seconds of a test with its fixtures."""
         return self._functions.seconds[test] + sum(self._functions.fixtures[test].values())
 
-    def users_of(self, file: str) -> set[str]:
-        """The file and those that import it, directly or by others: kernels of it may be parts of theirs."""
-        files = {file}
-        while new := self._importers_of(files) - files:
-            files |= new
-        return files
-
     def _importers_of(self, files: set[str]) -> set[str]:
         return {file for file, imported in self._imports.items() if imported & files}
 

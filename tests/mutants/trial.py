@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 
 from helpers.forked_files import fork_ranks_from_here
 from helpers.processor_time import ProcessorLimit, seconds_of, session_of
-from mutants.copies import copy_kernels
 from mutants.mutations import Mutation
 
 # Exit statuses of the process; others are those of a crash.
@@ -30,7 +28,7 @@ class Trial:
     Args:
         copy: folder of a copy of the repository, which is changed until `close`.
         expected_s: processor seconds that the tests take without the mistake.
-        stale: files whose kernels are compiled anew; if there are none, mistakes in kernels run as Python.
+        compiled: whether mistakes in kernels are compiled; else they run as Python.
         mistaken: whether the mistake is made; otherwise all else is as with it.
 
     Attributes:
@@ -45,20 +43,20 @@ class Trial:
         tests: Sequence[str],
         expected_s: float,
         *,
-        stale: Collection[str] = (),
+        compiled: bool = False,
         mistaken: bool = True,
     ) -> None:
         self.mistaken = mistaken
-        self._mutation, self._tests, self._stale = mutation, tests, stale
+        self._mutation, self._tests, self._is_compiled = mutation, tests, compiled
         self.used_s = 0.0
         self._copy = copy
         self._path = copy / mutation.file
-        self._source, self._times = self._path.read_bytes(), self._path.stat()
+        self._source = self._path.read_bytes()
         self._path.write_bytes(mutation.apply(self._source) if mistaken else self._source)
         self._process = os.fork()
         if not self._process:
             self._run()
-        kernels_s = (COMPILING_S if stale else AS_PYTHON_S) if mutation.is_kernel else 0.0
+        kernels_s = (COMPILING_S if compiled else AS_PYTHON_S) if mutation.is_kernel else 0.0
         self.limit_s = IMPORTS_S + TIMES * expected_s + kernels_s
         self._limit = ProcessorLimit([], self.limit_s)
 
@@ -88,9 +86,6 @@ class Trial:
     def close(self) -> None:
         """Take the mistake back."""
         self._path.write_bytes(self._source)
-        # Compiled kernels are found again.
-        os.utime(self._path, ns=(self._times.st_atime_ns, self._times.st_mtime_ns))
-        shutil.rmtree(self._copy.with_name(f"{self._copy.name}-kernels"), ignore_errors=True)
 
     def _end(self) -> None:
         for process in session_of(self._process):
@@ -113,10 +108,14 @@ class Trial:
                 del sys.modules[name]
             os.environ |= {"PYTHONPATH": str(self._copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
             sys.dont_write_bytecode = True
-            self._choose_kernels()
+            if self._mutation.is_kernel and not self._is_compiled:
+                os.environ["NUMBA_DISABLE_JIT"] = "1"
+                import numba
+
+                numba.config.reload_config()
             verdict = _Verdict()
             options = ["-x", "-q", "-p", "no:cacheprovider", *self._tests]
-            if self._stale:
+            if self._is_compiled:
                 # While kernels are compiled, ranks and commands are too late for some tests.
                 options += ["-m", "not slow"]
             ended = pytest.main(options, plugins=[verdict])
@@ -124,21 +123,6 @@ class Trial:
             sys.stdout.flush()
         finally:
             os._exit(status)
-
-    def _choose_kernels(self) -> None:
-        import numba
-
-        if not self._mutation.is_kernel:
-            return
-        if self._stale:
-            # They do not see changes of classes in other files.
-            kernels = self._copy.with_name(f"{self._copy.name}-kernels")
-            shutil.rmtree(kernels, ignore_errors=True)
-            copy_kernels(self._copy, Path(os.environ["NUMBA_CACHE_DIR"]), self._copy, kernels, self._stale)
-            os.environ["NUMBA_CACHE_DIR"] = str(kernels)
-        else:
-            os.environ["NUMBA_DISABLE_JIT"] = "1"
-        numba.config.reload_config()
 
 
 class _Verdict:

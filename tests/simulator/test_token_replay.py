@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from helpers.comparison_cases import some_case
+from helpers.comparison_cases import some_trace as comparison_trace
 from helpers.random_plans import random_placement, random_plan, random_schedule, random_trace
 from helpers.simulated_steps import free_costs
 from trimtab.planner import Schedule, StepPlan, Workload
 from trimtab.planner.plan.rank_work import rank_work
+from trimtab.simulator.comparison import simulate_policy
 from trimtab.simulator.token_replay import count_transfers
 from trimtab.trace import RoutingTrace
 from trimtab.trace.numbering import permute_experts, random_orders
@@ -150,3 +154,32 @@ def test_experts_in_another_order_are_the_same_in_counts_and_trace() -> None:
     counts = Workload.from_trace(trace, plan.schedule).token_counts_MLRE
     expected = permute_experts(counts.swapaxes(1, 2), order_LE).swapaxes(1, 2)
     assert np.array_equal(permuted.token_counts_MLRE, expected)
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_a_plan_of_other_ids_counts_as_on_a_trace_with_these(hops: int) -> None:
+    trace, plan = some_plan(3, 3, unknown=0.2)
+    order_LE = random_orders(trace.num_layers, trace.num_experts, 7)
+    # `plan` is of ids that are `order_LE` in this trace.
+    other = trace.permuted(np.argsort(order_LE, axis=1))
+    expected, found = (
+        count_transfers(plan, trace, hops=hops),
+        count_transfers(plan, other, hops=hops, order_LE=order_LE),
+    )
+    assert all(np.array_equal(one, two) for one, two in zip(expected, found, strict=True))
+    unmapped = count_transfers(plan, other, hops=hops)
+    assert not np.array_equal(expected[0], unmapped[0])
+
+
+def test_a_case_with_other_ids_is_that_of_a_trace_with_these() -> None:
+    trace = comparison_trace(longer=60)
+    case = some_case(trace, token_budget=200)
+    order_LE = random_orders(2, 8, 3)
+    counted = replace(case, traces=(trace.select(np.flatnonzero(trace.steps == 7)),))
+    twice = counted.permuted(order_LE).permuted(order_LE)
+    both_LE = np.take_along_axis(order_LE, order_LE, axis=1)
+    other = some_case(trace.permuted(both_LE), token_budget=200)
+    permuted = trace.permuted(both_LE)
+    expected = replace(other, traces=(permuted.select(np.flatnonzero(permuted.steps == 7)),))
+    for name in ("static", "llep"):
+        assert simulate_policy(twice, name).step_times_s == simulate_policy(expected, name).step_times_s

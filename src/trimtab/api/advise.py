@@ -29,8 +29,6 @@ from trimtab.trace.store import Source, open_trace
 
 # Layers and steps that are simulated, and drawings of scaled steps.
 MOST_LAYERS, MOST_STEPS, DRAWS = 8, 2, 2
-# Rows of a step whose transfers are counted: less than 0.1% from counting all of a step of two million tokens.
-COUNTED_ROWS = 1 << 24
 # The first answer has these, and the balancer of even routing.
 FIRST, EVEN = (NOTHING, EPLB, ALL), "balanced"
 # A strategy pays if it saves this part of the step; of those that are this near the fastest, the simplest is advised.
@@ -136,7 +134,7 @@ def advise(
     recorded = recorded.with_layers(spread_layers(recorded, ranks, MOST_LAYERS))
     settings = StepSettings(
         groups=groups, recompute=recompute, sharding=sharding, checkpointing=recomputed(checkpointing),
-        counted_rows=COUNTED_ROWS, layout=layout,
+        layout=layout,
     )  # fmt: skip
 
     def drawn_case(seed: int) -> ComparisonCase:

@@ -7,11 +7,9 @@ import logging
 from functools import partial
 from typing import Any
 
-from rich.progress import Progress
-
 from trimtab.api.advise import MOST_STEPS, advise
 from trimtab.cli.options import add_options, given, positive
-from trimtab.cli.output import write_figures
+from trimtab.cli.output import progress_shown, write_figures
 from trimtab.cli.run_options import add_run, add_simulated_steps
 from trimtab.cluster.parallel_layout import SHARDINGS
 from trimtab.report.advice import advice_output
@@ -42,13 +40,8 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    with Progress(transient=True) as progress:
-        update = partial(progress.update, progress.add_task("counting", total=None))
-        result = advise(
-            **given(options, advise),
-            first=lambda text: log.info("%s", text),
-            progress=lambda name, done, total: update(description=name, completed=done, total=total),
-        )
+    with progress_shown() as update:
+        result = advise(**given(options, advise), first=lambda text: log.info("%s", text), progress=update)
     console = write_figures(options, result.figures())
     if options.html:
         result.write_html(options.html)

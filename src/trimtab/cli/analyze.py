@@ -8,13 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
 from trimtab.analysis.trace_comparison import check_comparable
 from trimtab.api.analyze import AnalysisComparison, AnalysisResult, analyze
 from trimtab.api.steps import MOST_STEPS
 from trimtab.cli.options import add_options, given
-from trimtab.cli.output import compile_planners, write_figures
+from trimtab.cli.output import compile_planners, progress_shown, write_figures
 from trimtab.cli.run_options import add_run, add_simulated_steps
 from trimtab.figures import plural
 from trimtab.report.analysis_tables import analysis_tables
@@ -68,9 +66,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _analyzed(options: argparse.Namespace, trace: list[Path]) -> AnalysisResult:
-    with Progress(transient=True) as progress:
-        update = partial(progress.update, progress.add_task("counting", total=None))
-        return analyze(
-            **given(options, analyze) | {"trace": tuple(trace)},
-            progress=lambda done, total: update(completed=done, total=total),
-        )
+    with progress_shown() as update:
+        counted = partial(update, "counting sequences")
+        return analyze(**given(options, analyze) | {"trace": tuple(trace)}, progress=counted)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress
 
 from trimtab.console import console
 from trimtab.errors import InputError
 from trimtab.files import STDOUT, is_stream, write_json
 
+log = logging.getLogger("trimtab")
+SAID_EVERY_S = 10.0
 FILES = ("output", "json", "html", "perfetto", "frontier", "picture", "page", "figures")
 # Those that are folders.
 FOLDERS = ("figures",)
@@ -35,6 +42,33 @@ def compile_planners(names: Sequence[str]) -> None:
     from trimtab.kernels import compile_beside
 
     compile_beside(PLANNING.format(names=list(names)))
+
+
+@contextmanager
+def progress_shown() -> Iterator[Callable[..., None]]:
+    """A progress bar; where stderr is no terminal, a line every `SAID_EVERY_S` seconds.
+
+    Yields a function that is told what is being done and, if that is known, how many of how many are done.
+    """
+    doing, ended = ["reading"], threading.Event()
+
+    def say() -> None:
+        while not ended.wait(SAID_EVERY_S):
+            log.info("%s", doing[0])
+
+    if not sys.stderr.isatty():
+        threading.Thread(target=say, daemon=True).start()
+    try:
+        with Progress(transient=True) as progress:
+            task = progress.add_task(doing[0], total=None)
+
+            def update(text: str, done: int = 0, total: int | None = None) -> None:
+                doing[0] = f"{text}, {done:,} of {total:,} done" if total else text
+                progress.update(task, description=text, completed=done, total=total)
+
+            yield update
+    finally:
+        ended.set()
 
 
 def check_outputs(options: argparse.Namespace) -> None:

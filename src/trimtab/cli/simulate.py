@@ -8,13 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
 from trimtab.api.arguments import GROUPS_MEET
 from trimtab.api.simulate import ALL, MAIN_POLICIES, simulate
 from trimtab.api.steps import MOST_STEPS
 from trimtab.cli.options import add_options, given
-from trimtab.cli.output import compile_planners, write_figures
+from trimtab.cli.output import compile_planners, progress_shown, write_figures
 from trimtab.cli.run_options import add_run, add_simulated_steps
 from trimtab.cluster.parallel_layout import SHARDINGS
 from trimtab.policies import POLICIES
@@ -57,12 +55,8 @@ def run(options: argparse.Namespace) -> None:
         check_name(options.perfetto)
     given_names = getattr(options, "policies", MAIN_POLICIES)
     compile_planners([name for name in COMPILED_BESIDE if {name, ALL} & {*given_names}])
-    with Progress(transient=True) as progress:
-        update = partial(progress.update, progress.add_task("counting", total=None))
-        result = simulate(
-            **given(options, simulate),
-            progress=lambda name, done, total: update(description=name, completed=done, total=total),
-        )
+    with progress_shown() as update:
+        result = simulate(**given(options, simulate), progress=update)
     console = write_figures(options, result.figures())
     if options.html:
         result.write_html(options.html)

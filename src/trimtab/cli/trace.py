@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import Progress
 
 from trimtab.api.import_dump import check_pattern, named_model, numbering_of, with_model
 from trimtab.cli.options import add_model, add_options, add_output, add_trace, given, positive, whole
-from trimtab.cli.output import write_figures
+from trimtab.cli.output import progress_shown, write_figures
 from trimtab.console import console
 from trimtab.errors import InputError
 from trimtab.figures import plural
@@ -190,14 +189,13 @@ def run_import(options: argparse.Namespace) -> None:
     screen = console()
     start = time.perf_counter()
     last_step, numbering = 0, numbering_of(getattr(options, "model", None))
-    with Progress(transient=True) as progress:
-        task = progress.add_task("", total=None)
+    with progress_shown() as update:
 
         def watched(parts: Iterable[RoutingTrace]) -> Iterator[RoutingTrace]:
             nonlocal last_step
             for part in parts:
                 last_step = max(last_step, int(part.steps.max(initial=0)))
-                progress.update(task, description=f"{summary.format}: {summary.tokens:,} tokens")
+                update(f"{summary.format}: {summary.tokens:,} tokens")
                 yield replace(part, numbering=numbering)
 
         read = bounded_import if options.limits else import_own_files

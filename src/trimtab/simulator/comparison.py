@@ -317,6 +317,7 @@ def _simulated(
         model=case.model,
         show=show,
         trace=case.traces[from_end] if -from_end <= len(case.traces) else None,
+        order_LE=case.order_LE,
     )
     return replace(
         step,

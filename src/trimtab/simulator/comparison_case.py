@@ -34,6 +34,7 @@ class ComparisonCase:
         measured: the last steps, `sequences` among them, whose mean is the result.
         traces: tokens of the last steps, with the sequences of each; transfers that tokens share are estimated where
             they are missing.
+        order_LE: `[L, E]` ids of the traces by those of the case; None for the same.
         halves: the same case from each half of the recorded prompts, if the steps were resampled. The seconds of
             balancers are then those of a step without the skew that resampling adds.
         recorded: fewest recorded sequences of a measured step, if the steps were resampled; else None.
@@ -53,6 +54,7 @@ class ComparisonCase:
     settings: StepSettings = field(default_factory=StepSettings)
     measured: int = 1
     traces: tuple[RoutingTrace | ResampledTrace, ...] = ()
+    order_LE: Array | None = None
     halves: tuple[ComparisonCase, ...] = ()
     recorded: int | None = None
     past_is_drawn: bool = False
@@ -104,7 +106,7 @@ class ComparisonCase:
             self,
             sequences=permuted(self.sequences),
             earlier=tuple(map(permuted, self.earlier)),
-            traces=tuple(trace.permuted(order_LE) for trace in self.traces),
+            order_LE=order_LE if self.order_LE is None else np.take_along_axis(self.order_LE, order_LE, axis=1),
             halves=tuple(half.permuted(order_LE) for half in self.halves),
         )
 

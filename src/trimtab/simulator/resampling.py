@@ -45,10 +45,6 @@ class ResampledTrace:
         """Those of the trace."""
         return self.trace.sequence_starts
 
-    def permuted(self, order_LE: Array) -> ResampledTrace:
-        """As `RoutingTrace.permuted`."""
-        return replace(self, trace=self.trace.permuted(order_LE))
-
 
 @dataclass(frozen=True, eq=False)
 class RecordedStep:

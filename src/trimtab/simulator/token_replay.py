@@ -20,7 +20,12 @@ LEAST_KNOWN = 0.5
 
 
 def count_transfers(
-    plan: StepPlan, trace: RoutingTrace | ResampledTrace, *, hops: int = 1, most_rows: int = 1 << 62
+    plan: StepPlan,
+    trace: RoutingTrace | ResampledTrace,
+    *,
+    hops: int = 1,
+    most_rows: int = 1 << 62,
+    order_LE: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """Transfers through every rank's links in the dispatch of every instance.
 
@@ -30,6 +35,7 @@ def count_transfers(
         trace: S sequences with all tokens; the plan's, in its order.
         hops: 2 if moved tokens are first sent to the home rank, which is counted alone.
         most_rows: of the step; if it has more, evenly chosen micro-steps are counted, at least one.
+        order_LE: `[L, E]` the trace's ids by those of the plan; the same by default.
 
     Returns:
         `[M, L, R]` float64 inside nodes and between nodes, the larger of those sent and received by a rank; and
@@ -48,13 +54,17 @@ def count_transfers(
     micro_steps = np.arange(chosen) * shape[0] // chosen
     sent_22MLR, known_ML = np.zeros((2, 2, *shape)), np.zeros(shape[:2], bool)
     known_ML[micro_steps] = True
+    if order_LE is None:
+        order_LE = np.broadcast_to(np.arange(plan.home.shape[1]), plan.home.shape)
+    home_LE = np.empty(plan.home.shape, np.int64)
+    np.put_along_axis(home_LE, order_LE, plan.home, axis=1)
     _count(
         trace.expert_ids,
         (firsts_S, ends_S),
         (order_S, cell_starts),
         micro_steps,
-        plan.home.astype(np.int64),
-        _quotas_by_source(plan.replicas, plan.num_ranks, used=hops == 1),
+        home_LE,
+        _quotas_by_source(plan.replicas, plan.num_ranks, order_LE, used=hops == 1),
         plan.ranks_per_node,
         sent_22MLR,
         known_ML,
@@ -63,8 +73,10 @@ def count_transfers(
     return near_MLR, far_MLR, known_ML
 
 
-def _quotas_by_source(table: ReplicaTable, num_ranks: int, *, used: bool) -> tuple[Array, Array, Array, Array]:
-    """Quotas by instance, source and expert, in plan order.
+def _quotas_by_source(
+    table: ReplicaTable, num_ranks: int, order_LE: Array, *, used: bool
+) -> tuple[Array, Array, Array, Array]:
+    """Quotas by instance, source and expert of the trace, in plan order.
 
     Returns:
         starts `[I * R + 1]` of the quotas of each instance and source; experts, ranks and tokens `[Q]`, all int64.
@@ -72,7 +84,8 @@ def _quotas_by_source(table: ReplicaTable, num_ranks: int, *, used: bool) -> tup
     instances = len(table.replica_starts) - 1
     replica_Q = np.repeat(np.arange(len(table.experts)), np.diff(table.quota_starts))
     instance_Q = np.searchsorted(table.replica_starts, replica_Q, side="right") - 1
-    experts_Q, ranks_Q = table.experts[replica_Q].astype(np.int64), table.ranks[replica_Q].astype(np.int64)
+    experts_Q = order_LE[instance_Q % len(order_LE), table.experts[replica_Q]].astype(np.int64)
+    ranks_Q = table.ranks[replica_Q].astype(np.int64)
     place_Q, tokens_Q = instance_Q * num_ranks + table.sources, table.tokens.astype(np.int64)
     order = np.lexsort((experts_Q, place_Q))[: len(place_Q) if used else 0]
     starts = np.searchsorted(place_Q[order], np.arange(instances * num_ranks + 1))
