@@ -160,6 +160,7 @@ def analyze(
     model: ModelSource | None = None,
     overrides: Overrides = (),
     counts: TraceCounts | None = None,
+    first: Callable[[str], None] = lambda text: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> AnalysisResult:
     """Analyze a routing trace, as `trimtab analyze` does. Files may be larger than memory.
@@ -180,6 +181,7 @@ def analyze(
         overrides: keys of the model's config with other values, such as `{"num_hidden_layers": 24}`.
         counts: of this trace and these ranks, from `trimtab.analysis.merge`, as counted on other machines; the trace is
             then not counted, and `step` and the size of micro-steps are those of the counts.
+        first: called with what the counts alone tell, before anything is planned or simulated.
         progress: called with the number of sequences read and of all sequences.
 
     Raises:
@@ -206,8 +208,6 @@ def analyze(
             groups=groups, recompute=recompute, checkpointing=recomputed(checkpointing), layout=layout
         )
         case = recorded.case(spec, fitting, settings, micro_steps=micro_steps, token_budget=token_budget)
-        if checkpointing is None:
-            case = with_checkpointing(case)
         # Counts are of whole sequences.
         longest = int(reader.facts.lengths.max())
         token_budget, micro_steps = max(case.token_budget, longest if layout.pieces > 1 else 0), None
@@ -217,6 +217,9 @@ def analyze(
         counts = count_trace(
             reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress
         )
+    first(answer(analyze_counts(counts, ranks=ranks, ranks_per_node=spec.ranks_per_node)))
+    if case and checkpointing is None:
+        case = with_checkpointing(case)
     planned = None
     if ranks > 1:
         step_trace, about = _step_to_plan(reader, counts.steps[-1])

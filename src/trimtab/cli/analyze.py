@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from trimtab.report.comparison_report import comparison_output
 from trimtab.trace.store import open_trace
 
 log = logging.getLogger("trimtab")
+# What counts tell is said by itself if they took longer, since the rest will then, too.
+SOON_S = 1.0
 
 
 def add(commands: Any) -> None:
@@ -66,6 +69,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _analyzed(options: argparse.Namespace, trace: list[Path]) -> AnalysisResult:
+    start = time.perf_counter()
+
+    def first(text: str) -> None:
+        if time.perf_counter() - start > SOON_S:
+            log.info("%s", text)
+
     with progress_shown() as update:
         counted = partial(update, "counting sequences")
-        return analyze(**given(options, analyze) | {"trace": tuple(trace)}, progress=counted)
+        return analyze(**given(options, analyze) | {"trace": tuple(trace)}, first=first, progress=counted)

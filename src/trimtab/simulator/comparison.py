@@ -427,7 +427,7 @@ def fits(case: ComparisonCase, outcome: Outcome) -> bool:
 def with_checkpointing(case: ComparisonCase) -> ComparisonCase:
     """The case with the least activation checkpointing with which `static` fits, and a sentence that says so; the same
     case if it fits without, or not at all."""
-    load = simulate_policy(replace(case, halves=()), "static").load
+    load = simulate_policy(replace(case, halves=(), traces=()), "static").load
     for name, checkpointing in GRANULARITIES.items():
         settings = replace(case.settings, checkpointing=checkpointing)
         needs = rank_memory(
