@@ -265,14 +265,15 @@ def test_moves_are_made_if_they_pay_over_the_steps_of_their_life() -> None:
 
 def test_past_loads_are_used_if_the_same_experts_stay_hot() -> None:
     """A move lives for as many past steps as homes for their loads save what homes for this step's loads save, and for
-    100 steps if that holds for all of them."""
+    100 steps if that holds for all of them. If loads have just changed, it lives for as long as those before lasted."""
     step = random_step(2)
     costs = free_moves_only(step.cluster)
     settings_ = replace(step.settings, move_life=None)
     same = step.sequences.counts_SLE.sum(axis=0, dtype=np.int64)
     other = same[:, ::-1].copy()
-    pasts = [same], [same] * 3, [same] * 12, [same, other, same, same], [other] * 3
-    for past, life in zip(pasts, (100, 100, 100, 2, 1), strict=True):
+    pasts = [same], [same] * 3, [same] * 12, [same, other, same, same], [other], [other] * 3, [other] * 12
+    changing = [same, other, same, other], [same, same, other, other]
+    for past, life in zip((*pasts, *changing), (100, 100, 100, 2, 1, 3, 8, 1, 2), strict=True):
         planned = step.plan(costs=costs, settings=settings_, past_PLE=np.stack(past))
         assert planned.chosen_strategy.homes != STAY
         assert planned.move_life == life

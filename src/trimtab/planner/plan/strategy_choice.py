@@ -31,8 +31,8 @@ WAYS = ((0.02, 1), (0.02, 2), (0.4, 0))
 MOVE_PENALTY = 0.5
 # The fewest slots are chosen with which a step takes so much longer at most than with any number.
 SLOTS_WORTH = 0.005
-# Parts of the time for which ranks wait for each other, and of rows' time, that better homes may save.
-LESS_WAITING, LESS_DISPATCH = 0.3, 0.03
+# Parts of the time for which ranks wait for each other, of rows' time and of replicas' that better homes may save.
+LESS_WAITING, LESS_DISPATCH, LESS_TRANSFERS = 0.3, 0.03, 0.8
 # Experts in a mirror over the whole step are at most so many times those of a sample.
 MORE_ENTRIES = 2.0
 # Homes are good while they save this part of what new homes save. So many past steps are looked at; homes that would
@@ -216,6 +216,7 @@ class _Sample:
         """Whether better homes could save more than their search and one move a layer over the busiest link cost."""
         planning, operations = self._planning, self._planning.costs.operations
         saved_s = LESS_WAITING * best.parts_s["imbalance"] + LESS_DISPATCH * best.parts_s["dispatch"]
+        saved_s += LESS_TRANSFERS * best.parts_s["transfers"]
         move_s = operations.far_state_s if planning.cluster.nodes > 1 else operations.near_state_s
         cost_s = self._planning_seconds(Strategy(homes=STEP)) + len(planning.layers) * move_s / LONGEST_LIFE
         if saved_s <= cost_s:
@@ -227,28 +228,43 @@ class _Sample:
         """Steps that new homes are expected to stay good: for how many steps earlier homes would have.
 
         Homes for the loads of k steps ago were good until now if they save enough of what homes for this step's loads
-        save. If those for all past steps were, the answer is `LONGEST_LIFE`.
+        save. If those for all past steps were, the answer is `LONGEST_LIFE`. If loads have just changed, new ones are
+        expected to last as long as those before.
         """
         planning = self._planning
         if planning.settings.move_life is not None:
             return planning.settings.move_life
         if planning.past_PLE is None or not len(planning.past_PLE):
             return 1.0
-        better = Strategy(homes=STEP, move_penalty=MOVE_PENALTY)
+        past_PLE = planning.past_PLE[-PAST_STEPS:]
         stay = [planning.placement.home[layer] for layer in self._layers]
-        least = STILL_GOOD * (self._unevenness(stay) - self._unevenness(self._homes_of(better)))
-        for age, past_LE in enumerate(planning.past_PLE[::-1][:PAST_STEPS]):
+        steps = self._steps_still_good(self._expert_counts, past_PLE, stay)
+        if steps == 0 and len(past_PLE) > 1:
+            # Homes may have been good for them already, so they are compared with those of no plan.
+            last = [past_PLE[-1, layer][None] for layer in self._layers]
+            first = [np.arange(len(home_E)) * planning.cluster.ranks // len(home_E) for home_E in stay]
+            steps = 1 + min(self._steps_still_good(last, past_PLE[:-1], first), len(past_PLE) - 1)
+        # Homes for none of the past steps would have become bad, so no end is known.
+        return LONGEST_LIFE if steps > len(past_PLE) else float(max(1, steps))
+
+    def _steps_still_good(self, counts_L: list[Array], past_PLE: Array, stay: list[Array]) -> int:
+        """For how many of the last steps homes for their loads are still good for given loads, `[M, E]` of each layer,
+        compared with those that stay; one more than there are if for all."""
+        planning = self._planning
+        better = Strategy(homes=STEP, move_penalty=MOVE_PENALTY)
+        bad = self._unevenness(counts_L, stay)
+        least = STILL_GOOD * (bad - self._unevenness(counts_L, planning.improved_homes(stay, counts_L, better)))
+        for age, past_LE in enumerate(past_PLE[::-1]):
             past = [past_LE[layer][None] for layer in self._layers]
             then = planning.improved_homes(stay, past, better)
-            if least <= 0 or self._unevenness(stay) - self._unevenness(then) < least:
-                return float(max(1, age))
-        # Homes for none of the past steps would have become bad, so no end is known.
-        return LONGEST_LIFE
+            if least <= 0 or bad - self._unevenness(counts_L, then) < least:
+                return age
+        return len(past_PLE) + 1
 
-    def _unevenness(self, homes_L: list[Array]) -> float:
+    def _unevenness(self, counts_L: list[Array], homes_L: list[Array]) -> float:
         """Squares of rank and node loads, summed over the sample: what better homes reduce."""
         cluster, total = self._planning.cluster, 0.0
-        for counts_ME, home_E in zip(self._expert_counts, homes_L, strict=True):
+        for counts_ME, home_E in zip(counts_L, homes_L, strict=True):
             loads_MR = np.stack([np.bincount(home_E, row_E, cluster.ranks) for row_E in counts_ME])
             loads_MN = loads_MR.reshape(len(loads_MR), cluster.nodes, -1).sum(axis=2)
             total += float(np.square(loads_MR).sum() + np.square(loads_MN).sum())

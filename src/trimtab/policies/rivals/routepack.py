@@ -34,7 +34,7 @@ from trimtab.array_type import Array
 from trimtab.kernels import copy_values, kernel
 from trimtab.planner import Placement, Schedule, StepPlan, Workload, plan_step
 from trimtab.policies.planning_time import PlanningTime
-from trimtab.policies.policy import Choices, Traits, View
+from trimtab.policies.policy import Traits, View
 from trimtab.policies.rivals.lpt_homes import level_homes
 from trimtab.policies.static import Static
 
@@ -61,13 +61,12 @@ class RoutePack:
         copies="none",
         relocates=True,
     )
-    choices: ClassVar[Choices] = tuple({"smallest_gain": gain} for gain in (0.01, 0.1))
     attention_per_token: float = 4.0
     attention_per_pair: float = 0.00087
     evaluations: int = 2_000_000
     population: int = 8
     temperatures: int = 24
-    smallest_gain: float = 0.01
+    smallest_gain: float = 0.1
     seed: int = 0
 
     def plan(self, view: View) -> StepPlan:
