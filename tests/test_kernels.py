@@ -144,3 +144,47 @@ def test_code_that_is_not_used_is_removed(folder: Path) -> None:
     _run(folder)
     assert used.exists()
     assert not old.exists()
+
+
+EDITED = """
+import sys
+from pathlib import Path
+
+from trimtab.kernels import kernel
+import constants
+
+@kernel
+def scaled(x):
+    return constants.FACTOR * x + {}
+
+def make(y):
+    @kernel
+    def added(x):
+        return x + y
+    return added
+
+if len(sys.argv) > 1:
+    # Edited between import and first use.
+    Path("caller.py").write_text(Path("caller.py").read_text().replace("* x + 1", "* x + 1000"))
+print(scaled(1) + make(10)(0) + make(20)(0), sum(scaled.stats.cache_hits.values()))
+"""
+
+
+def test_code_is_kept_as_it_is_in_the_process_that_compiles_it(folder: Path) -> None:
+    (folder / "constants.py").write_text("FACTOR = 2")
+    (folder / "caller.py").write_text(EDITED.format(1))
+    code = [sys.executable, "-B", "caller.py", "edit"]
+    assert subprocess.run(code, cwd=folder, check=True, capture_output=True).stdout.split()[0] == b"33"
+    assert _run(folder) == [1032, 0]
+    (folder / "caller.py").write_text(EDITED.format(1))
+    assert _run(folder) == [33, 1]
+    (folder / "constants.py").write_text("FACTOR = 3")
+    assert _run(folder) == [34, 0]
+
+
+def test_damaged_code_is_compiled_anew(folder: Path) -> None:
+    assert _run(folder) == [22, 0]
+    for file in (folder / "kernels" / "trimtab-kernels").iterdir():
+        file.write_bytes(file.read_bytes()[:100])
+    assert _run(folder) == [22, 0]
+    assert _run(folder) == [22, 1]

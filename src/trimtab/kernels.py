@@ -15,16 +15,16 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 import numba
 import numpy as np
-from numba.core import caching, compiler, event
+from numba.core import caching, compiler, config, event
 from numba.core.dispatcher import Dispatcher
 from numba.core.serialize import dumps
 
@@ -41,7 +41,7 @@ def kernel(function: Any, *, inline: str = "never") -> Any:
     compiled = numba.njit(nogil=True, inline=inline)(function)
     # The function itself, with NUMBA_DISABLE_JIT.
     if isinstance(compiled, Dispatcher):
-        compiled._cache = _KernelCache(function)  # type: ignore[attr-defined]
+        compiled._cache = _KernelCache(function, compiled.targetoptions)  # type: ignore[attr-defined]
     return compiled
 
 
@@ -52,29 +52,25 @@ inlined_kernel = partial(kernel, inline="always")
 @cache
 def cache_folder() -> Path | None:
     """Where compiled code is kept, which is made if it is missing; None if it can't be written to."""
-    user = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(user) / "trimtab-kernels"
     try:
+        user = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(user) / "trimtab-kernels"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):
+        # Nobody's home is known, or it can't be written to.
         return None
     return folder if os.access(folder, os.W_OK) else None
-
-
-@cache
-def _shipped() -> zipfile.ZipFile | None:
-    return zipfile.ZipFile(SHIPPED) if SHIPPED.exists() else None
 
 
 class _KernelCache(caching._Cache):  # type: ignore[misc]
     """Compiled code of a kernel, in files named after all that it depends on.
 
-    That is the source of the kernel, of the kernels that it calls, of the modules and classes that these use, values of
-    globals, types of arguments, and versions.
+    That is the code of the kernel and of the kernels that it calls, values that they use, types of arguments, options,
+    and versions; as they are in this process, not in the files, which may have changed since.
     """
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
+    def __init__(self, function: Any, options: Any) -> None:
+        self.function, self._options = function, repr(sorted(options.items()))
 
     @property
     def cache_path(self) -> str:
@@ -84,15 +80,11 @@ class _KernelCache(caching._Cache):  # type: ignore[misc]
         """The compiled code for a signature, or None."""
         target_context.refresh()
         name = self._name(sig, target_context.codegen())
-        folder, shipped = cache_folder(), _shipped()
-        found = None
-        if folder and (file := folder / name).exists():
-            found = file.read_bytes()
-            if time.time() - file.stat().st_mtime > DAY_S:
-                file.touch()
-        elif shipped and name in shipped.NameToInfo:
-            found = shipped.read(name)
-        return compiler.CompileResult._rebuild(target_context, *pickle.loads(found)) if found else None
+        try:
+            found = _read(name)
+            return compiler.CompileResult._rebuild(target_context, *pickle.loads(found)) if found else None
+        except Exception:  # Damaged: it is compiled and written anew.
+            return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep the compiled code for a signature."""
@@ -115,45 +107,83 @@ class _KernelCache(caching._Cache):  # type: ignore[misc]
         """Nothing."""
 
     def _name(self, sig: Any, codegen: Any) -> str:
-        classes = _classes_of(sig)
-        parts = [numba.__version__, sys.implementation.cache_tag, codegen.magic_tuple(), str(sig)]
-        parts += [self._stamp, *sorted(_hash_of_module(each.__module__) for each in classes)]
+        flags = config.BOUNDSCHECK, config.OPT, config.DEBUGINFO_DEFAULT
+        parts = [numba.__version__, sys.implementation.cache_tag, codegen.magic_tuple(), flags, self._options]
+        parts += [str(sig), *map(_text_of, _classes_of(sig)), *_texts_of_kernel(self.function)]
         digest = hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
         return f"{self.function.__module__}.{self.function.__qualname__}-{digest}".replace("<", "").replace(">", "")
 
-    @cached_property
-    def _stamp(self) -> tuple[str, ...]:
-        """Found when it is used, since a kernel may be defined behind those that call it."""
-        own = self.function.__module__
-        stamp, functions = [_hash_of_module(own)], [self.function]
-        for function in functions:
-            for value in _globals_in(function.__code__, function.__globals__):
-                module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-                called = getattr(value, "_cache", None)
-                if isinstance(called, _KernelCache) and called.function not in functions:
-                    functions.append(called.function)
-                if isinstance(value, bool | int | float | str | tuple | np.number):
-                    stamp.append(repr(value))
-                elif isinstance(value, np.ndarray):
-                    stamp.append(f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}")
-                elif isinstance(module, str) and _is_near(module, own):
-                    stamp.append(_hash_of_module(module))
-        return tuple(stamp)
-
-
-def _is_near(module: str, own: str) -> bool:
-    """Whether a module is of the same package, or lies beside; others count as fixed."""
-    if module.partition(".")[0] == own.partition(".")[0]:
-        return True
-    one, other = (getattr(sys.modules.get(name), "__file__", None) for name in (module, own))
-    return bool(one and other and Path(one).parent == Path(other).parent)
-
 
 @cache
-def _hash_of_module(name: str) -> str:
-    """Of its source; the name, if there is no file."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).exists() else name
+def _shipped() -> frozenset[str]:
+    """Names of the code that the wheel has."""
+    if not SHIPPED.exists():
+        return frozenset()
+    with zipfile.ZipFile(SHIPPED) as archive:
+        return frozenset(archive.namelist())
+
+
+def _read(name: str) -> bytes | None:
+    """Compiled code from the cache, else from the wheel; None if neither has it."""
+    with suppress(OSError):
+        if folder := cache_folder():
+            file = folder / name
+            content = file.read_bytes()
+            with suppress(OSError):
+                if time.time() - file.stat().st_mtime > DAY_S:
+                    file.touch()
+            return content
+    if name not in _shipped():
+        return None
+    # Opened for each kernel: processes that are forked would share its place in the file.
+    with zipfile.ZipFile(SHIPPED) as archive:
+        return archive.read(name)
+
+
+def _texts_of_kernel(function: Any) -> list[str]:
+    """All that its machine code depends on as it is in this process: its code and that of the kernels that it calls,
+    and values of globals, of attributes of modules and of variables of functions around it."""
+    texts, functions = [], [function]
+    for each in functions:
+        cells = [cell.cell_contents for cell in each.__closure__ or ()]
+        texts += [_code_text(each.__code__), _text_of(each.__defaults__), *map(_text_of, cells)]
+        for name, value in _names_in(each.__code__, each.__globals__):
+            called = getattr(value, "_cache", None)
+            if isinstance(called, _KernelCache):
+                if called.function not in functions:
+                    functions.append(called.function)
+                texts.append(f"{name} is kernel {functions.index(called.function)}")
+            else:
+                texts.append(f"{name} is {_text_of(value)}")
+    return texts
+
+
+def _code_text(code: CodeType) -> str:
+    consts = [_code_text(each) if isinstance(each, CodeType) else f"{type(each)} {each!r}" for each in code.co_consts]
+    return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, consts))
+
+
+def _names_in(code: CodeType, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The globals that a function uses, and what it may use of modules among them, by name; then those of functions
+    inside it."""
+    for name in sorted(set(code.co_names) & values.keys()):
+        yield name, values[name]
+        if isinstance(values[name], ModuleType):
+            inside = vars(values[name])
+            yield from ((f"{name}.{each}", inside[each]) for each in sorted(set(code.co_names) & inside.keys()))
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner, values)
+
+
+def _text_of(value: Any) -> str:
+    """What compiled code may have inside of a value: the value itself, the fields of a named tuple, or a name."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | tuple | np.generic):
+        return f"{type(value)} {value!r}"
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or type(value).__qualname__
+    return f"{getattr(value, '__module__', None)}.{name} {getattr(value, '_fields', '')}"
 
 
 def _classes_of(sig: Any) -> list[type]:
@@ -164,15 +194,6 @@ def _classes_of(sig: Any) -> list[type]:
         if hasattr(each, "instance_class"):
             found.append(each.instance_class)
     return found
-
-
-def _globals_in(code: CodeType, values: dict[str, Any]) -> Iterator[Any]:
-    """The globals that a function uses, in order of their names; those of functions inside it after its own."""
-    for name in sorted(set(code.co_names) & values.keys()):
-        yield values[name]
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _globals_in(inner, values)
 
 
 class _FirstCompile(event.Listener):

@@ -72,7 +72,8 @@ def _analyzed(options: argparse.Namespace, trace: list[Path]) -> AnalysisResult:
     start = time.perf_counter()
 
     def first(text: str) -> None:
-        if time.perf_counter() - start > SOON_S:
+        update("planning and simulating")
+        if time.perf_counter() - start > SOON_S and not options.compare:
             log.info("%s", text)
 
     with progress_shown() as update:

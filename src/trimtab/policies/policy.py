@@ -174,7 +174,10 @@ class Policy(Protocol):
 
 
 def with_choices(policy: Policy) -> Sequence[Policy]:
-    """The policy with each of the constants that a comparison tries, those of its `choices`; itself if it has none."""
+    """The policy with each of the constants that a comparison tries, those of its `choices`; itself if it has none, or
+    constants of its own."""
+    if hasattr(policy, "choices") and policy != type(policy)():
+        return [policy]
     return [replace(policy, **choice) for choice in _choices(policy)]  # type: ignore[type-var]
 
 

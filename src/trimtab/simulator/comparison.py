@@ -124,7 +124,7 @@ def _best(case: ComparisonCase, name: str, policy: Policy) -> Outcome:
                 # It has none, or takes as many as it needs.
                 numbers = ()
                 break
-    fitting = [outcome for outcome in found if fits(case, outcome)] if case.slots else []
+    fitting = [outcome for outcome in found if fits(case, outcome)]
     best = min(fitting or found, key=lambda outcome: outcome.simulated.step_time_s)
     mine = [outcome for outcome in found if outcome.policy is best.policy and numbers]
     slots_s = {outcome.plan.slots_per_rank: outcome.simulated.step_time_s for outcome in mine}

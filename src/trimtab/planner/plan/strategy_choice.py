@@ -31,6 +31,7 @@ WAYS = ((0.02, 1), (0.02, 2), (0.4, 0))
 MOVE_PENALTY = 0.5
 # The fewest slots are chosen with which a step takes so much longer at most than with any number.
 SLOTS_WORTH = 0.005
+_BETTER = Strategy(homes=STEP, move_penalty=MOVE_PENALTY)
 # Parts of the time for which ranks wait for each other, of rows' time and of replicas' that better homes may save.
 LESS_WAITING, LESS_DISPATCH, LESS_TRANSFERS = 0.3, 0.03, 0.8
 # Experts in a mirror over the whole step are at most so many times those of a sample.
@@ -238,28 +239,36 @@ class _Sample:
             return 1.0
         past_PLE = planning.past_PLE[-PAST_STEPS:]
         stay = [planning.placement.home[layer] for layer in self._layers]
-        steps = self._steps_still_good(self._expert_counts, past_PLE, stay)
-        if steps == 0 and len(past_PLE) > 1:
-            # Homes may have been good for them already, so they are compared with those of no plan.
+        best = self._homes_of(_BETTER)
+        steps = self._steps_still_good(self._expert_counts, best, stay, past_PLE)
+        # Compared with the homes of no plan, since those that stay may have been good for the steps before.
+        first = [np.arange(len(home_E)) * planning.cluster.ranks // len(home_E) for home_E in stay]
+        if steps == 0 and len(past_PLE) > 1 and not self._is_good(self._expert_counts, stay, best, first):
             last = [past_PLE[-1, layer][None] for layer in self._layers]
-            first = [np.arange(len(home_E)) * planning.cluster.ranks // len(home_E) for home_E in stay]
-            steps = 1 + min(self._steps_still_good(last, past_PLE[:-1], first), len(past_PLE) - 1)
+            best = planning.improved_homes(first, last, _BETTER)
+            steps = 1 + min(self._steps_still_good(last, best, first, past_PLE[:-1]), len(past_PLE) - 1)
         # Homes for none of the past steps would have become bad, so no end is known.
         return LONGEST_LIFE if steps > len(past_PLE) else float(max(1, steps))
 
-    def _steps_still_good(self, counts_L: list[Array], past_PLE: Array, stay: list[Array]) -> int:
-        """For how many of the last steps homes for their loads are still good for given loads, `[M, E]` of each layer,
-        compared with those that stay; one more than there are if for all."""
-        planning = self._planning
-        better = Strategy(homes=STEP, move_penalty=MOVE_PENALTY)
-        bad = self._unevenness(counts_L, stay)
-        least = STILL_GOOD * (bad - self._unevenness(counts_L, planning.improved_homes(stay, counts_L, better)))
+    def _steps_still_good(self, counts_L: list[Array], best: list[Array], without: list[Array], past_PLE: Array) -> int:
+        """For how many of the last steps homes for their loads are still good for given loads, `[M, E]` of each layer;
+        one more than there are if for all.
+
+        Args:
+            best: homes for the given loads.
+            without: those that both are compared with.
+        """
         for age, past_LE in enumerate(past_PLE[::-1]):
             past = [past_LE[layer][None] for layer in self._layers]
-            then = planning.improved_homes(stay, past, better)
-            if least <= 0 or bad - self._unevenness(counts_L, then) < least:
+            if not self._is_good(counts_L, self._planning.improved_homes(without, past, _BETTER), best, without):
                 return age
         return len(past_PLE) + 1
+
+    def _is_good(self, counts_L: list[Array], homes: list[Array], best: list[Array], without: list[Array]) -> bool:
+        """Whether homes save enough of what the best ones do."""
+        bad = self._unevenness(counts_L, without)
+        least = STILL_GOOD * (bad - self._unevenness(counts_L, best))
+        return 0 < least <= bad - self._unevenness(counts_L, homes)
 
     def _unevenness(self, counts_L: list[Array], homes_L: list[Array]) -> float:
         """Squares of rank and node loads, summed over the sample: what better homes reduce."""
