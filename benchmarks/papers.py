@@ -141,7 +141,7 @@ class PapersBenchmark:
         sizes: of the traces.
     """
 
-    seeds: tuple[int, ...] = (100, 101, 102)
+    seeds: tuple[int, ...] = (100, 101, 102, 103)
     count: int = 36
     drifting: int = 12
     only: str = ""

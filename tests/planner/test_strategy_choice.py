@@ -267,6 +267,8 @@ def test_past_loads_are_used_if_the_same_experts_stay_hot() -> None:
     """A move lives for as many past steps as homes for their loads save what homes for this step's loads save, and for
     100 steps if that holds for all of them. If loads have just changed, it lives for as long as those before lasted."""
     step = random_step(2)
+    layers, experts = step.placement.home.shape
+    step = replace(step, placement=Placement.contiguous(layers, experts, step.cluster.ranks))
     costs = free_moves_only(step.cluster)
     settings_ = replace(step.settings, move_life=None)
     same = step.sequences.counts_SLE.sum(axis=0, dtype=np.int64)
@@ -279,6 +281,9 @@ def test_past_loads_are_used_if_the_same_experts_stay_hot() -> None:
         assert planned.move_life == life
     assert step.plan(costs=costs, settings=settings_).move_life == 1
     assert step.plan(costs=costs, settings=settings_, past_PLE=np.stack([same])[:0]).move_life == 1
+    # Where present homes are good, loads have not changed: what is left to gain is of this step alone.
+    good = replace(step, placement=step.plan(costs=costs, settings=settings_).placement)
+    assert good.plan(costs=costs, settings=settings_, past_PLE=np.stack([other] * 3)).move_life == 1
 
 
 def test_homes_are_those_for_the_loads_of_all_groups() -> None:
