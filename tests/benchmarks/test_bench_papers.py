@@ -61,8 +61,8 @@ def test_only_chooses_cases_by_name() -> None:
     chosen = PapersBenchmark(only="kimi").cases()
     assert chosen
     assert all(case.model == "kimi-k2" for case in chosen)
-    with pytest.raises(InputError, match=r"no case has 'llama' in its name; the first is [a-z0-9-]+-m\d+-s\d-"):
-        PapersBenchmark(only="llama").cases()
+    with pytest.raises(InputError, match=r"no case has 'mixtral' in its name; the first is [a-z0-9-]+-m\d+-s\d-"):
+        PapersBenchmark(only="mixtral").cases()
 
 
 def test_a_case_is_all_steps_of_its_trace_but_the_first() -> None:

@@ -104,7 +104,7 @@ def test_json_to_stdout_is_pure_json(tmp_path: Path) -> None:
         ("runtime", ["--nodes", "2", "--ranks", "3"], "--nodes is 2; it should divide the 3 ranks"),
         ("runtime", ["--link-mbit", "500"], "--nodes should be 2 or more"),
         ("planner", ["--presets", "qwen3-30b-mxed"], "qwen3-30b-mxed; did you mean qwen3-30b-mixed?"),
-        ("papers", ["--only", "llama"], "no case has 'llama' in its name; the first is "),
+        ("papers", ["--only", "mixtral"], "no case has 'mixtral' in its name; the first is "),
         ("live", ["--tokens", "100"], "--tokens is 100; it should be a multiple of 256"),
         ("planning", ["--tokens", "100"], "--tokens is 100; it should be a multiple of 128"),
         ("t_ppo", ["--places", "8"], "--places is 8; it should be a multiple of 16"),
