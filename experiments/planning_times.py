@@ -164,7 +164,7 @@ def plan_foremoe(policy: ForeMoe, view: View, parts: Parts) -> Planned:
     cluster, loads_LE = view.cluster, view.sequences.counts_SLE.sum(axis=0, dtype=np.int64)
     with parts.timed("homes"):
         home_LE = level_homes(
-            loads_LE, view.placement.home, cluster.ranks, cluster.ranks_per_node, policy.smallest_gain
+            loads_LE, view.placement.home, cluster.ranks, cluster.ranks_per_node, policy.smallest_gain or 0.0
         )
     return plan_greedy_rounds(policy, view, Placement(home_LE), parts, within_node=False)
 

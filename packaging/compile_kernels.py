@@ -2,8 +2,8 @@
 
     python packaging/compile_kernels.py
 
-In an environment with Trimtab's dependencies; `make wheel` does so for each Python. The file is named after this version
-of Python and holds the code of one version of numba. A wheel that is built afterwards has it.
+In an environment with Trimtab's dependencies; `make wheel` does so for each Python. The file is named after this
+version of Python and holds the code of one version of numba. A wheel that is built afterwards has it.
 """
 
 from __future__ import annotations

@@ -157,7 +157,8 @@ def test_the_first_move_of_a_layer_is_paid_once_and_later_ones_in_their_steps() 
 def test_a_balancer_has_its_best_constants_and_number_of_slots(name: str) -> None:
     case = some_case(some_trace(steps=(1, 2, 2, 3, 3, 4, 4), longer=1500), measured=3, token_budget=2000)
     chosen = simulate_policy(case.with_slots(1, 2), name)
-    tried = [replace(POLICIES[name], **choice) for choice in POLICIES[name].choices]  # type: ignore[type-var]
+    balancer: Any = POLICIES[name]
+    tried = [replace(balancer, **choice) for choice in balancer.choices]
     assert [type(policy) for policy in tried] == [type(chosen.policy)] * len(tried)
     seconds = {
         (policy, slots): simulate_policy(case.with_slots(slots), name, Once(policy)).simulated.step_time_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_each_row_is_the_case_on_another_cluster() -> None:
     assert "balanced" not in first
     assert min(others.values()) >= max(seconds for name, seconds in first.items() if name != "trimtab")
     assert first == {name: outcomes[name].simulated.step_time_s for name in first}
-    changed = {
+    changed: dict[str, dict[str, Any]] = {
         "25 GB/s network": {
             "network_bytes_per_s": 25e9,
             "dispatch_network_bytes_per_s": case.cluster.dispatch_network_bytes_per_s / 2,
