@@ -52,9 +52,7 @@ def main() -> None:
         folder = Path(name)
         places = {"folder": folder, "sample": sample} | {trace: folder / f"{trace}.parquet" for trace in TRACES}
         kernels = folder / "cache" / "trimtab-kernels"
-        environment = os.environ | {
-            "NUMBA_CACHE_DIR": str(kernels.parent), "NUMBA_CPU_NAME": "generic", "PYTHONPATH": str(ROOT / "src"),
-        }  # fmt: skip
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(kernels.parent), "PYTHONPATH": str(ROOT / "src")}
         lines = [f"trace synth {text} {SIZES} -o {places[trace]}" for trace, text in TRACES.items()]
         lines += [line.format(trace=places[trace], **places) for trace in TRACES for line in OF_TRACES]
         for line in [*lines, *(line.format(**places) for line in ONCE)]:

@@ -80,3 +80,18 @@ def test_parts_of_a_large_step_are_planned(tmp_path: Path, monkeypatch: pytest.M
     from_file = trimtab.analyze(tmp_path / "large.parquet", ranks=8)
     assert from_file.analysis.estimate is None
     assert planned_row(from_file) == planned_row(trimtab.analyze(trace, ranks=8))
+
+
+def test_what_counts_tell_is_said_before_anything_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, said = random_trace(0), []
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise InterruptedError
+
+    analysis = trimtab.analyze(trace, ranks=4).analysis
+    monkeypatch.setattr(analyze_module, "plan", stop)
+    with pytest.raises(InterruptedError):
+        trimtab.analyze(trace, ranks=4, first=said.append)
+    (text,) = said
+    assert text.startswith(f"On 4 ranks the busiest computes {analysis.total.max_over_mean.mean:.2f} times the mean")
+    assert "plan for each micro-step" not in text

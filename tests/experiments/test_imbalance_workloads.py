@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import trimtab
 from experiments import imbalance_workloads
 from experiments.imbalance_workloads import RESULTS, WORKLOADS, blocks, pool_of, simulate_all, trace_of
 from experiments.page_tables import tables_of_page
@@ -154,3 +155,15 @@ def test_the_page_shows_the_stored_figures() -> None:
     assert tables_of_page(RESULTS.read_text(encoding="utf-8"))["imbalance"] == blocks(figures)["imbalance"]
     assert (figures["size"], figures["step"]) == (imbalance_workloads.SIZE, imbalance_workloads.STEP)
     assert tuple(figures["workloads"]) == WORKLOADS
+
+
+def test_homes_follow_hot_experts_that_stay_for_some_steps() -> None:
+    """Replicas even out the new hot experts, too, and take longer in each of three steps than one move of homes."""
+    size = imbalance_workloads.SIZE | {"mean_tokens": 1024, "num_layers": 1}
+    trace = trace_of("W6_rotating_hotspot", **size, num_experts=128, top_k=8)
+    result = trimtab.simulate(
+        trace, model="qwen3-30b-a3b", policies="trimtab", dispatcher="tokens", steps=8, **imbalance_workloads.STEP
+    )
+    times = result.outcomes["trimtab"].step_times_s
+    before, moving, after = times[3], times[5], times[6]
+    assert moving > before > 1.05 * after

@@ -15,7 +15,8 @@ from trimtab.array_type import Array
 from trimtab.cluster import StepCosts
 from trimtab.planner import SequenceCounts, pack_by_length
 from trimtab.planner.schedule.time_packing import pack_by_time
-from trimtab.policies import POLICIES, Policy, Traits, View
+from trimtab.policies import POLICIES, Eplb, Policy, Traits, View
+from trimtab.policies.policy import with_choices
 from trimtab.simulator import comparison
 from trimtab.simulator.comparison import permuted_steps, simulate_policy
 from trimtab.simulator.comparison_case import step_of, trace_hash
@@ -334,3 +335,19 @@ def test_every_balancer_runs_in_odd_settings(name: str) -> None:
             if case.cluster.ranks == 1:
                 assert outcome.plan.num_replicas == 0
                 assert step.parts_s["imbalance"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_constants_that_fit_are_better_than_faster_ones_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with one number of slots."""
+    case = some_case(some_trace(steps=(1, 2, 2, 3, 3, 4, 4), longer=1500), measured=3, token_budget=2000)
+    fastest: Any = simulate_policy(case, "feplb").policy
+    monkeypatch.setattr(comparison, "fits", lambda case, outcome: outcome.policy != fastest)
+    assert simulate_policy(case, "feplb").policy != fastest
+    monkeypatch.setattr(comparison, "fits", lambda case, outcome: False)
+    assert simulate_policy(case, "feplb").policy == fastest
+
+
+def test_a_variant_with_constants_of_its_own_keeps_them() -> None:
+    variant = Eplb(interval=2, window=3)
+    assert simulate_policy(some_case(), "eplb", variant).policy == variant
+    assert with_choices(Eplb()) != [Eplb()]

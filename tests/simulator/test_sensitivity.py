@@ -54,3 +54,13 @@ def test_changes_that_change_nothing_are_left_out(name: str) -> None:
     without = replace(case, cluster=replace(nodes, host_bytes_per_s=0.0))
     names = [row.name for row in sensitivities(without, {"static": simulate_policy(without, "static")})]
     assert "no host path" not in names
+
+
+@pytest.mark.parametrize("changes", [{"node_bytes_per_s": 0.0}, {"network_bytes_per_s": 0.0}, {"transfer_tax": 0.8}])
+def test_any_cluster_has_changes(changes: dict[str, Any]) -> None:
+    """Without links all copies come from host memory, and no transfer takes more than all of compute."""
+    case = some_case()
+    case = replace(case, cluster=replace(case.cluster, **changes))
+    names = [row.name for row in sensitivities(case, {"static": simulate_policy(case, "static")})]
+    assert ("no host path" in names) == ("transfer_tax" in changes)
+    assert "links and memory shared" in names

@@ -174,10 +174,10 @@ def test_a_plan_of_other_ids_counts_as_on_a_trace_with_these(hops: int) -> None:
 def test_a_case_with_other_ids_is_that_of_a_trace_with_these() -> None:
     trace = comparison_trace(longer=60)
     case = some_case(trace, token_budget=200)
-    order_LE = random_orders(2, 8, 3)
+    order_LE, other_LE = random_orders(2, 8, 3), random_orders(2, 8, 4)
     counted = replace(case, traces=(trace.select(np.flatnonzero(trace.steps == 7)),))
-    twice = counted.permuted(order_LE).permuted(order_LE)
-    both_LE = np.take_along_axis(order_LE, order_LE, axis=1)
+    twice = counted.permuted(order_LE).permuted(other_LE)
+    both_LE = np.take_along_axis(order_LE, other_LE, axis=1)
     other = some_case(trace.permuted(both_LE), token_budget=200)
     permuted = trace.permuted(both_LE)
     expected = replace(other, traces=(permuted.select(np.flatnonzero(permuted.steps == 7)),))

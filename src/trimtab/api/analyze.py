@@ -160,7 +160,7 @@ def analyze(
     model: ModelSource | None = None,
     overrides: Overrides = (),
     counts: TraceCounts | None = None,
-    first: Callable[[str], None] = lambda text: None,
+    first: Callable[[str], None] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> AnalysisResult:
     """Analyze a routing trace, as `trimtab analyze` does. Files may be larger than memory.
@@ -217,7 +217,8 @@ def analyze(
         counts = count_trace(
             reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress
         )
-    first(answer(analyze_counts(counts, ranks=ranks, ranks_per_node=spec.ranks_per_node)))
+    if first:
+        first(answer(analyze_counts(counts, ranks=ranks, ranks_per_node=spec.ranks_per_node)))
     if case and checkpointing is None:
         case = with_checkpointing(case)
     planned = None
