@@ -188,3 +188,12 @@ def test_damaged_code_is_compiled_anew(folder: Path) -> None:
         file.write_bytes(file.read_bytes()[:100])
     assert _run(folder) == [22, 0]
     assert _run(folder) == [22, 1]
+
+
+def test_other_options_are_other_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _run(folder) == [22, 0]
+    monkeypatch.setenv("NUMBA_BOUNDSCHECK", "1")
+    assert _run(folder) == [22, 0]
+    monkeypatch.delenv("NUMBA_BOUNDSCHECK")
+    (folder / "caller.py").write_text(CALLER.replace("import kernel\n", "import inlined_kernel as kernel\n"))
+    assert _run(folder) == [22, 0]

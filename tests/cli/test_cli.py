@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -297,13 +298,18 @@ def test_long_work_says_what_it_does_where_no_bar_is_shown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cli_output, "SAID_EVERY_S", 0.001)
+    threads = threading.active_count()
     with caplog.at_level(logging.INFO, "trimtab"), cli_output.progress_shown() as update:
         update("eplb", 1, 3)
         wait_until(lambda: "eplb, 1 of 3 done" in caplog.messages)
         update("vllm: 5 tokens")
         wait_until(lambda: "vllm: 5 tokens" in caplog.messages)
+    wait_until(lambda: threading.active_count() == threads)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():
+    for _ in range(30_000):
+        if condition():
+            return
         time.sleep(0.001)
+    raise AssertionError("it does not come")

@@ -22,6 +22,7 @@ from helpers.planner_steps import (
 from trimtab import ClusterSpec, Placement, Workload
 from trimtab.cluster import QWEN3_30B, StepCosts
 from trimtab.planner import PlannedStep, PlanSettings, Schedule, StepPlan, pack_by_length, plan_schedule
+from trimtab.planner.placement.home_swaps import place_experts
 from trimtab.planner.plan.prediction import predict
 from trimtab.planner.plan.step_loads import StepLoads
 from trimtab.planner.plan.step_planning import StepPlanning
@@ -282,8 +283,12 @@ def test_past_loads_are_used_if_the_same_experts_stay_hot() -> None:
     assert step.plan(costs=costs, settings=settings_).move_life == 1
     assert step.plan(costs=costs, settings=settings_, past_PLE=np.stack([same])[:0]).move_life == 1
     # Where present homes are good, loads have not changed: what is left to gain is of this step alone.
-    good = replace(step, placement=step.plan(costs=costs, settings=settings_).placement)
-    assert good.plan(costs=costs, settings=settings_, past_PLE=np.stack([other] * 3)).move_life == 1
+    noisy_LE = (same * np.exp(0.2 * np.random.default_rng(3).normal(size=same.shape))).astype(np.int64)
+    homes = [place_experts(noisy_LE[layer][None], home_E, 8, 4) for layer, home_E in enumerate(step.placement.home)]
+    good = replace(step, placement=Placement(np.stack(homes)))
+    planned = good.plan(costs=costs, settings=settings_, past_PLE=np.stack([other] * 3))
+    assert planned.chosen_strategy.homes != STAY
+    assert planned.move_life == 1
 
 
 def test_homes_are_those_for_the_loads_of_all_groups() -> None:

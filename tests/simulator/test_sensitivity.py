@@ -17,7 +17,9 @@ NAMES = ("static", "eplb", "llep", "foremoe", "taot", "trimtab", "balanced")
 
 
 def test_each_row_is_the_case_on_another_cluster() -> None:
-    case = some_case(some_trace(longer=1500), token_budget=2000).with_slots(1, 2)
+    case = some_case(some_trace(longer=1500), token_budget=2000)
+    half = some_case(some_trace(seed=1, longer=1500), token_budget=2000)
+    case = replace(case, halves=(half, half)).with_slots(1, 2)
     outcomes = {name: simulate_policy(case, name) for name in NAMES}
     rows = {row.name: row.step_time_s for row in sensitivities(case, outcomes)}
     first = rows["as priced"]
@@ -37,7 +39,9 @@ def test_each_row_is_the_case_on_another_cluster() -> None:
         "processors taken": {"transfer_tax": 0.5},
     }  # fmt: skip
     for name, values in changed.items():
-        other = replace(case, cluster=replace(case.cluster, **values))
+        cluster = replace(case.cluster, **values)
+        halves = tuple(replace(half, cluster=cluster) for half in case.halves)
+        other = replace(case, cluster=cluster, halves=halves)
         assert rows[name] == {each: simulate_policy(other, each).simulated.step_time_s for each in first}
     # Worse for who copies, or better for all.
     for name in ("links and memory shared", "processors taken", "25 GB/s network", "small groups are slow"):

@@ -84,6 +84,16 @@ def test_spikes_move_from_layer_to_layer_and_step_to_step() -> None:
     assert np.mean(hottest[0] == hottest[1]) < 0.5
 
 
+def test_a_step_of_drift_is_about_its_own_subject() -> None:
+    """Half of its sequences, and an eighth of the others."""
+    trace = small_trace("drift", num_sequences=1600, num_experts=128, top_k=1, num_steps=9)
+    for step in range(9):
+        subjects, counts = np.unique(trace.domains[trace.steps == step], return_counts=True)
+        own = counts[subjects == f"subject {step % 8}"].item()
+        assert 0.5 < own / 1600 < 0.62
+        assert counts[subjects != f"subject {step % 8}"].max() < 0.1 * 1600
+
+
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 @pytest.mark.parametrize(
     ("sequences", "experts", "top_k"),
