@@ -83,7 +83,8 @@ def test_parts_of_a_large_step_are_planned(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_counts_tell_is_said_before_anything_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace, said = random_trace(0), []
+    trace = random_trace(0)
+    said: list[str] = []
 
     def stop(*_: Any, **__: Any) -> None:
         raise InterruptedError
