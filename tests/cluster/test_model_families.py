@@ -16,7 +16,8 @@ from transformers.models.llama4.modeling_llama4 import Llama4VisionModel
 
 from experiments.site.reference_pages import models_page
 from trimtab import InputError, ModelSpec
-from trimtab.cluster.model_config import FAMILIES, ConfigReading, read_sizes
+from trimtab.cluster.config_keys import FAMILIES
+from trimtab.cluster.model_config import ConfigReading, read_sizes
 from trimtab.cluster.presets import preset_names, read_preset
 
 PRESETS = preset_names("model")
@@ -277,11 +278,100 @@ def test_lists_with_one_number_for_all_layers_are_that_number() -> None:
 def test_whole_configs_of_known_families_have_no_line(model_type: str) -> None:
     """With all keys that transformers writes, many more than the presets."""
     config = AutoConfig.for_model(model_type).to_dict()
-    # The defaults of DeepSeek-V2 have none.
-    _, reading = read(config, **{} if model_type != "deepseek_v2" else {"num_experts_per_tok": 6})
+    # The defaults of some have no experts, or no number of a token.
+    missing = {
+        "deepseek_v2": {"num_experts_per_tok": 6},
+        "gemma4": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64, "hidden_size_per_layer_input": 0},
+    }
+    _, reading = read(config | missing.get(model_type, {}))
     assert reading.is_known
     assert reading.ignored == ()
     assert reading.text == "" or "vision experts" in reading.text
+
+
+LARGE_3 = {
+    "dim": 7168, "n_layers": 61, "head_dim": 128, "hidden_dim": 16384, "n_heads": 128, "n_kv_heads": 128,
+    "vocab_size": 131072, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "kv_lora_rank": 512,
+    "v_head_dim": 128, "tied_embeddings": False,
+    "moe": {
+        "expert_parallel": 1, "expert_model_parallel": 1, "route_every_n": 1, "first_k_dense_replace": 3,
+        "num_experts": 128, "num_experts_per_tok": 4, "num_expert_groups": 1, "num_expert_groups_per_tok": 1,
+        "routed_scale": 1.0, "expert_hidden_dim": 4096, "num_shared_experts": 1,
+    },
+}  # fmt: skip
+PANGU = {
+    "model_type": "pangu_ultra_moe", "attention_kv_lora_dim": 512, "attention_q_lora_dim": 1536,
+    "attention_qk_dim": 128, "attention_qk_rope_dim": 64, "attention_v_dim": 128, "hidden_size": 7680,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_attention_heads": 128, "num_dense_layers": 3,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_mtp_layers": 1,
+    "num_routed_experts": 256, "num_shared_experts": 1, "vocab_size": 153600,
+}  # fmt: skip
+ARCTIC = {
+    "model_type": "arctic", "hidden_size": 7168, "intermediate_size": 4864, "num_hidden_layers": 35,
+    "num_attention_heads": 56, "num_key_value_heads": 8, "num_local_experts": 128, "num_experts_per_tok": 2,
+    "moe_layer_frequency": 1, "parallel_attn_mlp_res": True, "vocab_size": 32000,
+}  # fmt: skip
+GEMMA = {
+    "model_type": "gemma4_text", "hidden_size": 2816, "intermediate_size": 2112, "moe_intermediate_size": 704,
+    "num_experts": 128, "top_k_experts": 8, "enable_moe_block": True, "num_hidden_layers": 30,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2, "head_dim": 256,
+    "global_head_dim": 512, "attention_k_eq_v": True, "sliding_window": 1024, "vocab_size": 262144,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5, "tie_word_embeddings": True,
+    "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "experts", "moe_layers", "total", "active"),
+    [
+        # As their authors count: the vision tower of Mistral Large 3, 2.5 billion, is no part.
+        (LARGE_3, (128, 4), 58, 673, 39),
+        (PANGU, (256, 8), 58, 718, 39),
+        (ARCTIC, (128, 2), 35, 480, 17),
+        ({"text_config": GEMMA, "model_type": "gemma4"}, (128, 8), 30, 25.2, 3.8),
+        ({"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8,
+          "vocab_size": 32000, "moe": {"num_experts_per_tok": 2, "num_experts": 8}}, (8, 2), 32, 46.7, 12.9),
+    ],
+    ids=["mistral-large-3", "openpangu", "arctic", "gemma-4", "mixtral"],
+)  # fmt: skip
+def test_other_names_of_sizes(
+    config: dict[str, Any], experts: tuple[int, int], moe_layers: int, total: float, active: float
+) -> None:
+    model, reading = read(config)
+    assert (model.num_experts, model.top_k) == experts
+    assert (model.moe_layers, len(model.moe_layer_indices)) == (moe_layers, moe_layers)
+    assert model.parameters / 1e9 == pytest.approx(total, rel=0.01)
+    assert model.active_parameters / 1e9 == pytest.approx(active, rel=0.03)
+    assert reading.text == ""
+
+
+def test_sizes_of_gemma_are_those_that_transformers_builds() -> None:
+    config = {**GEMMA, "num_hidden_layers": 6, "layer_types": GEMMA["layer_types"][:6], "vocab_size": 1000}
+    model, _ = read(config)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    matrices = sum(tensor.numel() for tensor in built.parameters() if tensor.ndim > 1)
+    assert model.parameters == matrices
+    assert replace(read(built.config.to_dict())[0], name="") == replace(model, name="")
+
+
+def test_every_second_layer_of_arctic_has_experts() -> None:
+    model, _ = read(ARCTIC | {"moe_layer_frequency": 2})
+    assert model.moe_layer_indices == tuple(range(1, 35, 2))
+    assert (model.shared_width, model.dense_layers, model.dense_width) == (7168, 18, 4864)
+
+
+def test_the_thinker_of_an_omni_model_is_read() -> None:
+    text = {key: value for key, value in QWEN.items() if key != "model_type"}
+    talker = {"text_config": {"num_experts": 3, "num_hidden_layers": 2}}
+    thinker = {"text_config": text | {"model_type": "qwen3_omni_moe_text"}, "audio_config": {"num_hidden_layers": 9}}
+    model, reading = read({"model_type": "qwen3_omni_moe", "thinker_config": thinker, "talker_config": talker})
+    assert replace(model, name="") == replace(read(QWEN)[0], name="")
+    assert reading.text == ""
+
+
+def test_a_head_of_width_0_is_left_out() -> None:
+    assert read(QWEN | {"head_dim": 0})[0] == read({key: QWEN[key] for key in QWEN if key != "head_dim"})[0]
 
 
 def test_a_line_names_what_is_not_read() -> None:

@@ -274,7 +274,8 @@ def test_vanilla_transformers_loads_a_checkpoint(model_type: str, tmp_path: Path
         same = all(torch.equal(value, state[name]) for name, value in plain.items())
         assert same == (folder == "as it was")
         with torch.no_grad():
-            assert torch.allclose(loaded(input_ids=tokens).logits, logits, atol=1e-6)
+            # Sums of float32 in another order.
+            assert torch.allclose(loaded(input_ids=tokens).logits, logits, atol=1e-5)
 
 
 class Wrapper(nn.Module):

@@ -1,9 +1,8 @@
-"""`pack` and `unpack`: routing comes back whole, in the bytes that its sets of experts need."""
+"""`pack` and `unpack`: routing comes back whole, in few bytes."""
 
 from __future__ import annotations
 
 import math
-import struct
 from typing import Any
 
 import numpy as np
@@ -59,19 +58,23 @@ def test_what_was_packed_comes_back(
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (128, 8), (256, 8), (64, 6)])
-def test_a_token_takes_the_bits_of_its_set(experts: int, top_k: int) -> None:
-    bits = math.ceil(math.log2(math.comb(experts, top_k) + 1))
-    payload = pack(routing(64, 3, experts, top_k, 0.1, 0), experts)
-    assert len(payload) == 24 + 3 * 8 * bits
+def test_a_token_takes_little_more_than_the_bits_of_its_set(experts: int, top_k: int) -> None:
+    """Random sets: nothing can be below."""
+    bits = math.log2(math.comb(experts, top_k))
+    payload = pack(routing(4_000, 1, experts, top_k, 0.0, 0), experts)
+    assert 4_000 * bits / 8 < len(payload) < 1.5 * 4_000 * bits / 8
 
 
-def test_long_sequences_are_shared_by_threads() -> None:
-    """Ranges of tokens, the last of them short."""
+def test_the_first_wrong_token_is_named() -> None:
     ids_TLK = np.random.default_rng(1).permuted(np.tile(np.arange(20), (9_001, 5, 1)), axis=-1)[..., :3]
-    assert np.array_equal(unpack(pack(ids_TLK, 20)), np.sort(ids_TLK, axis=-1))
+    ids_TLK[9_000, 0] = 4
     ids_TLK[8_999, 2] = 4
     with pytest.raises(InputError, match=r"token 8999 .* layer 2"):
         pack(ids_TLK, 20)
+    ids_TLK[70, 3, 1] = 256 + 4
+    with pytest.raises(InputError, match=r"token 70 .* layer 3"):
+        pack(ids_TLK, 20)
+    assert unpack(pack(ids_TLK, 20, layers=[1])).shape == (9_001, 1, 3)
 
 
 def test_layers_keep_their_numbers() -> None:
@@ -120,30 +123,20 @@ def test_odd_arrays_are_refused() -> None:
         pack(np.zeros((1, 1, 3), int), 2)
     with pytest.raises(InputError, match="an array of int64; it should be bytes, or uint8"):
         unpack(np.zeros(40, int))
-    header = struct.pack("<4sIHHH", b"TTP1", 5, 1, 30_000, 65_535)
-    with pytest.raises(InputError, match="is 16 bytes long; 5 tokens in 1 layers take"):
-        unpack(header + bytes(2))
+    with pytest.raises(InputError, match="not a routing payload"):
+        unpack(b"")
+    with pytest.raises(InputError, match="a routing payload of an earlier version; it should be what this version's"):
+        unpack(b"TTP1" + bytes(60))
 
 
-def test_parts_of_a_token_that_overlap_are_refused() -> None:
-    """With all bits 0, every part has the lowest experts."""
-    payload = pack(routing(3, 1, 120, 60, 0.0, 0), 120)
-    with pytest.raises(InputError, match="damaged: token 0 of layer 0 has no valid number"):
-        unpack(payload[:16] + bytes(len(payload) - 16))
-
-
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data())
-def test_damaged_bytes_are_refused_or_have_valid_ids(data: st.DataObject) -> None:
+def test_damaged_bytes_are_refused(data: st.DataObject) -> None:
     experts, top_k = data.draw(st.sampled_from([(20, 3), (120, 60)]))
     payload = bytearray(pack(routing(11, 2, experts, top_k, 0.2, 0), experts))
     if data.draw(st.booleans()):
         payload = payload[: data.draw(st.integers(0, len(payload) - 1))]
     else:
         payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
-    try:
-        ids_TLK = unpack(payload)
-    except InputError:
-        return
-    known = ids_TLK[(ids_TLK >= 0).any(axis=-1)]
-    assert (np.diff(known, axis=-1) > 0).all()
+    with pytest.raises(InputError, match=r"not a routing payload|is damaged"):
+        unpack(payload)

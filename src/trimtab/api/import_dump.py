@@ -120,7 +120,7 @@ def with_model(options: ImportOptions, source: ModelSource | None, overrides: Ov
         if overrides:
             raise InputError(f"--set {next(iter(overrides))}: needs --model")
         return options
-    model = source if isinstance(source, ModelSpec) else load_model(source, overrides)
+    model = source if isinstance(source, ModelSpec) else load_model(source, overrides, routing_alone=True)
     if model.zero_experts:
         raise InputError(
             f"{model.name}: its router also chooses among {model.zero_experts} zero experts, which no rank computes; "

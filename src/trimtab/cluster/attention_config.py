@@ -11,7 +11,7 @@ from trimtab.errors import InputError
 # Key of the most keys that a query attends to, by kind.
 _REACH = {"window": "sliding_window", "chunk": "attention_chunk_size", "sparse": "index_topk"}
 # Defaults of transformers where a config leaves a size out.
-_MAMBA_STATE, _MAMBA_CONVOLUTION, _MAMBA_EXPANSION, _GROUPS = 16, 4, 2, 8
+_MAMBA_STATE, _MAMBA_CONVOLUTION, _MAMBA_EXPANSION, _GROUPS, _GLOBAL_HEAD = 16, 4, 2, 8, 512
 
 
 def attention_of(
@@ -53,15 +53,24 @@ def _block(keys: ConfigKeys, hidden_size: int, kind: Kind, inside: int, outside:
 def softmax_attention(keys: ConfigKeys, hidden_size: int, kind: Kind) -> tuple[int, int, int, int]:
     """Weights of the projections, query heads * (key width + value width of a head), and width and heads of the
     cache."""
-    heads = keys.count("num_attention_heads", "n_heads", default=0)
+    heads = keys.count("num_attention_heads", default=0)
     if not heads:
         # Square projections.
         return 4 * hidden_size**2, 2 * hidden_size, 2 * hidden_size, 1
     kv_rank = keys.count("kv_lora_rank", default=0, least=0)
     if kv_rank:
         return _latent(keys, hidden_size, heads, kv_rank)
-    head = keys.count("head_dim", "attention_head_dim", default=max(1, hidden_size // heads))
-    kv_heads = keys.count("num_key_value_heads", "num_attention_groups", "kv_n_heads", default=heads)
+    head = keys.count("head_dim", default=0, least=0) or max(1, hidden_size // heads)
+    kv_heads = keys.count("num_key_value_heads", default=heads)
+    projections = 2
+    if keys.is_of("gemma4") and kind == "full":
+        # Heads of their own; one projection may make keys and values. transformers writes sizes by layer.
+        of_layers = keys.get("per_layer_config")
+        own = next(iter(of_layers.values()), {}) if isinstance(of_layers, dict) else {}
+        head = keys.count("global_head_dim", default=own.get("head_dim", _GLOBAL_HEAD))
+        if keys.get("attention_k_eq_v") is True:
+            kv_heads = keys.count("num_global_key_value_heads", default=own.get("num_key_value_heads", kv_heads))
+            projections = 1
     other = keys.get("attention_other_setting")
     # Step-3.5 and 3.7: windows have heads of their own.
     window_heads = keys.count("num_sliding_attention_heads", default=heads)
@@ -77,7 +86,8 @@ def softmax_attention(keys: ConfigKeys, hidden_size: int, kind: Kind) -> tuple[i
     else:
         gated = keys.is_of("qwen3_next") or keys.get("attn_output_gate") is True
         query = hidden_size * heads * head * (2 if gated else 1)
-    return query + hidden_size * (2 * kv_heads + heads) * head, 2 * heads * head, 2 * kv_heads * head, kv_heads
+    parameters = query + hidden_size * (projections * kv_heads + heads) * head
+    return parameters, 2 * heads * head, 2 * kv_heads * head, kv_heads
 
 
 def _latent(keys: ConfigKeys, hidden_size: int, heads: int, kv_rank: int) -> tuple[int, int, int, int]:

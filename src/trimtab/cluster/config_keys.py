@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import difflib
 import re
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trimtab.errors import InputError
 
 # Upper limit of all sizes: far above any model, and loops over layers stay short.
 _LARGEST = 1 << 20
-# Parts of a config with the sizes of the language model or of its layers.
-_PARTS = ("text_config", "llm_config", "language_config", "ffn_config", "attn_config")
+# Parts of a config with the sizes of the language model or of its layers; a part comes before parts of it.
+_PARTS = ("thinker_config", "text_config", "llm_config", "language_config", "ffn_config", "attn_config", "moe")
+# Names of a size, and families whose keys are known completely.
+_KNOWN = tomllib.loads((Path(__file__).parent / "config_names.toml").read_text(encoding="utf-8"))
+NAMES: dict[str, list[str]] = _KNOWN["names"]
+FAMILIES: list[str] = _KNOWN["families"]
 # Names that may change sizes, and names that look so and don't.
 _LIKE_A_SIZE = re.compile(
     "expert|moe|layer|attn|attention|head|hidden|intermediate|ffn|mlp|shared|linear|mamba|ssm|window|chunk|index|latent"
@@ -20,8 +26,8 @@ _LIKE_A_SIZE = re.compile(
 )
 _NO_SIZE = re.compile(
     "rope|rotary|norm|scalar|act_fn|projection|token|router_|loss|quant|vision|audio|image|video|mtp|nextn|auto_map|label"
-    "|^(qk_head_dim|head_dim|num_key_value_heads|max_.*|layer_types|chunk_size|block_size|num_logits_to_keep|no_rope_.*"
-    "|moe_layer_freq|expand|time_step.*|sliding_window|indexer_types|index_topk_freq|index_topk_pattern)$"
+    "|^(vocab_size_per_layer_input|qk_head_dim|head_dim|num_key_value_heads|n_kv_heads|max_.*|layer_types|chunk_size"
+    "|block_size|num_logits_to_keep|no_rope_.*|moe_layer_freq|expand|time_step.*|sliding_window|indexer_types|index_topk_freq|index_topk_pattern)$"
 )
 
 
@@ -40,9 +46,8 @@ class ConfigKeys:
         self.where = where
         self._values = dict(config)
         for part in _PARTS:
-            if isinstance(config.get(part), dict):
-                self._values |= config[part]
-                del self._values[part]
+            if isinstance(self._values.get(part), dict):
+                self._values |= self._values.pop(part)
         types = config.get("model_type"), self._values.get("model_type")
         self.model_types = tuple(dict.fromkeys(str(name) for name in types if name))
         self._values |= overrides
@@ -55,31 +60,25 @@ class ConfigKeys:
         """True if the model type begins with one of these names."""
         return any(name.startswith(families) for name in self.model_types)
 
-    def get(self, name: str) -> Any:
-        """The value of a key; None if it is missing or null."""
-        self.tried.add(name)
-        value = self._values.get(name)
-        if value is not None:
-            self.used[name] = None
-        return value
+    def get(self, size: str) -> Any:
+        """The value of the first of the names of a size that is there; None if none is, or it is null."""
+        return self._find(size)[1]
 
-    def count(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """The whole number of the first of these keys that there is. A list with one number per layer is that number.
+    def count(self, size: str, *, default: int | None = None, least: int = 1) -> int:
+        """The whole number of a size. A list with one number per layer is that number.
 
         Raises:
             InputError: if it is no number, differs between layers, or is missing and there is no default.
         """
-        # All names are looked for, so that none of them counts as ignored.
-        found = [(name, value) for name in names if (value := self._peek(name)) is not None]
-        if not found:
+        name, value = self._find(size)
+        if value is None:
             if default is None:
+                names = NAMES.get(size, [size])
                 raise InputError(
                     f"{self.where}: none of the keys {', '.join(names)}; expected the config of a MoE model, or "
                     f"--set {names[0]}=N"
                 )
             return default
-        name, value = found[0]
-        self.used[name] = None
         if isinstance(value, list) and value and all(entry == value[0] for entry in value):
             value = value[0]
         if isinstance(value, list):
@@ -143,6 +142,11 @@ class ConfigKeys:
                 hint = f"did you mean {near[0]}?" if near else f"used are {', '.join(self.used)}"
                 raise InputError(f"{self.where}: --set {name}: no key that sizes of this model are read from; {hint}")
 
-    def _peek(self, name: str) -> Any:
-        self.tried.add(name)
-        return self._values.get(name)
+    def _find(self, size: str) -> tuple[str, Any]:
+        """The first of a size's names with a value, and the value. All names count as looked for."""
+        names = NAMES.get(size, [size])
+        self.tried.update(names)
+        name = next((name for name in names if self._values.get(name) is not None), "")
+        if name:
+            self.used[name] = None
+        return name, self._values.get(name)

@@ -40,7 +40,7 @@ def moe_layers_of(keys: ConfigKeys, layers: int, blocks: list[str]) -> tuple[int
         InputError: if none has experts, or a list doesn't fit the layers.
     """
     every = range(layers)
-    first = keys.count("first_k_dense_replace", "num_dense_layers", "moe_layer_num_skipped", default=0, least=0)
+    first = keys.count("first_k_dense_replace", default=0, least=0)
     step = keys.count("decoder_sparse_step", default=1)
     interleave = keys.count("interleave_moe_layer_step", default=1)
     period = keys.count("expert_layer_period", default=1)

@@ -8,25 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.cluster.attention_config import attention_of, softmax_attention
-from trimtab.cluster.config_keys import ConfigKeys
+from trimtab.cluster.config_keys import FAMILIES, ConfigKeys
 from trimtab.cluster.decoder_layers import attention_kinds, block_types, moe_layers_of
 from trimtab.errors import InputError
 
-# Model types, without an ending `_text`, whose keys are known completely.
-FAMILIES = (
-    "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "ernie4_5_vl_moe", "glm4_moe",
-    "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "gpt_oss", "hunyuan_v1_moe", "jamba", "kimi_k2", "kimi_k25", "llama4",
-    "longcat_flash", "minimax", "minimax_m1", "minimax_m2", "minimax_text_01", "mixtral", "nemotron_h", "qwen2_moe",
-    "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_vl_moe", "step3", "step3p5", "step3p7",
-)  # fmt: skip
 # Weights in float32 and float64 are trained as they are, all others, quantised ones too, in two bytes.
 _WIDE_TYPES = {"float32": 4, "float": 4, "float64": 8, "double": 8}
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layers")
-_DOUBLE_LAYERS = ("num_layers", "num_hidden_layers")
-_SHARED_WIDTHS = (
-    "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "share_expert_dim",
-    "shared_intermediate_size",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,12 +53,13 @@ class ConfigReading:
 
 
 def read_sizes(
-    config: dict[str, Any], where: str, overrides: Mapping[str, Any]
+    config: dict[str, Any], where: str, overrides: Mapping[str, Any], *, routing_alone: bool = False
 ) -> tuple[dict[str, Any], ConfigReading]:
     """Fields of `ModelSpec` from a config, and what was read.
 
     Args:
         overrides: keys of the config with other values.
+        routing_alone: without the sizes of attention, which are then unknown.
 
     Raises:
         InputError: if it does not describe a MoE model, or an override is of no key that is read.
@@ -81,26 +69,22 @@ def read_sizes(
         keys.notes.append(
             "the second values of moe_num_experts and moe_intermediate_size, vision experts, are left out"
         )
-    num_experts = keys.count("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    top_k = keys.count(
-        "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "experts_per_token"
-    )
+    num_experts, top_k = keys.count("num_experts"), keys.count("num_experts_per_tok")
     if top_k > num_experts:
         raise InputError(f"{where}: a token uses {top_k} of {num_experts} experts; it should use as many at most")
-    hidden_size = keys.count("hidden_size", "d_model")
+    hidden_size = keys.count("hidden_size")
     groups, chosen_groups = _expert_groups(keys, num_experts, top_k)
-    expert_width = keys.count("moe_intermediate_size", "expert_ffn_hidden_size", "ffn_hidden_size", "intermediate_size")
-    dense_width = keys.count("intermediate_size_mlp", "ffn_hidden_size", "intermediate_size", default=0, least=0)
+    expert_width, dense_width = keys.count("moe_intermediate_size"), keys.count("intermediate_size", default=0, least=0)
     # A layer of LongCat has two attention blocks and two dense feed-forward parts; transformers counts it twice.
     is_double = keys.is_of("longcat_flash")
     blocks = block_types(keys)
-    given_layers = keys.count(*(_DOUBLE_LAYERS if is_double else _LAYERS), default=len(blocks), least=0)
+    given_layers = keys.count("num_layers", default=0, least=0) if is_double else 0
+    given_layers = given_layers or keys.count("num_hidden_layers", default=len(blocks), least=0)
     if blocks and len(blocks) != given_layers:
         raise InputError(f"{where}: num_hidden_layers is {given_layers}; the pattern of layers has {len(blocks)}")
     layers = given_layers or 1
     moe_layers = moe_layers_of(keys, layers, blocks)
     dense_layers = layers - len(moe_layers)
-    kinds = attention_kinds(keys, layers, blocks)
     sizes = {
         "name": keys.model_types[0] if keys.model_types else Path(where).parent.name,
         "num_experts": num_experts,
@@ -112,7 +96,7 @@ def read_sizes(
         "moe_layer_indices": moe_layers if given_layers else (),
         "dense_layers": dense_layers,
         "dense_width": _mean_dense_width(blocks, dense_width, dense_layers),
-        "shared_width": 2 * dense_width if is_double else _shared_width(keys, expert_width),
+        "shared_width": _shared_width(keys, expert_width, dense_width, hidden_size),
         "vocab_size": keys.count("vocab_size", default=0, least=0),
         "feed_forward_matrices": 2 if keys.get("mlp_hidden_act") == "relu2" else 3,
         "latent_size": keys.count("moe_latent_size", default=0, least=0),
@@ -120,14 +104,9 @@ def read_sizes(
         "tied_embedding": keys.get("tie_word_embeddings") is True,
         "expert_groups": groups,
         "groups_per_token": chosen_groups,
-        "attention_heads": keys.count("num_attention_heads", "n_heads", default=0, least=0),
     }
-    if set(kinds) != {"full"} or is_double:
-        attention, reach = attention_of(keys, hidden_size, kinds, moe_layers, 2 if is_double else 1)
-        sizes |= {"attention": attention, "reach": reach}
-    elif keys.count("num_attention_heads", "n_heads", default=0):
-        names = ("attention_parameters", "attention_width", "cache_width", "cache_heads")
-        sizes |= dict(zip(names, softmax_attention(keys, hidden_size, "full"), strict=True))
+    if not routing_alone:
+        sizes |= _attention_sizes(keys, hidden_size, layers, blocks, moe_layers)
     keys.check_overrides()
     model_type = keys.model_types[-1] if keys.model_types else ""
     return sizes, ConfigReading(where, model_type, tuple(keys.used), keys.ignored(), tuple(keys.notes))
@@ -146,14 +125,36 @@ def _expert_groups(keys: ConfigKeys, num_experts: int, top_k: int) -> tuple[int,
     return groups, chosen
 
 
-def _shared_width(keys: ConfigKeys, expert_width: int) -> int:
-    """Width of the shared experts of a layer, all together."""
+def _shared_width(keys: ConfigKeys, expert_width: int, dense_width: int, hidden_size: int) -> int:
+    """Width of what every token passes beside the routed experts of a layer, all together."""
+    if keys.is_of("longcat_flash"):
+        return 2 * dense_width
+    if keys.is_of("gemma4"):
+        return dense_width
+    if keys.get("parallel_attn_mlp_res") is True:
+        # Arctic.
+        return hidden_size
     # The code of these families has one, which their configs don't name.
     usual = 1 if keys.is_of("llama4", "hunyuan_v1_moe") else 0
-    number = keys.count(
-        "n_shared_experts", "moe_num_shared_experts", "num_shared_experts", "num_shared_expert", default=usual, least=0
-    )
-    return keys.count(*_SHARED_WIDTHS, default=0, least=0) or number * expert_width
+    number = keys.count("n_shared_experts", default=usual, least=0)
+    return keys.count("shared_expert_intermediate_size", default=0, least=0) or number * expert_width
+
+
+def _attention_sizes(
+    keys: ConfigKeys, hidden_size: int, layers: int, blocks: list[str], moe_layers: tuple[int, ...]
+) -> dict[str, Any]:
+    kinds, is_double = attention_kinds(keys, layers, blocks), keys.is_of("longcat_flash")
+    heads = keys.count("num_attention_heads", default=0, least=0)
+    if set(kinds) != {"full"} or is_double:
+        attention, reach = attention_of(keys, hidden_size, kinds, moe_layers, 2 if is_double else 1)
+        return {"attention_heads": heads, "attention": attention, "reach": reach}
+    if not heads:
+        return {}
+    names = ("attention_parameters", "attention_width", "cache_width", "cache_heads")
+    return {
+        "attention_heads": heads,
+        **dict(zip(names, softmax_attention(keys, hidden_size, "full"), strict=True)),
+    }
 
 
 def _mean_dense_width(blocks: list[str], width: int, dense_layers: int) -> int:

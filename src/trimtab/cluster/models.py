@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from trimtab.cluster.model_config import ConfigReading
 
 log = logging.getLogger("trimtab")
+# Of a checkpoint, in Hugging Face's and in Mistral's own form.
+CONFIG_FILES = ("config.json", "params.json")
 
 
 @dataclass(frozen=True)
@@ -223,13 +225,15 @@ def model_like(num_experts: int, top_k: int, moe_layers: int) -> ModelSpec:
     return min(matching, key=lambda model: (model.moe_layers != moe_layers, model.parameters))
 
 
-def load_model(text: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> ModelSpec:
+def load_model(
+    text: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None, *, routing_alone: bool = False
+) -> ModelSpec:
     """Returns the model of `read_model`, and logs a line if it may not be read as meant."""
-    return _logged(*read_model(text, overrides))
+    return _logged(*read_model(text, overrides, routing_alone=routing_alone))
 
 
 def read_model(
-    text: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None
+    text: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None, *, routing_alone: bool = False
 ) -> tuple[ModelSpec, ConfigReading]:
     """Returns the model of a preset's name, a path to a `config.json` or a checkpoint, or a hub id, and what was read.
 
@@ -239,6 +243,7 @@ def read_model(
     Args:
         text: a path comes before a hub id.
         overrides: keys of the config with other values.
+        routing_alone: leave the sizes of attention unknown.
 
     Raises:
         InputError: if it is none of these, the file does not describe a MoE model, or an override is of no key that is
@@ -256,7 +261,7 @@ def read_model(
                 f"{name}: neither a model that comes with Trimtab ({names}) nor a file; "
                 "expected one of these, a Hugging Face config.json or a checkpoint directory"
             )
-    return _preset(preset, overrides or {}) if preset else read_checkpoint(name, overrides)
+    return _preset(preset, overrides or {}) if preset else read_checkpoint(name, overrides, routing_alone=routing_alone)
 
 
 def _preset(name: str, overrides: Mapping[str, Any]) -> tuple[ModelSpec, ConfigReading]:
@@ -269,13 +274,15 @@ def _preset(name: str, overrides: Mapping[str, Any]) -> tuple[ModelSpec, ConfigR
 
 
 def read_checkpoint(
-    path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None, *, routing_alone: bool = False
 ) -> tuple[ModelSpec, ConfigReading]:
     """As `read_model`, of a `config.json` or a checkpoint directory alone."""
     from trimtab.cluster.model_config import read_sizes
 
     file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
+    if file.is_dir():
+        names = [name for name in CONFIG_FILES if (file / name).is_file()]
+        file /= names[0] if names else CONFIG_FILES[0]
     if not file.is_file():
         raise InputError(f"{file}: no such file; expected a Hugging Face config.json or a checkpoint directory")
     text = read_small_text(file)
@@ -285,7 +292,7 @@ def read_checkpoint(
         raise InputError(f"{file}: not a readable JSON file ({error})") from None
     if not isinstance(config, dict):
         raise InputError(f"{file}: expected a JSON object with the model's config")
-    sizes, reading = read_sizes(config, str(file), overrides or {})
+    sizes, reading = read_sizes(config, str(file), overrides or {}, routing_alone=routing_alone)
     return ModelSpec(**sizes), reading
 
 

@@ -137,6 +137,9 @@ def test_a_model_supplies_facts_that_options_lack(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": None, "first_k_dense_replace": 0}))
     found = known(model=str(tmp_path / "config.json"))
     assert (found.num_experts, found.num_layers, found.moe_layers) == (16, None, None)
+    # Attention is nothing that routes depend on.
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": "many", "kv_lora_rank": 4}))
+    assert known(model=str(tmp_path / "config.json"), num_experts=16).moe_layers == (1, 2, 3)
     assert known(top_k=3) == ImportOptions(top_k=3, step=2, domain="maths")
 
 

@@ -1,4 +1,4 @@
-"""Replicas by incremental greedy: tokens are shifted between copies, and a copy is added if that is not enough.
+"""Replicas by incremental greedy: the busiest rank's largest expert gets a copy, until no rank is above a target.
 
 Used for ReLibra and ForeMoE, whose own heuristics are not public.
 """
@@ -94,9 +94,8 @@ class _Split(NamedTuple):
 def _add_replicas(load, target, smallest_share, split):  # type: ignore[no-untyped-def]
     """Returns the number of copies.
 
-    The busiest rank moves tokens to another copy of one of its experts, on a rank below the target. Without such a
-    copy, its largest expert gets a copy on the emptiest rank of the domain, in the same node if a rank there has as
-    much capacity. If the ranks with free slots are full, one of them first moves tokens to other ranks.
+    The largest expert of the busiest rank gets a copy on the emptiest rank of the domain, in the same node if a rank
+    there has as much capacity. If the ranks with free slots are full, one of them first moves tokens to other ranks.
     """
     loads_R = split.loads_R
     stuck_R = np.zeros(len(loads_R), np.bool_)
@@ -109,8 +108,6 @@ def _add_replicas(load, target, smallest_share, split):  # type: ignore[no-untyp
         if giver < 0:
             break
         limits = (giver, target, smallest_share)
-        if _shift(load, limits, split, count):
-            continue
         if _add(load, limits, split, count):
             count += 1
         elif not _make_room(load, limits, split, count):
@@ -133,36 +130,6 @@ def _part(wanted, tokens, is_replica, smallest_share):  # type: ignore[no-untype
     """Tokens to move of a copy that has `tokens`: a replica keeps none or a smallest share."""
     wanted = min(wanted, tokens)
     return tokens - smallest_share if is_replica and 0 < tokens - wanted < smallest_share else wanted
-
-
-@kernel
-def _shift(load, limits, split, count):  # type: ignore[no-untyped-def]
-    """Move tokens of a rank to a copy on the emptiest rank below the target that has one of its experts. Returns
-    whether there is one."""
-    giver, target, smallest_share = limits
-    experts_C, ranks_C, tokens_C = split.copies_3C
-    loads_R, num_experts = split.loads_R, len(load.home_E)
-    source, taker = np.int64(-1), np.int64(-1)
-    lowest = target
-    for p in range(num_experts, count):
-        home = experts_C[p]
-        if ranks_C[home] == giver and tokens_C[home] > 0 and loads_R[ranks_C[p]] < lowest:
-            source, taker, lowest = home, np.int64(p), loads_R[ranks_C[p]]
-        if ranks_C[p] != giver or tokens_C[p] == 0:
-            continue
-        if loads_R[ranks_C[home]] < lowest:
-            source, taker, lowest = np.int64(p), home, loads_R[ranks_C[home]]
-        for q in range(num_experts, count):
-            if q != p and experts_C[q] == home and loads_R[ranks_C[q]] < lowest:
-                source, taker, lowest = np.int64(p), np.int64(q), loads_R[ranks_C[q]]
-    if source < 0:
-        return False
-    wanted = min(loads_R[giver] - target, target - lowest)
-    wanted = _part(wanted, tokens_C[source], source >= num_experts, smallest_share)
-    if wanted < (smallest_share if taker >= num_experts and tokens_C[taker] == 0 else 1):
-        return False
-    _move(split, source, taker, wanted)
-    return True
 
 
 @kernel
