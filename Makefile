@@ -4,6 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 OUT ?= out/demo
+# Where it is set, each process compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16

@@ -234,8 +234,10 @@ class RoutingTrace:
         return np.repeat(np.array(versions, np.int32), rows)
 
     def select(self, sequences: npt.ArrayLike) -> RoutingTrace:
-        """The trace of the given sequences, `[N]` indices, in the given order."""
+        """The trace of the given sequences, `[N]` indices, in the given order; of consecutive ones its ids are a view."""
         chosen = np.asarray(sequences, np.int64)
+        if len(chosen) and (np.diff(chosen) == 1).all() and chosen[0] >= 0:
+            return self.part(int(chosen[0]), int(chosen[-1]) + 1)
         rows = [self.sequence(int(index)) for index in chosen]
         return self.with_sequences(self.facts.select(chosen), np.concatenate([self.expert_ids[:0], *rows]))
 

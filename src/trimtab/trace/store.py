@@ -141,11 +141,15 @@ class TraceReader:
         starts = np.append(0, ends[:-1])
         wanted = [number for number in range(len(places)) if starts[number] < ends[number]]
         token = 0
-        for number, chunk in zip(wanted, read_chunks([places[n] for n in wanted], self.empty), strict=True):
+        chunks = read_chunks([places[number] for number in wanted], self.empty)
+        for number in wanted:
+            chunk = next(chunks)
             mine = chosen[starts[number] : ends[number]] - places[number].first
             part = chunk if len(mine) == chunk.num_sequences else chunk.select(mine)
             ids_TLK[token : token + part.num_tokens] = part.expert_ids
             token += part.num_tokens
+            # Before the next one is read.
+            del chunk, part
         return self.empty.with_sequences(facts, ids_TLK)
 
 
@@ -275,7 +279,8 @@ class MemoryReader(TraceReader):
         ids_TLK = trace.expert_ids
         if read_from is None:
             trace.check()
-            if (ids_TLK[..., 1:] < ids_TLK[..., :-1]).any():
+            sequences = map(trace.sequence, range(trace.num_sequences))
+            if any((ids_tLK[..., 1:] < ids_tLK[..., :-1]).any() for ids_tLK in sequences):
                 trace = replace(trace, expert_ids=np.sort(ids_TLK, axis=-1))
         self._trace = trace
         self.files = read_from.files if read_from else []
