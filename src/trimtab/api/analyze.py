@@ -213,6 +213,8 @@ def analyze(
         token_budget, micro_steps = max(case.token_budget, longest if layout.pieces > 1 else 0), None
     elif fitting:
         log.info("no seconds: %s has more than %d MB of expert ids", reader.name, MOST_BYTES >> 20)
+    for note in () if case else reader.empty.notes:
+        log.info("%s", note)
     if counts is None:
         counts = count_trace(
             reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress

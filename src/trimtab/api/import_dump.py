@@ -37,6 +37,7 @@ def import_dump(
     step_from: str = "",
     domain: str = "",
     rows_at: Literal["start", "end"] | None = None,
+    drop_repeats: bool = False,
     limits: bool = True,
 ) -> RoutingTrace:
     """Returns the routing that an RL or serving framework recorded, as `trimtab trace import` writes it.
@@ -57,6 +58,8 @@ def import_dump(
         domain: label of sequences without one.
         rows_at: where rows for a part of a sequence are if the dump does not tell: at its "start" or its "end"; by
             default they are refused.
+        drop_repeats: take routes of rows as unknown that repeat the row before in all layers, or are 0 to K-1, which no
+            router chose.
         limits: False: read the files in this process, without limits of memory and processor time.
 
     Raises:
@@ -73,12 +76,15 @@ def import_dump(
     files = named_files(source, "*")
     given = ImportOptions(
         num_experts=num_experts, num_layers=num_layers, top_k=top_k, step=step, step_from=step_from, domain=domain,
-        optional=found_files(source, files), rows_at=rows_at,
+        optional=found_files(source, files), rows_at=rows_at, drop_repeats=drop_repeats,
     )  # fmt: skip
     options = with_model(given, model or named_model(files, given), overrides)
     read = bounded_import if limits else import_own_files
-    trace = RoutingTrace.concatenate(list(read(files, format, options, Summary())))
-    return replace(trace, numbering=numbering_of(model))
+    summary = Summary()
+    trace = RoutingTrace.concatenate(list(read(files, format, options, summary)))
+    for note in summary.notes:
+        log.info("%s", note)
+    return replace(trace, numbering=numbering_of(model), notes=summary.notes)
 
 
 def numbering_of(model: ModelSource | None) -> Numbering | None:

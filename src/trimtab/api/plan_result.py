@@ -220,6 +220,7 @@ class PlanResult(Summarised):
         """Names and values, as `trimtab plan` prints them."""
         trace, cluster, plan = self.trace, self.cluster, self.plan
         rows = [
+            *(("note", note) for note in trace.notes),
             (
                 "trace",
                 f"{plural(trace.num_tokens, 'token')} in {plural(trace.num_sequences, 'sequence')}; {trace.shape_text}",

@@ -106,6 +106,7 @@ class TraceSteps:
         """
         full = cluster.ranks * settings.groups * (token_budget or DEFAULT_BUDGET) if micro_steps is None else 0
         whole, assumed = self._completed(full)
+        assumed = (*self.last.notes, *assumed)
         pieces = settings.layout.pieces
 
         def cut(steps: Sequence[tuple[SequenceCounts, RoutingTrace | ResampledTrace]]) -> list[PreparedStep]:

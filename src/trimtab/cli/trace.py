@@ -176,6 +176,10 @@ def add_import(actions: Any) -> None:
         help="where rows for a part of a sequence are, if the dump does not tell",
     )  # fmt: skip
     option("--sampled")
+    option(
+        "--drop-repeats", action="store_true",
+        help="take routes as unknown that repeat the row before in all layers or are 0 to K-1: warm-up, padding",
+    )  # fmt: skip
     add_options(
         parser, "--no-limits", action="store_false", dest="limits",
         help="for your own files: no limits of memory and processor time",
@@ -200,19 +204,23 @@ def run_import(options: argparse.Namespace) -> None:
 
         read = bounded_import if options.limits else import_own_files
         parts = read(files, options.format, _import_options(options, files), summary)
-        write_trace(watched(parts), options.output)
+        write_trace(watched(parts), options.output, notes=lambda: summary.notes)
     seconds = time.perf_counter() - start
     if not last_step and {"step", "step_from"}.isdisjoint(vars(options)):
         log.info("no step is recorded, so all sequences are of step 0; --step-from takes steps from files' names")
     if not is_stream(options.output):
         screen.print(trace_facts(TraceReader(options.output), summary.unknown_routes))
     screen.print(terminal_facts(_rows(summary, seconds), "Imported"))
+    for note in summary.notes:
+        log.info("%s", note)
 
 
 def _rows(summary: Summary, seconds: float) -> list[tuple[str, str]]:
     rows = [("format", summary.format), ("time", f"{seconds:.1f} s")]
     if summary.unknown_rows:
         rows.append(("without any route", f"{summary.unknown_rows:,} tokens"))
+    if summary.agreement is not None:
+        rows.append(("prompts agree", f"{summary.agreement:.1%} of their routes, between answers to the same prompt"))
     return rows + [("left out", f"{count:,} {what}") for what, count in summary.dropped.items()]
 
 

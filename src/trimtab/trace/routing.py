@@ -110,6 +110,7 @@ class RoutingTrace:
         model: the model's name or type, for people.
         sampled: the part of each step's sequences that was recorded, above 0 to 1.
         numbering: of the model that recorded the ids; None if unknown.
+        notes: sentences on what was odd when the routes were imported.
 
     Raises:
         InputError: if shapes or dtypes don't fit together. `check` checks the ids.
@@ -128,6 +129,7 @@ class RoutingTrace:
     model: str = ""
     sampled: float = 1.0
     numbering: Numbering | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         ids = self.expert_ids
@@ -234,7 +236,7 @@ class RoutingTrace:
         return np.repeat(np.array(versions, np.int32), rows)
 
     def select(self, sequences: npt.ArrayLike) -> RoutingTrace:
-        """The trace of the given sequences, `[N]` indices, in the given order; of consecutive ones its ids are a view."""
+        """The trace of the given sequences, `[N]` indices, in the given order. Ids of consecutive ones are a view."""
         chosen = np.asarray(sequences, np.int64)
         if len(chosen) and (np.diff(chosen) == 1).all() and chosen[0] >= 0:
             return self.part(int(chosen[0]), int(chosen[-1]) + 1)
@@ -282,7 +284,8 @@ class RoutingTrace:
             if other.sampled != first.sampled:
                 raise InputError(f"traces of other sampled parts can't be joined: {first.sampled:g}; {other.sampled:g}")
         facts = first.facts.joined(*(trace.facts for trace in traces[1:]))
-        return first.with_sequences(facts, np.concatenate([trace.expert_ids for trace in traces]))
+        joined = first.with_sequences(facts, np.concatenate([trace.expert_ids for trace in traces]))
+        return replace(joined, notes=joined_notes(traces))
 
     def permuted(self, order_LE: Array) -> RoutingTrace:
         """The trace as if the experts of every layer had their ids in another order, `[L, E]` old ids by new ones."""
@@ -365,3 +368,8 @@ def _first_bad_row(ids_NK, num_experts, no_route):  # type: ignore[no-untyped-de
         if unknown != 0 and unknown != ids_NK.shape[1]:
             return n
     return -1
+
+
+def joined_notes(traces: Iterable[RoutingTrace]) -> tuple[str, ...]:
+    """The notes of several traces, each once."""
+    return tuple(dict.fromkeys(note for trace in traces for note in trace.notes))

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.kernels import kernel
-from trimtab.trace.message_text import at_place, short
+from trimtab.trace.message_text import at_place, printable, short
 from trimtab.trace.numbering import Numbering
 from trimtab.trace.parquet_footer import Column
 from trimtab.trace.routing import RoutingTrace, SequenceFacts, Windows, check_windows, no_route, windows_array
@@ -33,6 +33,8 @@ PROMPT = "prompt_hash"
 MOST_WINDOWS = 4096
 # Beside the ids of a row group, uncompressed: the other columns, and what Parquet adds.
 BYTES_A_ROW = 1024
+# Key of what was odd in an import; Parquet writes it last.
+NOTES, MOST_NOTES = b"trimtab-notes", 16
 # Of names of domains and models, and of layers; the index of a layer is below the second number.
 MOST_LETTERS = 256
 MOST_LAYERS, LAYER_INDICES = 4096, 1 << 20
@@ -151,7 +153,7 @@ def read_facts(
         # Files of earlier versions don't say it.
         sampled=float(header.get("sampled", 1.0)),
     )
-    empty = replace(empty, numbering=numbering)
+    empty = replace(empty, numbering=numbering, notes=_notes(parquet.metadata.metadata or {}))
     rows = parquet.metadata.num_rows
     _check_claim(rows * FACTS_BYTES, allowed, f"{rows} sequences")
     if len(columns) != parquet.num_row_groups:
@@ -308,6 +310,17 @@ def _header(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
         raise InputError(f"written in format {short(form)}; this version reads {FORMAT!r}")
     _check_header(header)
     return header
+
+
+def _notes(metadata: Mapping[bytes, bytes]) -> tuple[str, ...]:
+    """What was odd when the trace was imported."""
+    try:
+        notes = json.loads(metadata.get(NOTES, b"[]"))
+    except (ValueError, RecursionError):
+        notes = None
+    if not isinstance(notes, list) or len(notes) > MOST_NOTES or not all(isinstance(note, str) for note in notes):
+        raise InputError(f"its {NOTES.decode()} should be a list of at most {MOST_NOTES} texts")
+    return tuple(printable(note[: 2 * MOST_LETTERS], " ") for note in notes)
 
 
 def _check_header(header: Mapping[str, Any]) -> None:

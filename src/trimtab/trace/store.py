@@ -9,8 +9,9 @@ Arrow is imported when a file is read or written: a run that has its routing in 
 from __future__ import annotations
 
 import glob
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +27,7 @@ from trimtab.files import atomic_file
 from trimtab.messages import note_once
 from trimtab.trace.message_text import few_of
 from trimtab.trace.parquet_footer import read_columns
-from trimtab.trace.routing import RoutingTrace, SequenceFacts
+from trimtab.trace.routing import RoutingTrace, SequenceFacts, joined_notes
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -35,17 +36,25 @@ CONVERTED = "what a framework recorded is converted by: trimtab trace import"
 OTHER_FORMATS = (".json", ".jsonl", ".csv", ".npy", ".npz", ".safetensors", ".pt", ".pkl")
 
 
-def write_trace(trace: RoutingTrace | Iterable[RoutingTrace], path: str | os.PathLike[str]) -> None:
+def write_trace(
+    trace: RoutingTrace | Iterable[RoutingTrace],
+    path: str | os.PathLike[str],
+    *,
+    notes: Callable[[], Sequence[str]] = tuple,
+) -> None:
     """Write a trace, or an iterable of its parts, to a Parquet file, zstd-compressed.
 
     Writes are atomic. Two parts are in memory at a time; all must be of one model.
+
+    Args:
+        notes: those of the trace, beside those of its first part; called when all parts are there.
 
     Raises:
         InputError: if there is no part, parts are of different models, or the file's name is one of another format.
     """
     import pyarrow.parquet as pq
 
-    from trimtab.trace.row_groups import schema_of, table_of
+    from trimtab.trace.row_groups import NOTES, schema_of, table_of
 
     if Path(path).suffix in OTHER_FORMATS:
         raise InputError(f"{path}: would hold Parquet; name it {Path(path).stem}.parquet")
@@ -64,6 +73,8 @@ def write_trace(trace: RoutingTrace | Iterable[RoutingTrace], path: str | os.Pat
             first.check_same_model(part)
             for group in _row_groups(part):
                 writer.write_table(table_of(group, schema))
+        if texts := [*first.notes, *notes()]:
+            writer.add_key_value_metadata({NOTES.decode(): json.dumps(texts)})
 
 
 def read_trace(source: Source, *, step: int | None = None) -> RoutingTrace:
@@ -98,7 +109,7 @@ class TraceReader:
         self.files = named_files(source, "*.parquet")
         self.name = str(self.files[0]) if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
         headers, facts = zip(*(_open(file) for file in self.files), strict=True)
-        self.empty: RoutingTrace = headers[0]
+        self.empty: RoutingTrace = replace(headers[0], notes=joined_notes(headers))
         for file, header in zip(self.files, headers, strict=True):
             with _naming(file):
                 self.empty.check_same_model(header)

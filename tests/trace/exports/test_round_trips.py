@@ -62,6 +62,7 @@ def same(trace: RoutingTrace, other: RoutingTrace, but: tuple[str, ...] = ()) ->
         "windows",
         "sampled",
         "numbering",
+        "notes",
         *but,
     }:
         np.testing.assert_array_equal(getattr(trace, name), getattr(other, name), name)

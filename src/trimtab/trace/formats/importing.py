@@ -186,8 +186,10 @@ def step_in(path: Path, pattern: str) -> int:
 
 def trace_of(records: Iterable[Record | Dropped], options: ImportOptions) -> RoutingTrace:
     """Returns one trace of records in memory."""
+    summary = Summary()
     with damaged_values():
-        return RoutingTrace.concatenate(list(normalise(records, options, Summary())))
+        trace = RoutingTrace.concatenate(list(normalise(records, options, summary)))
+    return replace(trace, notes=summary.notes)
 
 
 def _records(

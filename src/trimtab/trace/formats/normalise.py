@@ -18,6 +18,7 @@ from trimtab.errors import InputError
 from trimtab.kernels import kernel
 from trimtab.messages import note_once
 from trimtab.trace.formats.dump_fields import damaged_values
+from trimtab.trace.formats.plausible import Plausibility
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.message_text import at_place, clip, printable
 from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
@@ -48,6 +49,8 @@ class Summary:
         unknown_rows: imported tokens without a route in any layer.
         unknown_routes: (token, layer) pairs without a route, those of `unknown_rows` included.
         dropped: what the source has and the trace does not, by kind.
+        agreement: part of the routes of prompts that are those of another answer to the same prompt, if that is known.
+        notes: what is odd, see `plausible`; at the end of an import.
     """
 
     format: str = ""
@@ -56,6 +59,8 @@ class Summary:
     unknown_rows: int = 0
     unknown_routes: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    agreement: float | None = None
+    notes: tuple[str, ...] = ()
 
     def add(self, other: Summary) -> None:
         """Increase the counts by those of other data of the same dump."""
@@ -80,7 +85,8 @@ def normalise(
             row; or if there is no record with a route.
     """
     layout: _Layout | None = None
-    early: list[tuple[Record, Array]] = []
+    odd = Plausibility()
+    early: list[tuple[Record, Array, Array | None]] = []
     waiting: list[tuple[Record, Array]] = []
     models: list[str] = []
     size = 0
@@ -108,18 +114,30 @@ def normalise(
             token_hash = hash_tokens(token_ids)
             if 0 < item.prompt_length <= len(token_ids):
                 prompt_hash = hash_tokens(token_ids[: item.prompt_length])
-        early.append((replace(item, source=None, tokens=(), sequence_hash=token_hash, prompt_hash=prompt_hash), ids))
+        early.append(
+            (replace(item, source=None, tokens=(), sequence_hash=token_hash, prompt_hash=prompt_hash), ids, token_ids)
+        )
         if layout is None:
             continue
-        for record, ids in early:
-            waiting.append((record, _routes(record, ids, layout, summary)))
-            size += waiting[-1][1].nbytes
+        for record, ids, token_ids in early:
+            routes = _routes(record, ids, layout, summary)
+            prompt = record.step, record.prompt_hash
+            is_repeat_T = odd.add(routes, no_route(layout.num_experts), token_ids, prompt, record.prompt_length)
+            if options.drop_repeats and is_repeat_T.any():
+                routes[is_repeat_T] = no_route(layout.num_experts)
+                summary.dropped["repeated rows, now without route"] += int(is_repeat_T.sum())
+                summary.unknown_rows += int(is_repeat_T.sum())
+                summary.unknown_routes += int(is_repeat_T.sum()) * routes.shape[1]
+            waiting.append((record, routes))
+            size += routes.nbytes
         early.clear()
         if size >= ROW_GROUP_BYTES:
             yield _join(waiting, layout, options)
             waiting, size = [], 0
     if layout is None:
         raise InputError(f"{name}: no sequence has a route" if early else f"{name}: there are no sequences in it")
+    summary.agreement = odd.agreement if odd.prompt_rows else None
+    summary.notes = tuple(odd.notes(dropped=options.drop_repeats))
     if waiting:
         yield _join(waiting, layout, options)
 

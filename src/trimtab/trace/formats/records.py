@@ -34,6 +34,7 @@ class ImportOptions:
         optional: files that are left out, and noted, if they look like no format.
         rows_at: where rows for a part of a sequence are if the dump does not tell: at its "start" or its "end"; None:
             they are refused.
+        drop_repeats: take routes of rows as unknown that repeat the row before in all layers, or are 0 to K-1.
     """
 
     num_experts: int | None = None
@@ -47,6 +48,7 @@ class ImportOptions:
     sampled: float = 1.0
     optional: frozenset[Path] = frozenset()
     rows_at: Literal["start", "end"] | None = None
+    drop_repeats: bool = False
 
     def with_default(self, other: ImportOptions) -> ImportOptions:
         """These facts, and those of `other` where these are unknown."""

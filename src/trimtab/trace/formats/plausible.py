@@ -1,0 +1,130 @@
+"""What recorded routes tell of themselves: rows that no router chose, tokens that are recorded twice, and prompts whose
+routes differ from answer to answer. All of it is well-formed, so it is imported, and noted."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trimtab.array_type import Array
+
+# A smaller part of rows or sequences is not worth a note: repeated rows up to 5% change no figure that is printed.
+LEAST_PART = 0.01
+# Sums in another order change some routes of a prompt.
+LEAST_AGREEMENT = 0.95
+# Prompts' rows of other answers are compared while so many bytes of them are kept, the last ones first; and tokens
+# with each other up to so many, since 8 bytes of each are kept.
+PROMPT_BYTES, MOST_TOKENS = 32 << 20, 1 << 22
+# Odd, so that no token is lost in the product.
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass
+class Plausibility:
+    """Counts of what is odd in the sequences of a dump, one `add` for each.
+
+    Attributes:
+        rows: with a route in every layer.
+        repeated: rows that equal the row before in all layers, or are 0 to K-1 in all of them.
+        prompt_rows, agreeing: routes of a prompt's rows that can be compared with those of another answer to it, and
+            those that are equal.
+    """
+
+    rows: int = 0
+    repeated: int = 0
+    prompt_rows: int = 0
+    agreeing: int = 0
+    _prefixes: list[Array] = field(default_factory=list)
+    _tokens: int = 0
+    _prompts: OrderedDict[tuple[int, int], Array] = field(default_factory=OrderedDict)
+    _bytes: int = 0
+
+    def add(
+        self, routes_TLK: Array, no_route: int, token_ids: Array | None, prompt: tuple[int, int], prompt_length: int
+    ) -> Array:
+        """Count a sequence.
+
+        Args:
+            routes_TLK: in the order in which they were recorded, `no_route` where unknown.
+            token_ids: `[T]` or one more; None if unknown.
+            prompt: step and hash of the prompt, 0 if unknown.
+            prompt_length: its tokens.
+
+        Returns:
+            `[T]` bool, the rows that count as repeated.
+        """
+        is_known_T = (routes_TLK[..., 0] != no_route).all(axis=1)
+        # Nearly all rows differ in the first layer.
+        is_repeat_T = np.zeros(len(routes_TLK), bool)
+        is_repeat_T[1:] = (routes_TLK[1:, 0] == routes_TLK[:-1, 0]).all(axis=1)
+        ascending_K = np.arange(routes_TLK.shape[2])
+        is_ascending_T = (routes_TLK[:, 0] == ascending_K).all(axis=1) & (ascending_K[-1] > 0)
+        for is_odd_T, expected in ((is_repeat_T, routes_TLK[:-1]), (is_ascending_T, ascending_K)):
+            found = np.flatnonzero(is_odd_T)
+            other = expected[found - 1] if expected.ndim == 3 else expected
+            is_odd_T[found] = (routes_TLK[found] == other).all(axis=(1, 2))
+        is_repeat_T = (is_repeat_T | is_ascending_T) & is_known_T
+        self.rows += int(is_known_T.sum())
+        self.repeated += int(is_repeat_T.sum())
+        if token_ids is not None and len(token_ids) and self._tokens < MOST_TOKENS:
+            powers_T = np.multiply.accumulate(np.full(len(token_ids), _BASE))
+            self._prefixes.append(np.cumsum((token_ids.astype(np.uint64) + np.uint64(1)) * powers_T, dtype=np.uint64))
+            self._tokens += len(token_ids)
+        if prompt[1] and 0 < prompt_length <= len(routes_TLK):
+            self._compare(prompt, routes_TLK[:prompt_length], no_route)
+        return is_repeat_T
+
+    def _compare(self, prompt: tuple[int, int], routes_PLK: Array, no_route: int) -> None:
+        first_PLK = self._prompts.get(prompt)
+        if first_PLK is None:
+            self._prompts[prompt] = routes_PLK.copy()
+            self._bytes += routes_PLK.nbytes
+            while self._bytes > PROMPT_BYTES:
+                self._bytes -= self._prompts.popitem(last=False)[1].nbytes
+        elif first_PLK.shape == routes_PLK.shape:
+            self._prompts.move_to_end(prompt)
+            is_known_PL = (first_PLK[..., 0] != no_route) & (routes_PLK[..., 0] != no_route)
+            self.prompt_rows += int(is_known_PL.sum())
+            self.agreeing += int((np.sort(first_PLK) == np.sort(routes_PLK)).all(axis=-1)[is_known_PL].sum())
+
+    def _beginnings(self) -> tuple[int, int]:
+        """Sequences that are the beginning of a longer one, and those that are recorded once more."""
+        ends = np.array([prefix_T[-1] for prefix_T in self._prefixes], np.uint64)
+        every = np.sort(np.concatenate([np.empty(0, np.uint64), *self._prefixes]))
+        in_all = np.searchsorted(every, ends, "right") - np.searchsorted(every, ends, "left")
+        _, which, as_end = np.unique(ends, return_inverse=True, return_counts=True)
+        return int((in_all > as_end[which]).sum()), len(ends) - len(as_end)
+
+    def notes(self, *, dropped: bool = False) -> Iterator[str]:
+        """A sentence for each thing that a reader of figures should know.
+
+        Args:
+            dropped: repeated rows are not among the routes.
+        """
+        if self.repeated > LEAST_PART * self.rows and not dropped:
+            yield (
+                f"{self.repeated / self.rows:.0%} of the rows repeat the row before in all layers, or are 0 to K-1: no "
+                "router chose them, as in warm-up, profiling or padding; --drop-repeats takes their routes as unknown."
+            )
+        sequences = len(self._prefixes)
+        within, again = self._beginnings()
+        if within > LEAST_PART * sequences:
+            yield (
+                f"{within:,} of {sequences:,} sequences are the beginning of another, such as turns of a conversation: "
+                "their tokens count more than once."
+            )
+        if again > LEAST_PART * sequences:
+            yield f"{again:,} of {sequences:,} sequences have the same tokens as another; they count more than once."
+        if self.prompt_rows and self.agreement < LEAST_AGREEMENT:
+            yield (
+                f"Prompts' routes agree in {self.agreement:.1%} between answers to the same prompt; they should be "
+                "nearly the same, unless weights changed between them."
+            )
+
+    @property
+    def agreement(self) -> float:
+        """Part of the compared routes of prompts that are equal."""
+        return self.agreeing / max(1, self.prompt_rows)

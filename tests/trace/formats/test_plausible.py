@@ -1,0 +1,139 @@
+"""Well-formed and odd: repeated rows, tokens that count twice, prompts that disagree."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trimtab
+from trimtab import InputError, read_trace
+from trimtab.array_type import Array
+from trimtab.cli.main import main
+from trimtab.trace import synthesize
+from trimtab.trace.formats.plausible import Plausibility
+from trimtab.trace.store import TraceReader, write_trace
+
+EXPERTS, TOP_K, LAYERS = 128, 8, 3
+
+
+def routes(tokens: int, seed: int) -> Array:
+    rng = np.random.default_rng(seed)
+    return np.argsort(rng.random((tokens, LAYERS, EXPERTS)), axis=2)[:, :, :TOP_K].astype(np.uint8)
+
+
+def response(prompt: Sequence[int], answer: Sequence[int], ids: Array) -> str:
+    """A line of a server's log; the last token is never fed."""
+    file = io.BytesIO()
+    np.save(file, ids)
+    choice = {"token_ids": list(answer), "routed_experts": base64.b64encode(file.getvalue()).decode()}
+    return json.dumps({"prompt_token_ids": list(prompt), "choices": [choice]})
+
+
+def imported(path: Path, lines: Sequence[str], **options: bool) -> trimtab.RoutingTrace:
+    path.write_text("\n".join(lines))
+    return trimtab.import_dump(path, num_experts=EXPERTS, **options)
+
+
+def conversation() -> list[str]:
+    """Two turns, and 30 other sequences."""
+    ids, tokens = routes(89, 0), list(range(1000, 1090))
+    others = [response([seed] * 9, [seed, 7], routes(10, seed)) for seed in range(2, 32)]
+    return [response(tokens[:20], tokens[20:50], ids[:49]), response(tokens[:60], tokens[60:90], ids), *others]
+
+
+def test_turns_of_a_conversation_are_noted(tmp_path: Path) -> None:
+    (note,) = imported(tmp_path / "a.jsonl", conversation()).notes
+    assert note.startswith("1 of 32 sequences are the beginning of another")
+    assert imported(tmp_path / "b.jsonl", conversation()[1:]).notes == ()
+
+
+def test_answers_that_begin_alike_are_no_beginnings(tmp_path: Path) -> None:
+    """Up to their last token."""
+    tokens = list(range(40))
+    lines = [response(tokens, [1, 2, last], routes(42, 0)) for last in range(4)]
+    assert imported(tmp_path / "a.jsonl", lines).notes == ()
+
+
+def test_equal_sequences_are_noted(tmp_path: Path) -> None:
+    lines = conversation()[2:]
+    (note,) = imported(tmp_path / "a.jsonl", [*lines, lines[4], lines[9]]).notes
+    assert note.startswith("2 of 32 sequences have the same tokens as another")
+
+
+@pytest.mark.parametrize("kind", ["stale", "ascending"])
+def test_rows_that_no_router_chose_are_noted_and_dropped(kind: str, tmp_path: Path) -> None:
+    ids = routes(100, 0)
+    ids[60:63] = ids[59] if kind == "stale" else np.arange(TOP_K)
+    # One layer that is the same is by chance.
+    ids[20, 1], ids[31, 0] = ids[19, 1], ids[30, 0]
+    lines = [response([5] * 20, list(range(81)), ids)]
+    trace = imported(tmp_path / "a.jsonl", lines)
+    (note,) = trace.notes
+    assert note.startswith("3% of the rows repeat the row before in all layers, or are 0 to K-1")
+    assert (trace.expert_ids != trace.no_route).all()
+    dropped = imported(tmp_path / "a.jsonl", lines, drop_repeats=True)
+    assert dropped.notes == ()
+    is_unknown_T = (dropped.expert_ids == dropped.no_route).all(axis=(1, 2))
+    assert np.flatnonzero(is_unknown_T).tolist() == [60, 61, 62]
+    assert np.array_equal(dropped.expert_ids[~is_unknown_T], trace.expert_ids[~is_unknown_T])
+
+
+def test_prompts_of_equal_answers_should_agree(tmp_path: Path) -> None:
+    prompt, base = [9] * 30, routes(30, 0)
+    answers = [routes(9, seed) for seed in range(1, 9)]
+    alike = [np.concatenate([base, answer]) for answer in answers]
+    lines = [response(prompt, range(seed, seed + 10), ids) for seed, ids in enumerate(alike)]
+    assert imported(tmp_path / "a.jsonl", lines).notes == ()
+    alike[3][:30] = routes(30, 99)
+    lines[3] = response(prompt, range(3, 13), alike[3])
+    (note,) = imported(tmp_path / "a.jsonl", lines).notes
+    assert note.startswith("Prompts' routes agree in 85.7%")
+
+
+@settings(max_examples=60)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=8))
+def test_beginnings_are_those_of_a_plain_search(sequences: list[list[int]]) -> None:
+    odd = Plausibility()
+    for tokens in sequences:
+        odd.add(routes(len(tokens), 0), 255, np.array(tokens, np.int64), (0, 0), 0)
+    known = [tokens for tokens in sequences if tokens]
+    within = sum(any(len(other) > len(one) and other[: len(one)] == one for other in known) for one in known)
+    again = len(known) - len({tuple(tokens) for tokens in known})
+    assert odd._beginnings() == (within, again)
+
+
+def test_notes_are_in_the_file_and_above_every_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(conversation()))
+    file = str(tmp_path / "a.parquet")
+    assert main(["trace", "import", str(tmp_path / "a.jsonl"), "-o", file, "--num-experts", str(EXPERTS)]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    begins = "1 of 32 sequences are the beginning of another"
+    assert begins in said
+    assert read_trace(file).notes[0].startswith(begins)
+    write_trace(read_trace(file), tmp_path / "again.parquet")
+    assert TraceReader([file, tmp_path / "again.parquet"]).empty.notes == read_trace(file).notes
+    for command in ("analyze", "plan", "simulate", "advise"):
+        assert main([command, file, "--ranks", "4"]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert printed.count(begins) == 1, command
+        assert printed.index(begins) < 400, command
+
+
+def test_notes_of_a_file_are_checked(tmp_path: Path) -> None:
+    trace = synthesize(num_sequences=4, sequence_length=8, num_layers=2, num_experts=8, top_k=2, zipf=1.0)
+    for content in (b"{", b"[1]", b"{}", json.dumps(["x"] * 17).encode()):
+        write_trace(trace, tmp_path / "a.parquet")
+        table = pq.read_table(tmp_path / "a.parquet")
+        metadata = {**table.schema.metadata, b"trimtab-notes": content}
+        pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "a.parquet")
+        with pytest.raises(InputError, match="trimtab-notes should be a list of at most 16 texts"):
+            read_trace(tmp_path / "a.parquet")
