@@ -32,10 +32,33 @@ def test_every_expert_is_there(seed: int, ranks: int, nodes: int, redundant: int
     np.testing.assert_allclose(loads_MLR.sum(axis=2), counts_MLE.sum(axis=2))
     for layer, expert_P in enumerate(slots_LP):
         packed_P, copies_E = rebalance(counts_MLE[:, layer].sum(axis=0), 16 + redundant, 1, 1, ranks)
+        if copies_E.max() > ranks:
+            continue
         np.testing.assert_array_equal(np.bincount(expert_P, minlength=16), copies_E)
-        if nodes == 1:  # what is squared counts whole tokens
+        is_apart = all(len(set(slots)) == len(slots) for slots in packed_P.reshape(ranks, -1).tolist())
+        if nodes == 1 and is_apart:  # what is squared counts whole tokens
             before = slot_loads(counts_MLE[:, layer : layer + 1], packed_P[None], ranks)
             assert (loads_MLR[:, layer] ** 2).sum() <= (before**2).sum() * (1 + 1e-3)
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([(2, 1, 8), (8, 2, 8), (4, 4, 16), (16, 2, 32), (8, 1, 9), (6, 2, 4)]),
+    st.sampled_from([0.5, 2.0, 8.0]),
+    st.data(),
+)
+def test_no_rank_has_an_expert_twice(seed: int, shape: tuple[int, int, int], skew: float, data: st.DataObject) -> None:
+    """Also where one expert has nearly all tokens, and where each rank has nearly all experts."""
+    ranks, nodes, experts = shape
+    sizes = [slots for slots in range(1, experts + 1) if slots * ranks >= experts]
+    slots = data.draw(st.sampled_from(sizes))
+    rng = np.random.default_rng(seed)
+    popularity_E = rng.permutation(np.arange(1, experts + 1) ** -skew)
+    counts_MLE = rng.multinomial(10_000, popularity_E / popularity_E.sum(), (3, 2))
+    for expert_P in fill_slots(counts_MLE, slots * ranks, ranks, ranks // nodes):
+        assert set(expert_P) == set(range(experts))
+        assert all(len(set(mine)) == slots for mine in expert_P.reshape(ranks, slots).tolist())
 
 
 def test_parts_of_a_trace(tmp_path: Path) -> None:
@@ -78,5 +101,7 @@ def test_refused() -> None:
         fill_slots(counts_MLE, 10, 4, 4)
     with pytest.raises(InputError, match="2 ranks don't divide 10 experts"):
         fill_slots(counts_MLE, 8, 2, 2)
+    with pytest.raises(InputError, match="2 ranks have 11 slots each, and there are 10 experts; use 10 redundant"):
+        fill_slots(counts_MLE, 22, 2, 2)
     with pytest.raises(InputError, match="3 ranks a node don't divide 4 ranks"):
         fill_slots(counts_MLE, 12, 4, 3)

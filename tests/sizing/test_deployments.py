@@ -102,7 +102,8 @@ def plain_best(result: RolloutSizing, colocated: bool, copies: int, token_s: flo
     times, experts = result.search.times, MODEL.num_experts
     most_bytes, wide, hidden = 0.9 * cluster.device_bytes, 2, MODEL.hidden_size
     expert_s = {}
-    for ranks in (1, 2, 4):
+    # One rank has each expert, and none twice.
+    for ranks in (2, 4) if copies else (1, 2, 4):
         slots_LP = times.slots_LP(ranks, copies, 8)
         per_rank = slots_LP.shape[1] // ranks
         seconds = []

@@ -186,8 +186,10 @@ class Search:
         model, per_node = self.attention.model, self.attention.cluster.ranks_per_node
         widths = [tp for tp in TENSOR_RANKS if tp <= per_node and not (model.attention_heads or tp) % tp]
         for ranks in range(1, self.most_gpus + 1):
-            expert_bytes = self.experts.expert_bytes(model.num_experts // ranks + copies)
-            if model.num_experts % ranks or expert_bytes > self.experts.usable_bytes:
+            slots = model.num_experts // ranks + copies
+            expert_bytes = self.experts.expert_bytes(slots)
+            # No rank has two copies of an expert.
+            if model.num_experts % ranks or slots > model.num_experts or expert_bytes > self.experts.usable_bytes:
                 continue
             slots_LP = self.times.slots_LP(ranks, copies, self.experts.cluster.ranks_per_node)
             table = self.times.table(self.experts.expert_costs(), slots_LP, ranks)

@@ -19,7 +19,6 @@ from trimtab.trace.counting import count_experts
 from trimtab.trace.store import TraceReader
 
 PARTS = 32
-# Engines and the argument of `trace export --to`.
 
 
 def count_parts(trace: TraceReader, num_parts: int = PARTS, group_S: Array | None = None) -> Array:
@@ -56,7 +55,8 @@ def fill_slots(counts_MLE: Array, num_slots: int, num_ranks: int, ranks_per_node
         num_slots: experts and their copies; the same number on every rank.
 
     Raises:
-        InputError: if the ranks don't divide the slots, or the nodes the ranks.
+        InputError: if the ranks don't divide the slots, or the nodes the ranks; or if a rank has more slots than there
+            are experts, since none has two of one expert.
     """
     num_experts = counts_MLE.shape[2]
     if num_slots % num_ranks or num_slots < num_experts:
@@ -67,14 +67,54 @@ def fill_slots(counts_MLE: Array, num_slots: int, num_ranks: int, ranks_per_node
         )
     if num_ranks % ranks_per_node:
         raise InputError(f"{ranks_per_node} ranks a node don't divide {num_ranks} ranks")
+    if num_slots > num_ranks * num_experts:
+        raise InputError(
+            f"{num_ranks} ranks have {num_slots // num_ranks} slots each, and there are {num_experts} experts; use "
+            f"{(num_ranks - 1) * num_experts} redundant experts at most"
+        )
     rank_P = np.arange(num_slots) // (num_slots // num_ranks)
     slots_LP = np.empty((counts_MLE.shape[1], num_slots), np.int64)
     for layer in range(len(slots_LP)):
-        expert_P, copies_E = rebalance(counts_MLE[:, layer].sum(axis=0), num_slots, 1, 1, num_ranks)
+        counts_E = counts_MLE[:, layer].sum(axis=0)
+        expert_P, copies_E = _at_most(num_ranks, counts_E, *rebalance(counts_E, num_slots, 1, 1, num_ranks))
         counts_MP = counts_MLE[:, layer, expert_P] // copies_E[expert_P]
         moved_P = place_experts(counts_MP, rank_P, num_ranks, ranks_per_node)
+        _separate(expert_P, moved_P, counts_MP.sum(axis=0), num_ranks)
         slots_LP[layer] = expert_P[np.argsort(moved_P, kind="stable")]
     return slots_LP
+
+
+def _at_most(most: int, counts_E: Array, expert_P: Array, copies_E: Array) -> tuple[Array, Array]:
+    """The experts of slots, and copies of experts, if no expert has more than `most`; others get what it has above."""
+    expert_P, copies_E = expert_P.copy(), copies_E.copy()
+    for expert in np.flatnonzero(copies_E > most):
+        for slot in np.flatnonzero(expert_P == expert)[most:]:
+            other = int(np.where(copies_E < most, counts_E / copies_E, -1.0).argmax())
+            expert_P[slot] = other
+            copies_E[[expert, other]] += -1, 1
+    return expert_P, copies_E
+
+
+def _separate(expert_P: Array, rank_P: Array, load_P: Array, num_ranks: int) -> None:
+    """Swap the ranks of slots until no rank has two copies of an expert, each time with the slot that keeps the two
+    ranks most even. No expert has more copies than there are ranks."""
+    has_RE = np.zeros((num_ranks, int(expert_P.max()) + 1), np.int64)
+    np.add.at(has_RE, (rank_P, expert_P), 1)
+    while len(twice := np.flatnonzero(has_RE[rank_P, expert_P] > 1)):
+        for slot in twice:
+            expert, rank = expert_P[slot], rank_P[slot]
+            fitting = np.flatnonzero((has_RE[rank_P, expert] == 0) & (has_RE[rank, expert_P] == 0))
+            if has_RE[rank, expert] < 2 or not len(fitting):
+                continue
+            loads_R, more = np.bincount(rank_P, load_P, num_ranks), load_P[slot] - load_P[fitting]
+            other = fitting[np.maximum(loads_R[rank] - more, loads_R[rank_P[fitting]] + more).argmin()]
+            rank_P[[slot, other]] = rank_P[[other, slot]]
+            np.add.at(has_RE, ([rank, rank, rank_P[slot], rank_P[slot]], [expert, expert_P[other]] * 2), [-1, 1, 1, -1])
+            break
+        else:
+            # Copies of an expert are on consecutive ranks.
+            rank_P[np.argsort(expert_P, kind="stable")] = np.arange(len(rank_P)) % num_ranks
+            return
 
 
 def slot_loads(counts_MLE: Array, slots_LP: Array, num_ranks: int) -> Array:
