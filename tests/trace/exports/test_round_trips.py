@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from helpers.import_items import kept
 from helpers.response_dumps import routes, safetensors_bytes
 from helpers.trace_arrays import write_npz, write_safetensors
-from trimtab import InputError, RoutingTrace
+from trimtab import InputError, RoutingTrace, import_dump
 from trimtab.trace import no_route
 from trimtab.trace.exports.megatron import write_megatron
 from trimtab.trace.formats import arrays, megatron, vllm
@@ -193,3 +193,15 @@ def test_a_pickled_array_without_its_dtype_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.pkl").write_bytes(b"\x80\x04}\x8c\x0aexpert_ids" + unmade + b"s.")
     with pytest.raises(InputError, match="expert_ids: a damaged file: an array without dtype"):
         kept(arrays.read(tmp_path / "a.pkl", ImportOptions()))
+
+
+def test_an_array_for_each_sequence(tmp_path: Path) -> None:
+    """Under any names; arrays that don't fit together are none."""
+    one, other = (np.argsort(np.random.default_rng(seed).random((9 + seed, 3, 16)))[..., :2] for seed in (0, 1))
+    np.savez(tmp_path / "a.npz", first=one.astype(np.uint8), second=other.astype(np.uint8))
+    trace = import_dump(tmp_path / "a.npz", num_experts=16)
+    for index, ids in enumerate((one, other)):
+        assert np.array_equal(trace.sequence(index), np.sort(ids, axis=-1))
+    np.savez(tmp_path / "b.npz", one, other[:, :2])
+    with pytest.raises(InputError, match="looks like none of"):
+        import_dump(tmp_path / "b.npz", num_experts=16)

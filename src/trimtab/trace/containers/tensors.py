@@ -238,7 +238,10 @@ def plain_numbers(array: NumpyArray, what: str) -> Array:
     """An array of a dump as numpy's. Raises InputError, which begins with its name, if it holds objects."""
     with at_place(what):
         if isinstance(array.dtype, DType) and "O" in array.dtype.code:
-            raise InputError("it holds objects; only plain numbers are read")
+            raise InputError(
+                "it holds objects; only plain numbers are read: numpy.savez(file, *arrays) writes one array for each "
+                "sequence as .npz"
+            )
         return array.numpy()
 
 

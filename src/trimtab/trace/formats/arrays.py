@@ -3,6 +3,8 @@
 `expert_ids [T, L, K]` is needed; `sequence_starts`, `prompt_lengths`, `steps`, `sequence_hashes`, `prompt_hashes`,
 `domains` and `layer_indices` are optional. Number of experts and model are stored with them: as arrays of one value in
 `.npz`, as texts (with `domains` as a JSON list) in a safetensors file's metadata.
+
+Or an `.npz` of one array `[t, L, K]` for each sequence, under any names, as `numpy.savez(file, *arrays)` writes it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.array_files import Arrays, array_names, open_arrays
+from trimtab.trace.containers.array_files import Arrays, array_names, array_shapes, open_arrays
 from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.formats.responses import check_ids
 from trimtab.trace.routing import no_route
@@ -25,7 +27,7 @@ IDS = "expert_ids"
 
 
 def recognise(path: Path) -> bool:
-    return IDS in (array_names(path) or ())
+    return IDS in (array_names(path) or ()) or _is_one_a_sequence(path)
 
 
 def read_metadata(path: Path) -> ImportOptions:
@@ -37,7 +39,20 @@ def read_metadata(path: Path) -> ImportOptions:
 def read(path: Path, options: ImportOptions) -> Iterator[Record]:
     """Yields the records of the file, one per sequence."""
     with open_arrays(path) as arrays:
+        if IDS not in arrays and _is_one_a_sequence(path):
+            for name in arrays.arrays:
+                ids = check_ids(arrays.rows(name, 0, arrays.shape(name)[0]))
+                yield Record(ids, f"array {name}", missing="any")
+            return
         yield from sequences(arrays, IDS, _metadata(arrays).num_experts)
+
+
+def _is_one_a_sequence(path: Path) -> bool:
+    """Whether a file has several arrays of three axes, with the same layers and top-k."""
+    shapes = array_shapes(path)
+    names = array_names(path) or []
+    same = len({shape[1:] for shape in shapes.values()}) == 1 and all(len(shape) == 3 for shape in shapes.values())
+    return len(names) == len(shapes) > 0 and same and not {IDS, "routed_experts"}.intersection(names)
 
 
 def sequences(arrays: Arrays, name: str, num_experts: int | None = None) -> Iterator[Record]:
