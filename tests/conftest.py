@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Examples depend on the test alone, not on constants of the modules that are imported by then.
         providers._get_local_constants = lambda: providers._local_constants
     # Commands print the same however long they take.
-    importlib.import_module("trimtab.cli.output").SAID_EVERY_S = 1e6
+    vars(importlib.import_module("trimtab.cli.output"))["SAID_EVERY_S"] = 1e6
     if _recorder is not None:
         config.pluginmanager.register(_recorder)
     if config.option.forks:

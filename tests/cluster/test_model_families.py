@@ -312,7 +312,7 @@ ARCTIC = {
     "num_attention_heads": 56, "num_key_value_heads": 8, "num_local_experts": 128, "num_experts_per_tok": 2,
     "moe_layer_frequency": 1, "parallel_attn_mlp_res": True, "vocab_size": 32000,
 }  # fmt: skip
-GEMMA = {
+GEMMA: dict[str, Any] = {
     "model_type": "gemma4_text", "hidden_size": 2816, "intermediate_size": 2112, "moe_intermediate_size": 704,
     "num_experts": 128, "top_k_experts": 8, "enable_moe_block": True, "num_hidden_layers": 30,
     "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2, "head_dim": 256,

@@ -38,9 +38,9 @@ def response(prompt: Sequence[int], answer: Sequence[int], ids: Array) -> str:
     return json.dumps({"prompt_token_ids": list(prompt), "choices": [choice]})
 
 
-def imported(path: Path, lines: Sequence[str], **options: bool) -> trimtab.RoutingTrace:
+def imported(path: Path, lines: Sequence[str], *, drop_repeats: bool = False) -> trimtab.RoutingTrace:
     path.write_text("\n".join(lines))
-    return trimtab.import_dump(path, num_experts=EXPERTS, **options)
+    return trimtab.import_dump(path, num_experts=EXPERTS, drop_repeats=drop_repeats)
 
 
 def conversation() -> list[str]:

@@ -91,7 +91,8 @@ def _at_most(most: int, counts_E: Array, expert_P: Array, copies_E: Array) -> tu
         for slot in np.flatnonzero(expert_P == expert)[most:]:
             other = int(np.where(copies_E < most, counts_E / copies_E, -1.0).argmax())
             expert_P[slot] = other
-            copies_E[[expert, other]] += -1, 1
+            copies_E[expert] -= 1
+            copies_E[other] += 1
     return expert_P, copies_E
 
 
