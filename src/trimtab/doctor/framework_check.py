@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.finding import Finding
+from trimtab.doctor.launch_script import expanded
 from trimtab.doctor.megatron_check import check_options, flat_options, read_options, read_tree
 from trimtab.errors import InputError
 from trimtab.files import read_small_text
@@ -46,10 +47,12 @@ def check_verl(path: Path) -> list[Finding]:
         InputError: if the file can't be read, or has no setting of verl.
     """
     given = _verl_settings(path)
-    findings = [_verl_flag(given)]
-    strategy = given.get(f"{_ACTOR}.strategy", "megatron")
-    if strategy != "megatron":
-        text = f"strategy is {strategy}, which has no expert parallelism: there is nothing to balance"
+    unknown = sorted(name for name, value in given.items() if "$" in str(value))
+    given = {name: value for name, value in given.items() if name not in unknown}
+    findings = [_verl_flag(given, unknown)]
+    engine_name = given.get("model_engine") or given.get(f"{_ACTOR}.strategy", "megatron")
+    if engine_name != "megatron":
+        text = f"the engine is {engine_name}, which has no expert parallelism: there is nothing to balance"
         return [*findings, Finding("verl engine", "problem", text)]
     mode = "plan"
     try:
@@ -76,7 +79,9 @@ def check_verl(path: Path) -> list[Finding]:
     engine.setdefault("sequence_parallel", True)
     # verl builds the model with it, unless it is overridden.
     engine.setdefault("moe_token_dispatcher_type", "alltoall")
-    return findings + check_options(flat_options(engine.items()), [])
+    # Those that matter here are named with those of Megatron.
+    mine = [name for name in unknown if name.startswith(_ENGINE) or name.rpartition(".")[2] in of_plugin]
+    return findings + check_options(flat_options(engine.items()), [name.rpartition(".")[2] for name in mine])
 
 
 def _check_arguments(path: Path, package: str, options: tuple[Option, ...]) -> list[Finding]:
@@ -110,8 +115,10 @@ def _hook(package: str, found: Any, expected: str) -> Finding:
     return Finding(name, "problem", f"not switched on: --custom-megatron-init-path should be {expected}; {now}")
 
 
-def _verl_flag(given: Mapping[str, Any]) -> Finding:
+def _verl_flag(given: Mapping[str, Any], unknown: Collection[str]) -> Finding:
     name, expected = f"{_MODEL}.external_lib", "trimtab.integrations.verl"
+    if name in unknown:
+        return Finding("verl plugin", "warning", f"{name} has a value that is not in the file; it should be {expected}")
     if given.get(name) == expected:
         return Finding("verl plugin", "ok", f"switched on by {name}={expected}")
     now = f"it is {given[name]}" if given.get(name) else "it is not in the file"
@@ -136,8 +143,10 @@ def _verl_settings(path: Path) -> dict[str, Any]:
         tree = read_tree(path)
         given = dict(_dotted(tree)) if isinstance(tree, dict) else {}
     else:
-        text = re.sub(r"(?m)(^|\s)#.*$", "", read_small_text(path))
+        text = expanded(path)
         given = {name: _value(value) for name, value in _SETTING.findall(text)}
+        if engine := re.search(r"(?<![\w.-])model_engine=(\w+)", text):
+            given["model_engine"] = engine[1]
     if not any(name.startswith("actor_rollout_ref.") for name in given):
         raise InputError(
             f"{path}: no setting of actor_rollout_ref; it should be verl's config, or a script of settings"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.finding import Finding
+from trimtab.doctor.launch_script import expanded
 from trimtab.errors import InputError
 from trimtab.files import read_small_text
 from trimtab.integrations.megatron.option_tables import (
@@ -31,8 +32,6 @@ SWITCHES = {option.name for option in (*REFUSED, *NEVER_RUN) if option.supported
 LISTS = ("cuda_graph_scope", "cuda_graph_modules", "moe_router_load_balancing_type", "recompute_modules")
 LOG_LINE = re.compile(r"^\s*(?:\S+:\s*)?([a-z]\w*) \.{3,} ?(.*?)\s*$", re.MULTILINE)
 FLAG = re.compile(r"--([a-zA-Z][\w-]*)(?:=(.*))?$")
-ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s(]+)\s*$", re.MULTILINE)
-VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-((?:[^{}]|\{[^{}]*\})*))?\}|(\w+))")
 
 
 def read_options(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -82,7 +81,7 @@ def _pairs(path: Path, text: str) -> Iterable[tuple[str, Any]]:
         return _leaves(read_tree(path))
     if len(LOG_LINE.findall(text)) > 2:
         return ((match[1], _literal(match[2])) for match in LOG_LINE.finditer(text))
-    return _flags(text)
+    return _flags(expanded(path))
 
 
 def _yaml(path: Path, text: str) -> Any:
@@ -118,22 +117,18 @@ def _literal(text: str) -> Any:
 
 
 def _flags(text: str) -> Iterator[tuple[str, Any]]:
-    """Flags with their values."""
-    text = re.sub(r"(?m)(^|\s)#.*$", "", text)
-    variables: dict[str, str] = {}
-    for match in ASSIGNMENT.finditer(text):
-        variables[match[1]] = _expand(match[2].strip("'\""), variables)
-    for line in re.sub(r"\\\n|['\"()]", " ", text).splitlines():
+    """Flags with their values, of a script without variables."""
+    for line in re.sub(r"['\"()]", " ", text).splitlines():
         name, given = "", []
         for word in [*line.split(), "end="]:
             flag = FLAG.match(word)
             if flag is None and not re.match(r"\w+\+?=", word):
-                given.append(_expand(word, variables))
+                given.append(word)
                 continue
             if name:
                 yield _flag(name, given)
             name = flag[1].replace("-", "_") if flag else ""
-            given = [_expand(flag[2], variables)] if flag and flag[2] else []
+            given = [flag[2]] if flag and flag[2] else []
 
 
 def _flag(name: str, words: list[str]) -> tuple[str, Any]:
@@ -143,16 +138,6 @@ def _flag(name: str, words: list[str]) -> tuple[str, Any]:
     if name in SWITCHES or not words:
         return name, True
     return name, words if name in LISTS else _literal(words[0])
-
-
-def _expand(word: str, variables: dict[str, str]) -> str:
-    """A word with the values of the shell's variables that the text assigns."""
-
-    def value(match: re.Match[str]) -> str:
-        default = _expand(match[2], variables) if match[2] else match[0]
-        return variables.get(match[1] or match[3], default)
-
-    return VARIABLE.sub(value, word)
 
 
 TESTED = ("0.16.1", "0.18.2", "0.19.2")
