@@ -433,3 +433,27 @@ def test_the_reference_shows_every_preset() -> None:
         assert (weights, active) == (f"{model.parameters / 1e9:.1f} B", f"{model.active_parameters / 1e9:.1f} B")
         blocks = [block.in_moe_layers + block.in_dense_layers for block in model.attention]
         assert attention == "full" if not blocks else [int(part.split()[0]) for part in attention.split(", ")] == blocks
+
+
+@pytest.mark.parametrize("name", ["num_local_experts", "n_routed_experts", "num_layers", "d_model", "moe_topk"])
+def test_an_override_wins_over_other_names_of_its_size(name: str) -> None:
+    sizes = {"num_local_experts": "num_experts", "n_routed_experts": "num_experts", "d_model": "hidden_size"}
+    usual = sizes | {"num_layers": "num_hidden_layers", "moe_topk": "num_experts_per_tok"}
+    assert read(QWEN, **{name: 4})[0] == read(QWEN | {usual[name]: 4})[0]
+
+
+@pytest.mark.parametrize("odd", [5, None, [], "x", {"0": 5}, {"0": {"head_dim": "512", "num_key_value_heads": -1}}])
+def test_odd_sizes_of_a_layer_are_left_out(odd: Any) -> None:
+    model, _ = read(GEMMA | {"per_layer_config": odd})
+    assert model == read(GEMMA)[0]
+    assert read({**GEMMA, "per_layer_config": odd, "global_head_dim": None})[0] == model
+
+
+@pytest.mark.parametrize("config", [QWEN, GEMMA, LARGE_3, PANGU, ARCTIC])
+def test_routing_alone_is_read_without_a_line(config: dict[str, Any]) -> None:
+    sizes, reading = read_sizes(config, "config.json", {}, routing_alone=True)
+    assert reading.text == ""
+    assert ModelSpec(**sizes) == read(config)[0]
+    assert (
+        read_sizes(config | {"v_head_dim": "x", "head_dim": "x"}, "config.json", {}, routing_alone=True)[1].text == ""
+    )

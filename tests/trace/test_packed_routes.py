@@ -127,6 +127,9 @@ def test_odd_arrays_are_refused() -> None:
         unpack(b"")
     with pytest.raises(InputError, match="a routing payload of an earlier version; it should be what this version's"):
         unpack(b"TTP1" + bytes(60))
+    with pytest.raises(InputError, match="not a routing payload"):
+        unpack(b"TTP2" + bytes(4))
+    assert unpack(pack(routing(3, 2, 8, 2, 0.0, 0), 8, layers=iter([1]))).shape == (3, 1, 2)  # type: ignore[arg-type]
 
 
 @settings(max_examples=100)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from trimtab.cluster.attention import LIMITED, AttentionLayers, Kind
 from trimtab.cluster.config_keys import ConfigKeys
@@ -67,10 +66,15 @@ def softmax_attention(keys: ConfigKeys, hidden_size: int, kind: Kind) -> tuple[i
     if keys.is_of("gemma4") and kind == "full":
         # Heads of their own; one projection may make keys and values. transformers writes sizes by layer.
         of_layers = keys.get("per_layer_config")
-        own: dict[str, Any] = next(iter(of_layers.values()), {}) if isinstance(of_layers, dict) else {}
-        head = keys.count("global_head_dim", default=own.get("head_dim", _GLOBAL_HEAD))
+        own = next(iter(of_layers.values()), {}) if isinstance(of_layers, dict) else {}
+
+        def of_layer(name: str, default: int) -> int:
+            value = own.get(name) if isinstance(own, dict) else None
+            return value if type(value) is int and value > 0 else default
+
+        head = keys.count("global_head_dim", default=of_layer("head_dim", _GLOBAL_HEAD))
         if keys.get("attention_k_eq_v") is True:
-            kv_heads = keys.count("num_global_key_value_heads", default=own.get("num_key_value_heads", kv_heads))
+            kv_heads = keys.count("num_global_key_value_heads", default=of_layer("num_key_value_heads", kv_heads))
             projections = 1
     other = keys.get("attention_other_setting")
     # Step-3.5 and 3.7: windows have heads of their own.

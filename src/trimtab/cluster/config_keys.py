@@ -50,6 +50,11 @@ class ConfigKeys:
                 self._values |= self._values.pop(part)
         types = config.get("model_type"), self._values.get("model_type")
         self.model_types = tuple(dict.fromkeys(str(name) for name in types if name))
+        for name in overrides:
+            sizes = [names for names in NAMES.values() if name in names]
+            # One that is a name of two sizes changes that which no other name gives.
+            for other in sizes[0] if len(sizes) == 1 else ():
+                self._values.pop(other, None)
         self._values |= overrides
         self._overrides = tuple(overrides)
         self.used: dict[str, None] = {}

@@ -59,7 +59,7 @@ def read_sizes(
 
     Args:
         overrides: keys of the config with other values.
-        routing_alone: without the sizes of attention, which are then unknown.
+        routing_alone: whether the sizes of attention are left unknown where they can't be read.
 
     Raises:
         InputError: if it does not describe a MoE model, or an override is of no key that is read.
@@ -105,11 +105,19 @@ def read_sizes(
         "expert_groups": groups,
         "groups_per_token": chosen_groups,
     }
-    if not routing_alone:
+    is_whole = True
+    try:
         sizes |= _attention_sizes(keys, hidden_size, layers, blocks, moe_layers)
-    keys.check_overrides()
+    except InputError:
+        if not routing_alone:
+            raise
+        is_whole = False
+    if is_whole:
+        keys.check_overrides()
     model_type = keys.model_types[-1] if keys.model_types else ""
-    return sizes, ConfigReading(where, model_type, tuple(keys.used), keys.ignored(), tuple(keys.notes))
+    return sizes, ConfigReading(
+        where, model_type, tuple(keys.used), keys.ignored() if is_whole else (), tuple(keys.notes)
+    )
 
 
 def _expert_groups(keys: ConfigKeys, num_experts: int, top_k: int) -> tuple[int, int]:

@@ -243,7 +243,7 @@ def read_model(
     Args:
         text: a path comes before a hub id.
         overrides: keys of the config with other values.
-        routing_alone: leave the sizes of attention unknown.
+        routing_alone: leave the sizes of attention unknown where they can't be read.
 
     Raises:
         InputError: if it is none of these, the file does not describe a MoE model, or an override is of no key that is

@@ -47,7 +47,7 @@ def pack(ids_TLK: Any, num_experts: int, *, layers: Sequence[int] | None = None)
     kept = list(range(all_layers)) if layers is None else _known(layers, range(all_layers), "the ids have")
     if not 1 <= top_k <= num_experts <= 65535:
         raise InputError(f"the ids are {top_k} of {num_experts} experts; they should be 1 to all of at most 65535")
-    if tokens >= 2**32 or all_layers > 65535:
+    if tokens >= 2**32 or max(all_layers, len(kept)) > 65535:
         raise InputError(
             f"the ids are of {tokens} tokens and {all_layers} layers; a payload has less than 2^32 and 2^16"
         )
@@ -99,7 +99,7 @@ def unpack(payload: Any, *, layers: Sequence[int] | None = None) -> Array:
     if bytes_B.dtype != np.uint8:
         raise InputError(f"the routing payload is an array of {bytes_B.dtype}; it should be bytes, or uint8")
     magic, content = bytes_B[:4].tobytes(), bytes_B[_HEADER.size :].tobytes()
-    if magic != _MAGIC:
+    if magic != _MAGIC or len(content) < _SIZES.size:
         found = "a routing payload of an earlier version" if magic == b"TTP1" else "not a routing payload"
         raise InputError(f"the bytes are {found}; it should be what this version's pack returned")
     if bytes_B[4 : _HEADER.size].tobytes() != zlib.crc32(content).to_bytes(4, "little"):
@@ -155,7 +155,8 @@ def _integers(values: Any, ndim: int = 3) -> Array:
 
 
 def _known(layers: Sequence[int], known: Sequence[int], owner: str) -> list[int]:
-    for layer in layers:
+    wanted = [int(layer) for layer in layers]
+    for layer in wanted:
         if layer not in known:
             raise InputError(f"layer {layer} is not there; {owner} {', '.join(map(str, known)) or 'none'}")
-    return list(layers)
+    return wanted

@@ -54,7 +54,7 @@ def write_trace(
     """
     import pyarrow.parquet as pq
 
-    from trimtab.trace.row_groups import NOTES, schema_of, table_of
+    from trimtab.trace.row_groups import MOST_NOTES, NOTES, schema_of, table_of
 
     if Path(path).suffix in OTHER_FORMATS:
         raise InputError(f"{path}: would hold Parquet; name it {Path(path).stem}.parquet")
@@ -73,7 +73,7 @@ def write_trace(
             first.check_same_model(part)
             for group in _row_groups(part):
                 writer.write_table(table_of(group, schema))
-        if texts := [*first.notes, *notes()]:
+        if texts := list(dict.fromkeys([*first.notes, *notes()]))[:MOST_NOTES]:
             writer.add_key_value_metadata({NOTES.decode(): json.dumps(texts)})
 
 

@@ -21,6 +21,7 @@ from trimtab import InputError, RoutingTrace, import_dump
 from trimtab.trace import no_route
 from trimtab.trace.exports.megatron import write_megatron
 from trimtab.trace.formats import arrays, megatron, vllm
+from trimtab.trace.formats.importing import format_of
 from trimtab.trace.formats.records import ImportOptions, Record
 
 WRITERS: dict[str, tuple[Any, ModuleType]] = {
@@ -202,6 +203,10 @@ def test_an_array_for_each_sequence(tmp_path: Path) -> None:
     trace = import_dump(tmp_path / "a.npz", num_experts=16)
     for index, ids in enumerate((one, other)):
         assert np.array_equal(trace.sequence(index), ids)
-    np.savez(tmp_path / "b.npz", one, other[:, :2])
-    with pytest.raises(InputError, match="looks like none of"):
-        import_dump(tmp_path / "b.npz", num_experts=16)
+    for arrays_ in ([one, other[:, :2]], [one], [one.repeat(100, axis=1), other.repeat(100, axis=1)]):
+        np.savez(tmp_path / "b.npz", *arrays_)
+        with pytest.raises(InputError, match="looks like none of"):
+            import_dump(tmp_path / "b.npz", num_experts=16)
+    # A name that another format knows.
+    np.savez(tmp_path / "c.npz", logical_count=np.ones((4, 2, 8), int), last=np.ones((4, 2, 8), int))
+    assert format_of(tmp_path / "c.npz") == "sglang-recorder"

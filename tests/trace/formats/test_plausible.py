@@ -46,7 +46,7 @@ def imported(path: Path, lines: Sequence[str], *, drop_repeats: bool = False) ->
 def conversation() -> list[str]:
     """Two turns, and 30 other sequences."""
     ids, tokens = routes(89, 0), list(range(1000, 1090))
-    others = [response([seed] * 9, [seed, 7], routes(10, seed)) for seed in range(2, 32)]
+    others = [response([seed] * 9, [seed] * 40, routes(48, seed)) for seed in range(2, 32)]
     return [response(tokens[:20], tokens[20:50], ids[:49]), response(tokens[:60], tokens[60:90], ids), *others]
 
 
@@ -67,6 +67,36 @@ def test_equal_sequences_are_noted(tmp_path: Path) -> None:
     lines = conversation()[2:]
     (note,) = imported(tmp_path / "a.jsonl", [*lines, lines[4], lines[9]]).notes
     assert note.startswith("2 of 32 sequences have the same tokens as another")
+
+
+def test_short_answers_may_be_equal(tmp_path: Path) -> None:
+    lines = [response([9] * 30, [seed % 3, 7], routes(31, 0)) for seed in range(12)]
+    assert imported(tmp_path / "a.jsonl", lines).notes == ()
+
+
+@pytest.mark.parametrize(("layers", "experts", "top_k"), [(1, 8, 1), (1, 8, 2), (2, 8, 1), (2, 2, 2), (2, 4, 4)])
+def test_rows_that_are_equal_by_chance_are_fine(layers: int, experts: int, top_k: int) -> None:
+    odd = Plausibility()
+    rows = np.argsort(np.random.default_rng(0).random((500, layers, experts)), axis=2)[..., :top_k].astype(np.uint8)
+    assert not odd.add(rows, experts, None, (0, 0), 0).any()
+    assert list(odd.notes()) == []
+
+
+def test_rows_may_lack_a_layer() -> None:
+    odd, ids = Plausibility(), routes(50, 0)
+    ids[:, 1] = 255
+    ids[20:40] = ids[19]
+    assert odd.add(ids, EXPERTS, None, (0, 0), 0).sum() == odd.repeated == 20
+
+
+def test_prompts_are_compared_with_one_that_is_known() -> None:
+    """The first answer's prompt was in a prefix cache."""
+    odd = Plausibility()
+    for seed in range(4):
+        ids = routes(30, seed)
+        ids[: 20 if seed == 0 else 0] = 255
+        odd.add(ids, EXPERTS, None, (0, 1), 20)
+    assert (odd.prompt_rows, odd.agreeing) == (2 * 20 * LAYERS, 0)
 
 
 @pytest.mark.parametrize("kind", ["stale", "ascending"])
@@ -102,9 +132,9 @@ def test_prompts_of_equal_answers_should_agree(tmp_path: Path) -> None:
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=8))
 def test_beginnings_are_those_of_a_plain_search(sequences: list[list[int]]) -> None:
-    odd = Plausibility()
+    odd = Plausibility(least_answer=0)
     for tokens in sequences:
-        odd.add(routes(len(tokens), 0), 255, np.array(tokens, np.int64), (0, 0), 0)
+        odd.add(routes(len(tokens), 0), EXPERTS, np.array(tokens, np.int64), (0, 0), 0)
     known = [tokens for tokens in sequences if tokens]
     within = sum(any(len(other) > len(one) and other[: len(one)] == one for other in known) for one in known)
     again = len(known) - len({tuple(tokens) for tokens in known})
@@ -137,3 +167,11 @@ def test_notes_of_a_file_are_checked(tmp_path: Path) -> None:
         pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "a.parquet")
         with pytest.raises(InputError, match="trimtab-notes should be a list of at most 16 texts"):
             read_trace(tmp_path / "a.parquet")
+
+
+def test_a_file_has_no_more_notes_than_one_may_have(tmp_path: Path) -> None:
+    trace = synthesize(num_sequences=4, sequence_length=8, num_layers=2, num_experts=8, top_k=2, zipf=1.0)
+    for number in range(17):
+        write_trace(trace, tmp_path / f"{number:02}.parquet", notes=[f"note {number}"].copy)
+    write_trace(read_trace(tmp_path), tmp_path / "all.parquet")
+    assert len(read_trace(tmp_path / "all.parquet").notes) == 16

@@ -24,10 +24,12 @@ from trimtab.trace.formats.responses import check_ids
 from trimtab.trace.routing import no_route
 
 IDS = "expert_ids"
+# Of a model whose sequences are arrays with any names; more of either is not `[t, L, K]`.
+MOST_LAYERS, MOST_TOP_K = 256, 64
 
 
 def recognise(path: Path) -> bool:
-    return IDS in (array_names(path) or ()) or _is_one_a_sequence(path)
+    return IDS in (array_names(path) or ()) or is_one_a_sequence(path)
 
 
 def read_metadata(path: Path) -> ImportOptions:
@@ -39,7 +41,7 @@ def read_metadata(path: Path) -> ImportOptions:
 def read(path: Path, options: ImportOptions) -> Iterator[Record]:
     """Yields the records of the file, one per sequence."""
     with open_arrays(path) as arrays:
-        if IDS not in arrays and _is_one_a_sequence(path):
+        if IDS not in arrays and is_one_a_sequence(path):
             for name in arrays.arrays:
                 ids = check_ids(arrays.rows(name, 0, arrays.shape(name)[0]))
                 yield Record(ids, f"array {name}", missing="any")
@@ -47,12 +49,13 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record]:
         yield from sequences(arrays, IDS, _metadata(arrays).num_experts)
 
 
-def _is_one_a_sequence(path: Path) -> bool:
-    """Whether a file has several arrays of three axes, with the same layers and top-k."""
-    shapes = array_shapes(path)
-    names = array_names(path) or []
-    same = len({shape[1:] for shape in shapes.values()}) == 1 and all(len(shape) == 3 for shape in shapes.values())
-    return len(names) == len(shapes) > 0 and same and not {IDS, "routed_experts"}.intersection(names)
+def is_one_a_sequence(path: Path) -> bool:
+    """Whether a file has several arrays of three axes, with the layers and top-k of one model."""
+    shapes = list(array_shapes(path).values())
+    if len(shapes) < 2 or len(shapes) != len(array_names(path) or ()) or not all(len(shape) == 3 for shape in shapes):
+        return False
+    ((layers, top_k), *others) = {shape[1:] for shape in shapes}
+    return not others and 0 < layers <= MOST_LAYERS and 0 < top_k <= MOST_TOP_K
 
 
 def sequences(arrays: Arrays, name: str, num_experts: int | None = None) -> Iterator[Record]:

@@ -64,6 +64,9 @@ def format_of(path: Path) -> str:
         InputError: if it looks like several.
     """
     fitting = [name for name, form in FORMATS.items() if form.recognise(path)]
+    if len(fitting) > 1 and arrays.is_one_a_sequence(path):
+        # Others know the arrays' names.
+        fitting.remove("arrays")
     if not fitting:
         raise UnknownFormatError(f"{path}: {_unknown(path)}")
     if len(fitting) > 1:

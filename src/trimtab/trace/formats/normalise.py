@@ -122,12 +122,13 @@ def normalise(
         for record, ids, token_ids in early:
             routes = _routes(record, ids, layout, summary)
             prompt = record.step, record.prompt_hash
-            is_repeat_T = odd.add(routes, no_route(layout.num_experts), token_ids, prompt, record.prompt_length)
-            if options.drop_repeats and is_repeat_T.any():
-                routes[is_repeat_T] = no_route(layout.num_experts)
-                summary.dropped["repeated rows, now without route"] += int(is_repeat_T.sum())
-                summary.unknown_rows += int(is_repeat_T.sum())
-                summary.unknown_routes += int(is_repeat_T.sum()) * routes.shape[1]
+            is_repeat_T = odd.add(routes, layout.num_experts, token_ids, prompt, record.prompt_length)
+            if options.drop_repeats and (repeats := int(is_repeat_T.sum())):
+                unknown = no_route(layout.num_experts)
+                summary.unknown_routes += int((routes[is_repeat_T, :, 0] != unknown).sum())
+                summary.unknown_rows += repeats
+                summary.dropped["repeated rows, now without route"] += repeats
+                routes[is_repeat_T] = unknown
             waiting.append((record, routes))
             size += routes.nbytes
         early.clear()

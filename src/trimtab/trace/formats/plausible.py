@@ -3,6 +3,7 @@ routes differ from answer to answer. All of it is well-formed, so it is imported
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,11 +11,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trimtab.array_type import Array
+from trimtab.trace.routing import no_route
 
 # A smaller part of rows or sequences is not worth a note: repeated rows up to 5% change no figure that is printed.
 LEAST_PART = 0.01
 # Sums in another order change some routes of a prompt.
 LEAST_AGREEMENT = 0.95
+# Rows that a model can choose, below which equal ones may be by chance; and tokens of an answer, below which equal ones
+# may be, too.
+LEAST_ROWS, LEAST_ANSWER = 1e9, 32
 # Prompts' rows of other answers are compared while so many bytes of them are kept, the last ones first; and tokens
 # with each other up to so many, since 8 bytes of each are kept.
 PROMPT_BYTES, MOST_TOKENS = 32 << 20, 1 << 22
@@ -27,28 +32,31 @@ class Plausibility:
     """Counts of what is odd in the sequences of a dump, one `add` for each.
 
     Attributes:
-        rows: with a route in every layer.
+        least_answer: tokens of an answer that counts when it equals another.
+        rows: with a route, where so many are possible that equal ones are not by chance.
         repeated: rows that equal the row before in all layers, or are 0 to K-1 in all of them.
         prompt_rows, agreeing: routes of a prompt's rows that can be compared with those of another answer to it, and
             those that are equal.
     """
 
+    least_answer: int = LEAST_ANSWER
     rows: int = 0
     repeated: int = 0
     prompt_rows: int = 0
     agreeing: int = 0
     _prefixes: list[Array] = field(default_factory=list)
+    _is_long: list[bool] = field(default_factory=list)
     _tokens: int = 0
     _prompts: OrderedDict[tuple[int, int], Array] = field(default_factory=OrderedDict)
     _bytes: int = 0
 
     def add(
-        self, routes_TLK: Array, no_route: int, token_ids: Array | None, prompt: tuple[int, int], prompt_length: int
+        self, routes_TLK: Array, num_experts: int, token_ids: Array | None, prompt: tuple[int, int], prompt_length: int
     ) -> Array:
         """Count a sequence.
 
         Args:
-            routes_TLK: in the order in which they were recorded, `no_route` where unknown.
+            routes_TLK: in the order in which they were recorded, `no_route(num_experts)` where unknown.
             token_ids: `[T]` or one more; None if unknown.
             prompt: step and hash of the prompt, 0 if unknown.
             prompt_length: its tokens.
@@ -56,7 +64,9 @@ class Plausibility:
         Returns:
             `[T]` bool, the rows that count as repeated.
         """
-        is_known_T = (routes_TLK[..., 0] != no_route).all(axis=1)
+        layers, top_k = routes_TLK.shape[1:]
+        is_known_T = (routes_TLK[..., 0] != no_route(num_experts)).any(axis=1)
+        is_known_T &= layers * math.log(math.comb(num_experts, top_k)) > math.log(LEAST_ROWS)
         # Nearly all rows differ in the first layer.
         is_repeat_T = np.zeros(len(routes_TLK), bool)
         is_repeat_T[1:] = (routes_TLK[1:, 0] == routes_TLK[:-1, 0]).all(axis=1)
@@ -73,11 +83,12 @@ class Plausibility:
             powers_T = np.multiply.accumulate(np.full(len(token_ids), _BASE))
             self._prefixes.append(np.cumsum((token_ids.astype(np.uint64) + np.uint64(1)) * powers_T, dtype=np.uint64))
             self._tokens += len(token_ids)
+            self._is_long.append(len(token_ids) - prompt_length >= self.least_answer)
         if prompt[1] and 0 < prompt_length <= len(routes_TLK):
-            self._compare(prompt, routes_TLK[:prompt_length], no_route)
+            self._compare(prompt, routes_TLK[:prompt_length], no_route(num_experts))
         return is_repeat_T
 
-    def _compare(self, prompt: tuple[int, int], routes_PLK: Array, no_route: int) -> None:
+    def _compare(self, prompt: tuple[int, int], routes_PLK: Array, unknown: int) -> None:
         first_PLK = self._prompts.get(prompt)
         if first_PLK is None:
             self._prompts[prompt] = routes_PLK.copy()
@@ -86,17 +97,21 @@ class Plausibility:
                 self._bytes -= self._prompts.popitem(last=False)[1].nbytes
         elif first_PLK.shape == routes_PLK.shape:
             self._prompts.move_to_end(prompt)
-            is_known_PL = (first_PLK[..., 0] != no_route) & (routes_PLK[..., 0] != no_route)
+            is_first_PL, is_this_PL = first_PLK[..., 0] != unknown, routes_PLK[..., 0] != unknown
+            is_known_PL = is_first_PL & is_this_PL
+            if is_this_PL.sum() > is_first_PL.sum():
+                self._prompts[prompt] = routes_PLK.copy()
             self.prompt_rows += int(is_known_PL.sum())
             self.agreeing += int((np.sort(first_PLK) == np.sort(routes_PLK)).all(axis=-1)[is_known_PL].sum())
 
     def _beginnings(self) -> tuple[int, int]:
-        """Sequences that are the beginning of a longer one, and those that are recorded once more."""
+        """Sequences that are the beginning of a longer one, and long answers that are recorded once more."""
         ends = np.array([prefix_T[-1] for prefix_T in self._prefixes], np.uint64)
         every = np.sort(np.concatenate([np.empty(0, np.uint64), *self._prefixes]))
         in_all = np.searchsorted(every, ends, "right") - np.searchsorted(every, ends, "left")
         _, which, as_end = np.unique(ends, return_inverse=True, return_counts=True)
-        return int((in_all > as_end[which]).sum()), len(ends) - len(as_end)
+        long = ends[np.array(self._is_long, bool)]
+        return int((in_all > as_end[which]).sum()), len(long) - len(np.unique(long))
 
     def notes(self, *, dropped: bool = False) -> Iterator[str]:
         """A sentence for each thing that a reader of figures should know.
