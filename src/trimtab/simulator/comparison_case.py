@@ -122,7 +122,7 @@ def step_of(trace: RoutingTrace, step: int | None) -> tuple[RoutingTrace, list[R
     chosen = int(steps[-1]) if step is None else step
     if chosen not in steps:
         raise InputError(f"there is no step {chosen}; the trace has steps {steps[0]} to {steps[-1]}")
-    parts = [trace.select(np.flatnonzero(trace.steps == each)) for each in steps[steps <= chosen]]
+    parts = [trace.shared(np.flatnonzero(trace.steps == each)) for each in steps[steps <= chosen]]
     return parts[-1], parts[:-1]
 
 

@@ -236,12 +236,16 @@ class RoutingTrace:
         return np.repeat(np.array(versions, np.int32), rows)
 
     def select(self, sequences: npt.ArrayLike) -> RoutingTrace:
-        """The trace of the given sequences, `[N]` indices, in the given order. Ids of consecutive ones are a view."""
+        """The trace of the given sequences, `[N]` indices, in the given order."""
         chosen = np.asarray(sequences, np.int64)
-        if len(chosen) and (np.diff(chosen) == 1).all() and chosen[0] >= 0:
-            return self.part(int(chosen[0]), int(chosen[-1]) + 1)
         rows = [self.sequence(int(index)) for index in chosen]
         return self.with_sequences(self.facts.select(chosen), np.concatenate([self.expert_ids[:0], *rows]))
+
+    def shared(self, chosen: Array) -> RoutingTrace:
+        """The trace of some sequences, ascending indices `[N]`, that nobody writes to: consecutive ones are views."""
+        if len(chosen) and chosen[-1] - chosen[0] == len(chosen) - 1:
+            return self.part(int(chosen[0]), int(chosen[-1]) + 1)
+        return self.select(chosen)
 
     def part(self, first: int, end: int) -> RoutingTrace:
         """The trace of sequences `first` to `end - 1`. Its arrays are views."""

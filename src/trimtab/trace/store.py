@@ -308,8 +308,8 @@ class MemoryReader(TraceReader):
         return []
 
     def read_sequences(self, chosen: Array) -> RoutingTrace:
-        """Some sequences, ascending indices `[N]`; the whole trace without a copy."""
-        return self._trace if len(chosen) == self._trace.num_sequences else self._trace.select(chosen)
+        """Some sequences, ascending indices `[N]`, without a copy of consecutive ones."""
+        return self._trace.shared(chosen)
 
 
 def open_trace(trace: RoutingTrace | Source) -> TraceReader:
