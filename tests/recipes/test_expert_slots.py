@@ -53,7 +53,8 @@ def rank_loads(slots: ExpertSlots, ids_TK: Array, layer: int) -> Array:
 
 def test_hot_experts_have_copies_and_ranks_are_even() -> None:
     counts = np.array([[60, 4, 4, 4, 4, 4, 4, 4], [4, 4, 4, 4, 4, 4, 4, 60]])
-    before = ExpertSlots.place(np.zeros_like(counts), 2, 1)
+    # Others were hot before.
+    before = ExpertSlots.place(np.roll(counts, 3, axis=1), 2, 1)
     after = ExpertSlots.place(counts, 2, 1)
     for layer, hot in enumerate((0, 7)):
         assert [hot in rank for rank in after.slots_LXS[layer].tolist()] == [True, True]
