@@ -54,7 +54,7 @@ def rank_loads(slots: ExpertSlots, ids_TK: Array, layer: int) -> Array:
 def test_hot_experts_have_copies_and_ranks_are_even() -> None:
     counts = np.array([[60, 4, 4, 4, 4, 4, 4, 4], [4, 4, 4, 4, 4, 4, 4, 60]])
     # Others were hot before.
-    before = ExpertSlots.place(np.roll(counts, 3, axis=1), 2, 1)
+    before = ExpertSlots.place(np.array([[4, 4, 4, 60, 50, 4, 4, 4]] * 2), 2, 1)
     after = ExpertSlots.place(counts, 2, 1)
     for layer, hot in enumerate((0, 7)):
         assert [hot in rank for rank in after.slots_LXS[layer].tolist()] == [True, True]
