@@ -154,6 +154,7 @@ bench: .venv/.ready  ## reproduce the figures that README and docs quote (about 
 	$(BIN)/python -m benchmarks.advice --json out/bench-advice.json
 	$(BIN)/python -m benchmarks.traces --json out/bench-traces.json
 	$(BIN)/python -m benchmarks.payload --json out/bench-payload.json
+	$(MAKE) wheel && $(BIN)/python -m benchmarks.first_answer --wheel dist/*.whl --json out/bench-first-answer.json
 	$(BIN)/python -m benchmarks.observe --json out/bench-observe.json
 	$(BIN)/python -m benchmarks.capture --json out/bench-capture.json
 	$(BIN)/python -m experiments.simulator_validation --json out/bench-simulator.json

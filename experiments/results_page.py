@@ -45,6 +45,7 @@ PARTS: dict[str, dict[str, tuple[str, str, Callable[[Figures], Figures]]]] = {
         "planning": ("benchmarks.planning", "planning-cpu", _as_stored),
         "live": ("benchmarks.live", "live-cpu", _largest),
         "planners": ("benchmarks.planner", "planner", _one_case),
+        "first": ("benchmarks.first_answer", "first-answer-cpu", _as_stored),
         "traces": ("benchmarks.traces", "traces-cpu", _as_stored),
         "payload": ("benchmarks.payload", "payload-cpu", _as_stored),
         "observing": ("benchmarks.observe", "observe-cpu", _as_stored),
