@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from trimtab.cluster.attention import LIMITED, AttentionLayers, Kind
 from trimtab.cluster.config_keys import ConfigKeys
@@ -66,7 +67,7 @@ def softmax_attention(keys: ConfigKeys, hidden_size: int, kind: Kind) -> tuple[i
     if keys.is_of("gemma4") and kind == "full":
         # Heads of their own; one projection may make keys and values. transformers writes sizes by layer.
         of_layers = keys.get("per_layer_config")
-        own = next(iter(of_layers.values()), {}) if isinstance(of_layers, dict) else {}
+        own: Any = next(iter(of_layers.values()), {}) if isinstance(of_layers, dict) else {}
 
         def of_layer(name: str, default: int) -> int:
             value = own.get(name) if isinstance(own, dict) else None
