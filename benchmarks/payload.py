@@ -65,7 +65,7 @@ def run_benchmark(tokens: int, rounds: int, seed: int = 0) -> Figures:
 
     Args:
         tokens: approximate number of tokens.
-        rounds: counted runs of each form. They follow one that is not counted, because kernels may have to be compiled.
+        rounds: counted runs of each form. They follow one that is not counted.
         seed: of routing and its order within a token.
     """
     trace = long_responses(tokens, seed=seed)

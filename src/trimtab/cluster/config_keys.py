@@ -27,7 +27,8 @@ _LIKE_A_SIZE = re.compile(
 _NO_SIZE = re.compile(
     "rope|rotary|norm|scalar|act_fn|projection|token|router_|loss|quant|vision|audio|image|video|mtp|nextn|auto_map|label"
     "|^(vocab_size_per_layer_input|qk_head_dim|head_dim|num_key_value_heads|n_kv_heads|max_.*|layer_types|chunk_size"
-    "|block_size|num_logits_to_keep|no_rope_.*|moe_layer_freq|expand|time_step.*|sliding_window|indexer_types|index_topk_freq|index_topk_pattern)$"
+    "|block_size|num_logits_to_keep|no_rope_.*|moe_layer_freq|expand|time_step.*|sliding_window|indexer_types"
+    "|index_topk_freq|index_topk_pattern)$"
 )
 
 

@@ -127,7 +127,7 @@ def unpack(payload: Any, *, layers: Sequence[int] | None = None) -> Array:
 
 
 def _dtype(num_experts: int) -> np.dtype[Any]:
-    """Of ids and distances; its largest number is none of them."""
+    """The type of ids and distances. Its largest value marks unknown routes."""
     return np.dtype(np.uint8 if num_experts <= 255 else "<u2")
 
 

@@ -96,7 +96,7 @@ def test_prompts_are_compared_with_one_that_is_known() -> None:
         ids = routes(30, seed)
         ids[: 20 if seed == 0 else 0] = 255
         odd.add(ids, EXPERTS, None, (0, 1), 20)
-    assert (odd.prompt_rows, odd.agreeing) == (2 * 20 * LAYERS, 0)
+    assert (odd.prompt_routes, odd.agreeing) == (2 * 20 * LAYERS, 0)
 
 
 @pytest.mark.parametrize("kind", ["stale", "ascending"])
@@ -138,7 +138,10 @@ def test_beginnings_are_those_of_a_plain_search(sequences: list[list[int]]) -> N
     known = [tokens for tokens in sequences if tokens]
     within = sum(any(len(other) > len(one) and other[: len(one)] == one for other in known) for one in known)
     again = len(known) - len({tuple(tokens) for tokens in known})
-    assert odd._beginnings() == (within, again)
+    notes = " ".join(odd.notes())
+    for count, text in ((within, "are the beginning of another"), (again, "have the same tokens as another")):
+        assert (f"{count} of {len(known)} sequences {text}" in notes) == (count > 0)
+        assert (text in notes) == (count > 0)
 
 
 def test_notes_are_in_the_file_and_above_every_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from trimtab.trace.containers.json_values import UTF16, UTF16_MARKS, json_head
 from trimtab.trace.formats import arrays, megatron, nemo_rl, sglang, sglang_recorder, slime, verl, vllm
 from trimtab.trace.formats.dump_fields import damaged_values
 from trimtab.trace.formats.normalise import Summary, normalise
+from trimtab.trace.formats.plausible import Plausibility
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.formats.responses import NO_ROUTES
 from trimtab.trace.message_text import few_of, printable, reason
@@ -151,7 +152,7 @@ def import_files(
         with _naming(files[0]):
             options = options.with_default(read_metadata(files[0]))
     name = f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
-    return normalise(_records(files, FORMATS[form], options, begin), options, summary, name)
+    return _noted(_records(files, FORMATS[form], options, begin), options, summary, name)
 
 
 def import_own_files(
@@ -191,8 +192,17 @@ def trace_of(records: Iterable[Record | Dropped], options: ImportOptions) -> Rou
     """Returns one trace of records in memory."""
     summary = Summary()
     with damaged_values():
-        trace = RoutingTrace.concatenate(list(normalise(records, options, summary)))
+        trace = RoutingTrace.concatenate(list(_noted(records, options, summary)))
     return replace(trace, notes=summary.notes)
+
+
+def _noted(
+    records: Iterable[Record | Dropped], options: ImportOptions, summary: Summary, name: str = "the records"
+) -> Iterator[RoutingTrace]:
+    """As `normalise`; at the end the summary has what is odd."""
+    odd = Plausibility()
+    yield from normalise(records, options, summary, name, odd)
+    summary.agreement, summary.notes = odd.agreement, tuple(odd.notes(dropped=options.drop_repeats))
 
 
 def _records(

@@ -69,7 +69,11 @@ class Summary:
 
 
 def normalise(
-    items: Iterable[Record | Dropped], options: ImportOptions, summary: Summary, name: str = "the records"
+    items: Iterable[Record | Dropped],
+    options: ImportOptions,
+    summary: Summary,
+    name: str = "the records",
+    odd: Plausibility | None = None,
 ) -> Iterator[RoutingTrace]:
     """Converts records to trace parts. Each part has at least `ROW_GROUP_BYTES`; the last may be smaller.
 
@@ -79,13 +83,13 @@ def normalise(
         options: facts of the model; `num_experts` is required.
         summary: its counts are increased.
         name: of all items together, for errors.
+        odd: is told of every sequence, if given.
 
     Raises:
         InputError: naming the record's place, if it can't be of the same model, or an id is out of range or twice in a
             row; or if there is no record with a route.
     """
     layout: _Layout | None = None
-    odd = Plausibility()
     early: list[tuple[Record, Array, Array | None]] = []
     waiting: list[tuple[Record, Array]] = []
     models: list[str] = []
@@ -121,14 +125,11 @@ def normalise(
             continue
         for record, ids, token_ids in early:
             routes = _routes(record, ids, layout, summary)
-            prompt = record.step, record.prompt_hash
-            is_repeat_T = odd.add(routes, layout.num_experts, token_ids, prompt, record.prompt_length)
-            if options.drop_repeats and (repeats := int(is_repeat_T.sum())):
-                unknown = no_route(layout.num_experts)
-                summary.unknown_routes += int((routes[is_repeat_T, :, 0] != unknown).sum())
-                summary.unknown_rows += repeats
-                summary.dropped["repeated rows, now without route"] += repeats
-                routes[is_repeat_T] = unknown
+            if odd is not None:
+                prompt = record.step, record.prompt_hash
+                is_repeat_T = odd.add(routes, layout.num_experts, token_ids, prompt, record.prompt_length)
+                if options.drop_repeats:
+                    _drop(routes, is_repeat_T, no_route(layout.num_experts), summary)
             waiting.append((record, routes))
             size += routes.nbytes
         early.clear()
@@ -137,8 +138,6 @@ def normalise(
             waiting, size = [], 0
     if layout is None:
         raise InputError(f"{name}: no sequence has a route" if early else f"{name}: there are no sequences in it")
-    summary.agreement = odd.agreement if odd.prompt_rows else None
-    summary.notes = tuple(odd.notes(dropped=options.drop_repeats))
     if waiting:
         yield _join(waiting, layout, options)
 
@@ -306,6 +305,16 @@ def _routes(record: Record, ids: Array, layout: _Layout, summary: Summary) -> Ar
     summary.unknown_rows += unknown_rows + missing_rows
     summary.unknown_routes += unknown_routes + missing_rows * len(layout.columns)
     return routes
+
+
+def _drop(routes_TLK: Array, is_repeat_T: Array, unknown: int, summary: Summary) -> None:
+    """Make the routes of these rows, each of which has some, unknown."""
+    if not (repeats := int(is_repeat_T.sum())):
+        return
+    summary.unknown_routes += int((routes_TLK[is_repeat_T, :, 0] != unknown).sum())
+    summary.unknown_rows += repeats
+    summary.dropped["repeated rows, now without route"] += repeats
+    routes_TLK[is_repeat_T] = unknown
 
 
 def _reason(fault: int, row: Array, layout: _Layout) -> str:

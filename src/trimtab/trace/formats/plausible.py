@@ -20,9 +20,9 @@ LEAST_AGREEMENT = 0.95
 # Rows that a model can choose, below which equal ones may be by chance; and tokens of an answer, below which equal ones
 # may be, too.
 LEAST_ROWS, LEAST_ANSWER = 1e9, 32
-# Prompts' rows of other answers are compared while so many bytes of them are kept, the last ones first; and tokens
-# with each other up to so many, since 8 bytes of each are kept.
-PROMPT_BYTES, MOST_TOKENS = 32 << 20, 1 << 22
+# So many rows of a prompt, evenly chosen, are compared with those of other answers, while so many bytes of them are
+# kept; and tokens with each other up to so many, since 8 bytes of each are kept.
+PROMPT_ROWS, PROMPT_BYTES, MOST_TOKENS = 32, 32 << 20, 1 << 22
 # Odd, so that no token is lost in the product.
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
@@ -35,14 +35,14 @@ class Plausibility:
         least_answer: tokens of an answer that counts when it equals another.
         rows: with a route, where so many are possible that equal ones are not by chance.
         repeated: rows that equal the row before in all layers, or are 0 to K-1 in all of them.
-        prompt_rows, agreeing: routes of a prompt's rows that can be compared with those of another answer to it, and
-            those that are equal.
+        prompt_routes, agreeing: routes of prompts that can be compared with those of another answer, and those that are
+            equal.
     """
 
     least_answer: int = LEAST_ANSWER
     rows: int = 0
     repeated: int = 0
-    prompt_rows: int = 0
+    prompt_routes: int = 0
     agreeing: int = 0
     _prefixes: list[Array] = field(default_factory=list)
     _is_long: list[bool] = field(default_factory=list)
@@ -67,16 +67,11 @@ class Plausibility:
         layers, top_k = routes_TLK.shape[1:]
         is_known_T = (routes_TLK[..., 0] != no_route(num_experts)).any(axis=1)
         is_known_T &= layers * math.log(math.comb(num_experts, top_k)) > math.log(LEAST_ROWS)
-        # Nearly all rows differ in the first layer.
         is_repeat_T = np.zeros(len(routes_TLK), bool)
-        is_repeat_T[1:] = (routes_TLK[1:, 0] == routes_TLK[:-1, 0]).all(axis=1)
-        ascending_K = np.arange(routes_TLK.shape[2])
-        is_ascending_T = (routes_TLK[:, 0] == ascending_K).all(axis=1) & (ascending_K[-1] > 0)
-        for is_odd_T, expected in ((is_repeat_T, routes_TLK[:-1]), (is_ascending_T, ascending_K)):
-            found = np.flatnonzero(is_odd_T)
-            other = expected[found - 1] if expected.ndim == 3 else expected
-            is_odd_T[found] = (routes_TLK[found] == other).all(axis=(1, 2))
-        is_repeat_T = (is_repeat_T | is_ascending_T) & is_known_T
+        is_repeat_T[1:] = _equal_rows(routes_TLK[1:], routes_TLK[:-1])
+        if top_k > 1:
+            is_repeat_T |= _equal_rows(routes_TLK, np.broadcast_to(np.arange(top_k), routes_TLK.shape))
+        is_repeat_T &= is_known_T
         self.rows += int(is_known_T.sum())
         self.repeated += int(is_repeat_T.sum())
         if token_ids is not None and len(token_ids) and self._tokens < MOST_TOKENS:
@@ -89,20 +84,22 @@ class Plausibility:
         return is_repeat_T
 
     def _compare(self, prompt: tuple[int, int], routes_PLK: Array, unknown: int) -> None:
+        chosen = np.linspace(0, len(routes_PLK) - 1, min(PROMPT_ROWS, len(routes_PLK))).astype(np.int64)
+        this_PLK = np.sort(routes_PLK[chosen])
         first_PLK = self._prompts.get(prompt)
-        if first_PLK is None:
-            self._prompts[prompt] = routes_PLK.copy()
-            self._bytes += routes_PLK.nbytes
-            while self._bytes > PROMPT_BYTES:
-                self._bytes -= self._prompts.popitem(last=False)[1].nbytes
-        elif first_PLK.shape == routes_PLK.shape:
-            self._prompts.move_to_end(prompt)
-            is_first_PL, is_this_PL = first_PLK[..., 0] != unknown, routes_PLK[..., 0] != unknown
-            is_known_PL = is_first_PL & is_this_PL
-            if is_this_PL.sum() > is_first_PL.sum():
-                self._prompts[prompt] = routes_PLK.copy()
-            self.prompt_rows += int(is_known_PL.sum())
-            self.agreeing += int((np.sort(first_PLK) == np.sort(routes_PLK)).all(axis=-1)[is_known_PL].sum())
+        is_known_PL = this_PLK[..., 0] != unknown
+        if first_PLK is not None and first_PLK.shape == this_PLK.shape:
+            is_first_PL = first_PLK[..., 0] != unknown
+            equal_PL = (first_PLK == this_PLK).all(axis=-1)
+            self.prompt_routes += int((is_known_PL & is_first_PL).sum())
+            self.agreeing += int((equal_PL & is_known_PL & is_first_PL).sum())
+            if is_known_PL.sum() <= is_first_PL.sum():
+                return
+        elif first_PLK is None:
+            self._bytes += this_PLK.nbytes
+        self._prompts[prompt] = this_PLK
+        while self._bytes > PROMPT_BYTES:
+            self._bytes -= self._prompts.popitem(last=False)[1].nbytes
 
     def _beginnings(self) -> tuple[int, int]:
         """Sequences that are the beginning of a longer one, and long answers that are recorded once more."""
@@ -133,13 +130,22 @@ class Plausibility:
             )
         if again > LEAST_PART * sequences:
             yield f"{again:,} of {sequences:,} sequences have the same tokens as another; they count more than once."
-        if self.prompt_rows and self.agreement < LEAST_AGREEMENT:
+        if self.agreement is not None and self.agreement < LEAST_AGREEMENT:
             yield (
                 f"Prompts' routes agree in {self.agreement:.1%} between answers to the same prompt; they should be "
                 "nearly the same, unless weights changed between them."
             )
 
     @property
-    def agreement(self) -> float:
-        """Part of the compared routes of prompts that are equal."""
-        return self.agreeing / max(1, self.prompt_rows)
+    def agreement(self) -> float | None:
+        """Part of the compared routes of prompts that are equal; None if there are none."""
+        return self.agreeing / self.prompt_routes if self.prompt_routes else None
+
+
+def _equal_rows(one_TLK: Array, other_TLK: Array) -> Array:
+    """`[T]` bool, rows that are equal in all layers."""
+    # Nearly all differ in the first layer.
+    is_equal_T: Array = (one_TLK[:, 0] == other_TLK[:, 0]).all(axis=1)
+    found = np.flatnonzero(is_equal_T)
+    is_equal_T[found] = (one_TLK[found] == other_TLK[found]).all(axis=(1, 2))
+    return is_equal_T
