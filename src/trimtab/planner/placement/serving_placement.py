@@ -98,24 +98,23 @@ def _at_most(most: int, counts_E: Array, expert_P: Array, copies_E: Array) -> tu
 
 def _separate(expert_P: Array, rank_P: Array, load_P: Array, num_ranks: int) -> None:
     """Swap the ranks of slots until no rank has two copies of an expert, each time with the slot that keeps the two
-    ranks most even. No expert has more copies than there are ranks."""
+    ranks most even.
+
+    No expert has more copies than there are ranks, so a rank lacks one that another has twice. If no swap were
+    possible, all its experts would be others of that rank's: fewer, so it has one twice, too, and so on without end.
+    """
     has_RE = np.zeros((num_ranks, int(expert_P.max()) + 1), np.int64)
     np.add.at(has_RE, (rank_P, expert_P), 1)
     while len(twice := np.flatnonzero(has_RE[rank_P, expert_P] > 1)):
         for slot in twice:
             expert, rank = expert_P[slot], rank_P[slot]
             fitting = np.flatnonzero((has_RE[rank_P, expert] == 0) & (has_RE[rank, expert_P] == 0))
-            if has_RE[rank, expert] < 2 or not len(fitting):
-                continue
-            loads_R, more = np.bincount(rank_P, load_P, num_ranks), load_P[slot] - load_P[fitting]
-            other = fitting[np.maximum(loads_R[rank] - more, loads_R[rank_P[fitting]] + more).argmin()]
-            rank_P[[slot, other]] = rank_P[[other, slot]]
-            np.add.at(has_RE, ([rank, rank, rank_P[slot], rank_P[slot]], [expert, expert_P[other]] * 2), [-1, 1, 1, -1])
-            break
-        else:
-            # Copies of an expert are on consecutive ranks.
-            rank_P[np.argsort(expert_P, kind="stable")] = np.arange(len(rank_P)) % num_ranks
-            return
+            if len(fitting):
+                break
+        loads_R, more = np.bincount(rank_P, load_P, num_ranks), load_P[slot] - load_P[fitting]
+        other = fitting[np.maximum(loads_R[rank] - more, loads_R[rank_P[fitting]] + more).argmin()]
+        rank_P[[slot, other]] = rank_P[[other, slot]]
+        np.add.at(has_RE, ([rank, rank, rank_P[slot], rank_P[slot]], [expert, expert_P[other]] * 2), [-1, 1, 1, -1])
 
 
 def slot_loads(counts_MLE: Array, slots_LP: Array, num_ranks: int) -> Array:
