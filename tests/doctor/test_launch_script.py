@@ -88,3 +88,11 @@ def test_the_engine_is_read_first(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(VERL.replace("ENGINE", "veomni"))
     (problem,) = (found for found in FILE_CHECKS["verl"](tmp_path / "run.sh") if found.status == "problem")
     assert problem.text.startswith("the engine is veomni, which has no expert parallelism")
+
+
+def test_a_plugin_that_the_file_does_not_name_is_a_warning(tmp_path: Path) -> None:
+    text = VERL.replace("ENGINE", "megatron").replace("external_lib=trimtab.integrations.verl", "external_lib=${LIB}")
+    (tmp_path / "run.sh").write_text(text)
+    plugin, *_ = FILE_CHECKS["verl"](tmp_path / "run.sh")
+    assert (plugin.name, plugin.status) == ("verl plugin", "warning")
+    assert "has a value that is not in the file" in plugin.text

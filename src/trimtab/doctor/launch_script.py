@@ -33,13 +33,12 @@ def expanded(path: Path) -> str:
         InputError: if it can't be read.
     """
     variables: dict[str, str] = {}
-    used: set[str] = set()
-    lines = list(_lines(path, variables, used, 0))
-    # Arrays that the shell uses in a way that is not known here.
-    return "\n".join([*lines, *(value for name, value in variables.items() if name not in used and "--" in value)])
+    lines = list(_lines(path, variables, 0))
+    # The shell may use an array in a way that is not known here.
+    return "\n".join([*lines, *(value for value in variables.values() if "--" in value)])
 
 
-def _lines(path: Path, variables: dict[str, str], used: set[str], depth: int) -> Iterator[str]:
+def _lines(path: Path, variables: dict[str, str], depth: int) -> Iterator[str]:
     text = _COMMENT.sub("", read_small_text(path)).replace("\\\n", " ")
     # An array is one value, in quotes of its own.
     text = _ARRAY.sub(_as_one_value, text)
@@ -48,14 +47,14 @@ def _lines(path: Path, variables: dict[str, str], used: set[str], depth: int) ->
         if named := _NAMED.match(line):
             for name, adds, value in _VALUE.findall(named[1]):
                 before = variables.get(name, "") if adds else ""
-                filled = _filled(value.replace('"', "").replace("'", ""), variables, used)
+                filled = _filled(value.replace('"', "").replace("'", ""), variables)
                 variables[name] = before + (filled.replace(_OF_ARRAY, " ") if adds else filled.replace(_OF_ARRAY, ""))
             continue
-        line = _filled(line, variables, used)
+        line = _filled(line, variables)
         if (source := _SOURCE.match(line)) and depth < _MOST_NESTED:
             file = path.parent / source[1].replace('"', "").replace("'", "")
             if file.is_file():
-                yield from _lines(file, variables, used, depth + 1)
+                yield from _lines(file, variables, depth + 1)
             continue
         yield line
 
@@ -65,12 +64,11 @@ def _as_one_value(array: re.Match[str]) -> str:
     return f'{array[1]}"{_OF_ARRAY}{" ".join(words)}"'
 
 
-def _filled(text: str, variables: dict[str, str], used: set[str]) -> str:
+def _filled(text: str, variables: dict[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[3], match[2]
-        used.add(name)
         if name in variables:
             return variables[name]
-        return match[0] if default is None else _filled(default.strip("\"'"), variables, used)
+        return match[0] if default is None else _filled(default.strip("\"'"), variables)
 
     return _VARIABLE.sub(value, text)

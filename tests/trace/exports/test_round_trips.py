@@ -203,7 +203,12 @@ def test_an_array_for_each_sequence(tmp_path: Path) -> None:
     trace = import_dump(tmp_path / "a.npz", num_experts=16)
     for index, ids in enumerate((one, other)):
         assert np.array_equal(trace.sequence(index), ids)
-    for arrays_ in ([one, other[:, :2]], [one], [one.repeat(100, axis=1), other.repeat(100, axis=1)]):
+    for arrays_ in (
+        [one, other[:, :2]],
+        [one],
+        [one / 2, other / 2],
+        [one.repeat(100, axis=1), other.repeat(100, axis=1)],
+    ):
         np.savez(tmp_path / "b.npz", *arrays_)
         with pytest.raises(InputError, match="looks like none of"):
             import_dump(tmp_path / "b.npz", num_experts=16)

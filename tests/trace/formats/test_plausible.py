@@ -19,6 +19,7 @@ from trimtab import InputError, read_trace
 from trimtab.array_type import Array
 from trimtab.cli.main import main
 from trimtab.trace import synthesize
+from trimtab.trace.formats import plausible
 from trimtab.trace.formats.plausible import Plausibility
 from trimtab.trace.store import TraceReader, write_trace
 
@@ -99,8 +100,20 @@ def test_prompts_are_compared_with_one_that_is_known() -> None:
     assert (odd.prompt_routes, odd.agreeing) == (2 * 20 * LAYERS, 0)
 
 
+def test_prompts_are_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last ones, whatever went before."""
+    ids = routes(40, 0)
+    monkeypatch.setattr(plausible, "PROMPT_BYTES", 2 * plausible.PROMPT_ROWS * LAYERS * TOP_K)
+    odd = Plausibility()
+    for prompt in (1, 2, 3, 4, 4, 3, 1):
+        odd.add(ids, EXPERTS, None, (0, prompt), 40)
+    assert odd.agreeing == odd.prompt_routes == 2 * plausible.PROMPT_ROWS * LAYERS
+
+
 @pytest.mark.parametrize("kind", ["stale", "ascending"])
-def test_rows_that_no_router_chose_are_noted_and_dropped(kind: str, tmp_path: Path) -> None:
+def test_rows_that_no_router_chose_are_noted_and_dropped(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ids = routes(100, 0)
     ids[60:63] = ids[59] if kind == "stale" else np.arange(TOP_K)
     # One layer that is the same is by chance.
@@ -115,6 +128,11 @@ def test_rows_that_no_router_chose_are_noted_and_dropped(kind: str, tmp_path: Pa
     is_unknown_T = (dropped.expert_ids == dropped.no_route).all(axis=(1, 2))
     assert np.flatnonzero(is_unknown_T).tolist() == [60, 61, 62]
     assert np.array_equal(dropped.expert_ids[~is_unknown_T], trace.expert_ids[~is_unknown_T])
+    options = ["-o", str(tmp_path / "a.parquet"), "--num-experts", str(EXPERTS), "--drop-repeats"]
+    assert main(["trace", "import", str(tmp_path / "a.jsonl"), *options]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "without any route 3 tokens" in said
+    assert "left out 3 repeated rows, now without route" in said
 
 
 def test_prompts_of_equal_answers_should_agree(tmp_path: Path) -> None:
