@@ -38,6 +38,7 @@ def import_dump(
     domain: str = "",
     rows_at: Literal["start", "end"] | None = None,
     drop_repeats: bool = False,
+    merge_turns: bool = False,
     limits: bool = True,
 ) -> RoutingTrace:
     """Returns the routing that an RL or serving framework recorded, as `trimtab trace import` writes it.
@@ -60,6 +61,8 @@ def import_dump(
             default they are refused.
         drop_repeats: take routes of rows as unknown that repeat the row before in all layers, or are 0 to K-1, which no
             router chose.
+        merge_turns: of sequences whose tokens are the beginning of a longer one, such as turns of a conversation, keep
+            the longest alone, with the rows of the others where it has none. The dump is read twice.
         limits: False: read the files in this process, without limits of memory and processor time.
 
     Raises:
@@ -77,6 +80,7 @@ def import_dump(
     given = ImportOptions(
         num_experts=num_experts, num_layers=num_layers, top_k=top_k, step=step, step_from=step_from, domain=domain,
         optional=found_files(source, files), rows_at=rows_at, drop_repeats=drop_repeats,
+        merge_turns=merge_turns,
     )  # fmt: skip
     options = with_model(given, model or named_model(files, given), overrides)
     read = bounded_import if limits else import_own_files

@@ -180,6 +180,10 @@ def add_import(actions: Any) -> None:
         "--drop-repeats", action="store_true",
         help="take routes as unknown that repeat the row before in all layers or are 0 to K-1: warm-up, padding",
     )  # fmt: skip
+    option(
+        "--merge-turns", action="store_true",
+        help="of sequences that are the beginning of a longer one keep the longest: turns of a conversation",
+    )  # fmt: skip
     add_options(
         parser, "--no-limits", action="store_false", dest="limits",
         help="for your own files: no limits of memory and processor time",
@@ -219,6 +223,9 @@ def _rows(summary: Summary, seconds: float) -> list[tuple[str, str]]:
     rows = [("format", summary.format), ("time", f"{seconds:.1f} s")]
     if summary.unknown_rows:
         rows.append(("without any route", f"{summary.unknown_rows:,} tokens"))
+    if summary.fills:
+        fills = [f"{count:,} of {'other' if fill is None else fill}" for fill, count in summary.fills.items()]
+        rows.append(("rows of equal ids", f"{', '.join(fills)}: no route of their layer"))
     if summary.agreement is not None:
         rows.append(("prompts agree", f"{summary.agreement:.1%} of their routes, between answers to the same prompt"))
     return rows + [("left out", f"{count:,} {what}") for what, count in summary.dropped.items()]

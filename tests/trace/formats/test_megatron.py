@@ -70,7 +70,7 @@ def test_layers_in_any_order(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes("".join(json.dumps(each) + "\r\n" for each in rows).encode())
     (record,) = read(tmp_path / "a.jsonl")
     np.testing.assert_array_equal(record.ids, ids)
-    assert (record.layers, record.where, record.missing) == ((1, 2, 5), "line 1, step 0", -1)
+    assert (record.layers, record.where) == ((1, 2, 5), "line 1, step 0")
 
 
 def test_multi_token_prediction_is_told_by_either_key(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def check(items: list[Record | Dropped], tensors: dict[str, Any]) -> None:
         length = LENGTHS[row]
         assert np.array_equal(record.ids, tensors["routed_experts"][row, :length].numpy())
         assert tokens_of(record) == tensors["input_ids"][row, :length].tolist()
-        assert (record.num_tokens, record.prompt_length, record.missing) == (length, length - ANSWERS[row], -1)
+        assert (record.num_tokens, record.prompt_length) == (length, length - ANSWERS[row])
     assert dropped(items) == {"padding rows": sum(max(LENGTHS) - length for length in LENGTHS)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,13 @@ def joined(records: Sequence[Record | Dropped], known: ImportOptions, summary: S
     return RoutingTrace.concatenate(list(normalise(records, known, summary or Summary())))
 
 
+def is_route(ids: list[int], num_experts: int) -> bool:
+    """K >= 2 equal ids are none, whatever they are; nor is a lone -1, 255 or 65535 that is no expert."""
+    if len(ids) > 1:
+        return len(set(ids)) > 1
+    return ids[0] not in (-1, 255, 65535) or 0 <= ids[0] < num_experts
+
+
 def plain_rows(record: Record, moe: list[int], num_experts: int) -> list[list[list[int]]]:
     """The same by loops over Python numbers."""
     nothing = [no_route(num_experts)] * record.ids.shape[2]
@@ -42,8 +50,7 @@ def plain_rows(record: Record, moe: list[int], num_experts: int) -> list[list[li
         of_layer = []
         for layer in moe:
             ids = [int(expert) for expert in record.ids[row, layer]]
-            gone = record.missing is not None and all(expert == record.missing for expert in ids)
-            of_layer.append(nothing if gone else ids)
+            of_layer.append(ids if is_route(ids, num_experts) else nothing)
         rows.append(of_layer)
     return rows
 
@@ -52,19 +59,19 @@ def plain_rows(record: Record, moe: list[int], num_experts: int) -> list[list[li
 @given(
     num_experts=st.sampled_from([2, 8, 127, 255, 256, 257, 384]),
     top_k=st.integers(1, 3),
-    missing=st.sampled_from([None, 0, -1]),
+    fills=st.lists(st.sampled_from([0, -1, 255, 65535, 1]), max_size=3),
     axis=st.sampled_from(["absolute", "moe only", "named", "from the config"]),
     dtype=st.sampled_from([np.int16, np.int32, np.int64, np.uint16, np.uint64]),
     seed=st.integers(0, 999),
 )
 def test_conversion_equals_plain_loops(
-    num_experts: int, top_k: int, missing: int | None, axis: str, dtype: type, seed: int
+    num_experts: int, top_k: int, fills: list[int], axis: str, dtype: type, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     top_k = min(top_k, num_experts)
-    if (top_k == 1 and (missing == 0 or axis == "absolute")) or (top_k == num_experts == 2 and axis == "absolute"):
+    if (top_k == 1 and axis == "absolute") or (top_k == num_experts == 2 and axis == "absolute"):
         top_k, num_experts = 2, max(num_experts, 3)
-    if missing == -1:
+    if -1 in fills or 65535 in fills:
         dtype = np.int32
     moe = [1, 3] if axis in ("absolute", "from the config") else [0, 1]
     records = []
@@ -75,14 +82,14 @@ def test_conversion_equals_plain_loops(
             ids[:, [0, 2]] = 0
         if top_k == 1 and axis == "moe only":
             ids[0] = 1
-        if missing is not None:
-            ids[rng.random(tokens) < 0.3] = missing
-            ids[rng.random((tokens, ids.shape[1])) < 0.1] = missing
+        for fill in fills if top_k > 1 else [fill for fill in fills if not 0 <= fill < num_experts]:
+            ids[rng.random(tokens) < 0.2] = fill
+            ids[rng.random((tokens, ids.shape[1])) < 0.1] = fill
         first = int(rng.integers(0, 3))
         length = [None, first + tokens, first + tokens + 1, first + tokens + 4][int(rng.integers(0, 4))]
         records.append(
             Record(
-                ids, f"record {index}", missing=missing, first=first, num_tokens=length,
+                ids, f"record {index}", first=first, num_tokens=length,
                 prompt_length=int(rng.integers(0, 12)), tokens=(rng.integers(0, 50, length or 5),) if index % 2 else (),
                 step=[0, 3][index % 2], domain=["", "code"][index % 2], layers=(5, 9) if axis == "named" else None,
             )
@@ -108,6 +115,14 @@ def test_conversion_equals_plain_loops(
     routes = trace.expert_ids[:, :, 0] == trace.no_route
     assert (summary.sequences, summary.tokens) == (len(records), sum(lengths))
     assert (summary.unknown_routes, summary.unknown_rows) == (int(routes.sum()), int(routes.all(axis=1).sum()))
+    listed = [
+        ids[layer]
+        for record in records
+        for ids in record.ids[: None if record.num_tokens is None else max(record.num_tokens - 1 - record.first, 0)]
+        for layer in moe
+    ]
+    without = [int(ids[0]) for ids in listed if not is_route(ids.tolist(), num_experts)]
+    assert summary.fills == Counter(fill if fill in (-1, 0, 255, 65535) else None for fill in without)
     trace.check()
 
 
@@ -117,7 +132,7 @@ def test_tokens_and_layers_keep_their_places() -> None:
     ids = np.zeros((2, 4, 2), np.int16)
     ids[:, 1], ids[:, 3] = [[1, 2], [3, 4]], [[5, 6], [0, 0]]
     tokens = np.array([10, 11, 12, 13, 14, 15, 16])
-    record = Record(ids, "a", missing=0, first=2, num_tokens=7, tokens=(tokens,))
+    record = Record(ids, "a", first=2, num_tokens=7, tokens=(tokens,))
     none = [255, 255]
     expected = [[none, none], [none, none], [[1, 2], [5, 6]], [[3, 4], none], [none, none], [none, none]]
     for known in (EIGHT, ImportOptions(8, num_layers=4, moe_layers=(1, 3))):
@@ -146,7 +161,7 @@ def test_dropped_data_is_counted() -> None:
 def test_the_first_record_with_routes_decides_the_layers() -> None:
     rng = np.random.default_rng(0)
     ids = random_ids(rng, 3, 2, 8, 2)
-    trace = joined([Record(np.zeros_like(ids), "a", missing=0), Record(ids, "b", missing=0)], EIGHT)
+    trace = joined([Record(np.zeros_like(ids), "a"), Record(ids, "b")], EIGHT)
     assert np.array_equal(trace.sequence(0), np.full((3, 2, 2), 255))
     assert np.array_equal(trace.sequence(1), ids)
 
@@ -160,15 +175,15 @@ def test_prompt_lengths_and_labels_are_limited() -> None:
 
 
 def test_expert_0_alone_is_a_route_in_top_1() -> None:
-    """Whatever mark of gaps a format has: a lone 0 is an expert, where the layer is known to have some."""
+    """A lone 0 is an expert, where the layer is known to have some."""
     ids = np.array([[[0], [0]], [[3], [0]]])
-    trace = joined([Record(ids, "a", missing=0)], ImportOptions(8, moe_layers=(1, 2)))
+    trace = joined([Record(ids, "a")], ImportOptions(8, moe_layers=(1, 2)))
     assert trace.expert_ids.tolist() == ids.tolist()
     with pytest.raises(InputError, match="layer 1, which may have no experts"):
-        joined([Record(ids, "a", missing=0)], EIGHT)
+        joined([Record(ids, "a")], EIGHT)
     # Layers whose ids are -1 have none.
     gaps = np.concatenate([ids * 0 - 1, ids + 1], axis=1)
-    assert joined([Record(gaps, "a", missing=-1)], ImportOptions(8, num_layers=4, moe_layers=(2, 3))).num_layers == 2
+    assert joined([Record(gaps, "a")], ImportOptions(8, num_layers=4, moe_layers=(2, 3))).num_layers == 2
 
 
 def test_parts_have_the_size_of_a_row_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,21 +206,21 @@ def changed(token: int, layer: int, row: list[int], dtype: Any = np.int64, **fac
 @pytest.mark.parametrize(
     ("record", "known", "message"),
     [
-        (changed(1, 0, [5, 5]), EIGHT, "x, token 1, layer 0: .*twice"),
         (changed(1, 1, [5, 8], first=4), EIGHT, r"x, token 5, layer 1: expert ids \[5, 8\].*0 to 7"),
         (changed(1, 1, [5, 8], layers=(3, 9)), EIGHT, "token 1, layer 9: expert ids"),
         (changed(0, 1, [-(1 << 32) + 1, 0]), EIGHT, "0 to 7"),
-        (changed(0, 1, [(1 << 32) - 1] * 2, np.uint32, missing=-1), EIGHT, "0 to 7"),
-        (changed(0, 1, [-1, 8], missing=-1), EIGHT, r"layer 1: expert ids \[-1, 8\]"),
+        (changed(0, 1, [(1 << 32) - 1, 1], np.uint32), EIGHT, "0 to 7"),
+        (changed(0, 1, [-1, 8]), EIGHT, r"layer 1: expert ids \[-1, 8\]"),
         (changed(0, 1, [1 << 40, 0]), EIGHT, "0 to 7"),
-        (changed(0, 1, [0, 0]), EIGHT, "twice"),
+        (Record(np.tile([5, 6, 5], (2, 2, 1)), "x"), EIGHT, "x, token 0, layer 0: .*twice"),
+        (Record(np.zeros((8, 1025, 2), int), "x"), EIGHT, r"1025 layers; is it \[layers, tokens, top_k\]"),
         (Record(GOOD.astype(float), "x"), EIGHT, "integers"),
         (Record(GOOD.astype(bool), "x"), EIGHT, "integers"),
         (Record(GOOD[0], "x"), EIGHT, "shape"),
         (Record(GOOD[:, :, :0], "x"), EIGHT, "shape"),
         (Record(np.zeros((1, 1, 257), np.int32), "x"), ImportOptions(300), "top-257 routing; .* top-256 at most"),
         (Record(GOOD[:, :, :1] * 0, "x"), EIGHT, "layer 0, which may have no experts at all; give --model"),
-        (Record(GOOD * 0, "x", missing=0), EIGHT, "no sequence has a route"),
+        (Record(GOOD * 0, "x"), EIGHT, "no sequence has a route"),
         (good(), ImportOptions(), r"largest id: 7.*--num-experts"),
         (good(), ImportOptions(1), "top-2 routing; there are 1 experts"),
         (good(), ImportOptions(8, top_k=4), "top-2 routing; it should be top-4"),
@@ -231,13 +246,13 @@ def test_bad_records_are_refused(record: Record, known: ImportOptions, message: 
 def test_both_fills_in_one_record(top_k: int, unknown: list[int]) -> None:
     """SGLang masks padded rows of CUDA graphs with -1; rows of its host buffer that were never written are 0."""
     ids = np.array([[[0, 0]], [[-1, -1]], [[5, 6]], [[0, 0]], [[3, 0]]], np.int32)[:, :, :top_k]
-    trace = joined([Record(ids, "a", missing="any")], ImportOptions(8, moe_layers=(0,)))
+    trace = joined([Record(ids, "a")], ImportOptions(8, moe_layers=(0,)))
     assert np.flatnonzero((trace.expert_ids == trace.no_route).all(axis=(1, 2))).tolist() == unknown
     for row in ([0, -1], [-1, 0]):
         if top_k == 2:
             ids[1, 0] = row
             with pytest.raises(InputError, match="token 1, layer 0"):
-                joined([Record(ids, "a", missing="any")], ImportOptions(8, moe_layers=(0,)))
+                joined([Record(ids, "a")], ImportOptions(8, moe_layers=(0,)))
 
 
 def test_rows_for_a_part_of_the_tokens_are_placed_or_refused() -> None:
@@ -271,3 +286,15 @@ def test_a_route_in_a_layer_without_experts_is_refused() -> None:
         joined([Record(dense, "a"), Record(again, "b")], EIGHT)
     with pytest.raises(InputError, match=r"layer 0.*no experts"):
         joined([Record(GOOD[:, :, :1], "a")], ImportOptions(8, num_layers=2, moe_layers=(1,)))
+
+
+def test_layers_that_nobody_recorded_are_named() -> None:
+    """slime with a pipeline stage whose routes were not captured: zeros in its layers."""
+    ids = random_ids(np.random.default_rng(0), 5, 4, 8, 2)
+    ids[:, 2:] = 0
+    summary = Summary()
+    trace = joined([Record(ids, "a"), Record(ids, "b")], ImportOptions(8, moe_layers=(3, 4, 5, 6)), summary)
+    assert (trace.expert_ids[:, 2:] == trace.no_route).all()
+    assert summary.fills == {0: 20}
+    assert len(summary.notes) == 1
+    assert "layers 5, 6" in summary.notes[0]

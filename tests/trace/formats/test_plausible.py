@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -19,8 +20,9 @@ from trimtab import InputError, read_trace
 from trimtab.array_type import Array
 from trimtab.cli.main import main
 from trimtab.trace import synthesize
-from trimtab.trace.formats import plausible
+from trimtab.trace.formats import plausible, turns
 from trimtab.trace.formats.plausible import Plausibility
+from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.store import TraceReader, write_trace
 
 EXPERTS, TOP_K, LAYERS = 128, 8, 3
@@ -39,9 +41,9 @@ def response(prompt: Sequence[int], answer: Sequence[int], ids: Array) -> str:
     return json.dumps({"prompt_token_ids": list(prompt), "choices": [choice]})
 
 
-def imported(path: Path, lines: Sequence[str], *, drop_repeats: bool = False) -> trimtab.RoutingTrace:
+def imported(path: Path, lines: Sequence[str], **options: Any) -> trimtab.RoutingTrace:
     path.write_text("\n".join(lines))
-    return trimtab.import_dump(path, num_experts=EXPERTS, drop_repeats=drop_repeats)
+    return trimtab.import_dump(path, num_experts=EXPERTS, **options)
 
 
 def conversation() -> list[str]:
@@ -55,6 +57,61 @@ def test_turns_of_a_conversation_are_noted(tmp_path: Path) -> None:
     (note,) = imported(tmp_path / "a.jsonl", conversation()).notes
     assert note.startswith("1 of 32 sequences are the beginning of another")
     assert imported(tmp_path / "b.jsonl", conversation()[1:]).notes == ()
+
+
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)])
+@pytest.mark.parametrize("start", [0, 49])
+def test_turns_are_merged(order: slice, start: int, tmp_path: Path) -> None:
+    """The second turn's rows may begin where those of the first end (`routed_experts_prompt_start`)."""
+    lines, ids = conversation(), routes(89, 0)
+    tokens = list(range(1000, 1090))
+    second = json.loads(response(tokens[:60], tokens[60:], ids[start:]))
+    lines[1] = json.dumps({"request": {"routed_experts_prompt_start": start}, "response": second})
+    trace = imported(tmp_path / "a.jsonl", lines[order], merge_turns=True)
+    alone = imported(tmp_path / "b.jsonl", conversation()[1:])
+    assert (trace.notes, trace.num_sequences) == ((), 31)
+    assert sorted(trace.sequence_hashes.tolist()) == sorted(alone.sequence_hashes.tolist())
+    merged = trace.sequence_hashes.tolist().index(int(alone.sequence_hashes[0]))
+    assert np.array_equal(trace.sequence(merged), ids)
+    assert trace.prompt_lengths[merged] == 20
+
+
+def test_turns_without_token_ids_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", routes(9, 0))
+    with pytest.raises(InputError, match="no token ids"):
+        trimtab.import_dump(tmp_path / "a.npy", num_experts=EXPERTS, merge_turns=True)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8), st.data())
+def test_merged_turns_are_those_of_a_plain_search(sequences: list[list[int]], data: st.DataObject) -> None:
+    """Every row that any turn has is there, at its token."""
+    firsts = [data.draw(st.integers(0, len(tokens) - 1)) for tokens in sequences]
+    row = {tuple(tokens[: end + 1]): number for number, (tokens, end) in enumerate(
+        (tokens, end) for tokens in sequences for end in range(len(tokens))
+    )}  # fmt: skip
+    records = []
+    for index, (tokens, first) in enumerate(zip(sequences, firsts, strict=True)):
+        numbers = [row[tuple(tokens[: end + 1])] % 100 for end in range(first, len(tokens) - 1)]
+        ids = np.array([[[number, number + 1]] for number in numbers], np.int16).reshape(-1, 1, 2)
+        records.append(Record(ids, str(index), first=first, num_tokens=len(tokens), tokens=(tokens,)))
+    found = [item for item in turns.merged(lambda: records, ImportOptions()) if isinstance(item, Record)]
+    turns_of: dict[int, list[int]] = {index: [index] for index in range(len(sequences))}
+    for index, one in enumerate(sequences):
+        longer = [at for at, each in enumerate(sequences) if len(each) > len(one) and each[: len(one)] == one]
+        if longer:
+            turns_of[max(longer, key=lambda at: (len(sequences[at]), -at))].append(index)
+            del turns_of[index]
+    assert sorted(int(record.where) for record in found) == sorted(turns_of)
+    for record in found:
+        tokens, members = sequences[int(record.where)], turns_of[int(record.where)]
+        assert record.token_ids is not None
+        assert record.token_ids.tolist() == tokens
+        rows = {record.first + place: ids[0].tolist() for place, ids in enumerate(record.ids)}
+        for place in range(len(tokens) - 1):
+            number = row[tuple(tokens[: place + 1])] % 100
+            is_known = any(firsts[turn] <= place < len(sequences[turn]) - 1 for turn in members)
+            assert rows.get(place, [0, 0]) == ([number, number + 1] if is_known else [0, 0])
 
 
 def test_answers_that_begin_alike_are_no_beginnings(tmp_path: Path) -> None:

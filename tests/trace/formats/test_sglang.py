@@ -48,7 +48,6 @@ def test_generate_response(tmp_path: Path, experts: int, dtype: str, top_k: int)
     np.testing.assert_array_equal(record.ids, ids)
     assert (record.where, record.num_tokens, record.prompt_length, record.first) == ("line 1", 8, 5, 0)
     assert record.token_ids is None  # the prompt's are not there
-    assert record.missing == "any"
 
 
 def test_shared_prompts_and_lists(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def check(items: list[Record | Dropped], expected: list[dict[str, Any]], step: i
         assert record.num_tokens == len(sample["tokens"])
         assert record.prompt_length == len(sample["tokens"]) - sample["response_length"]
         assert tokens_of(record) == sample["tokens"]
-        assert (record.step, record.missing, record.first) == (step, -1, 0)
+        assert (record.step, record.first) == (step, 0)
         assert record.domain == (sample["metadata"] or {}).get("data_source", "")
     assert dropped(items) == {"samples without routes": 1}
 

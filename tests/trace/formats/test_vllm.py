@@ -57,7 +57,6 @@ def test_completion_response(tmp_path: Path, experts: int, dtype: str, top_k: in
     assert record.ids.dtype == dtype
     assert (record.where, record.num_tokens, record.prompt_length, record.first) == ("line 1, choice 0", 8, 5, 0)
     assert tokens_of(record) == [0, 1, 2, 3, 4, 100, 101, 102]
-    assert record.missing == "any"
     assert record.layers is None
 
 

@@ -20,8 +20,7 @@ from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers.array_files import Arrays, array_names, array_shapes, open_arrays
 from trimtab.trace.formats.records import ImportOptions, Record
-from trimtab.trace.formats.responses import check_ids
-from trimtab.trace.routing import no_route
+from trimtab.trace.formats.responses import check_ids, shape_flat
 
 IDS = "expert_ids"
 # Of a model whose sequences are arrays with any names; more of either is not `[t, L, K]`.
@@ -44,9 +43,9 @@ def read(path: Path, options: ImportOptions) -> Iterator[Record]:
         if IDS not in arrays and is_one_a_sequence(path):
             for name in arrays.arrays:
                 ids = check_ids(arrays.rows(name, 0, arrays.shape(name)[0]))
-                yield Record(ids, f"array {name}", missing="any")
+                yield Record(ids, f"array {name}")
             return
-        yield from sequences(arrays, IDS, _metadata(arrays).num_experts)
+        yield from sequences(arrays, IDS, options)
 
 
 def is_one_a_sequence(path: Path) -> bool:
@@ -58,22 +57,23 @@ def is_one_a_sequence(path: Path) -> bool:
     return not others and 0 < layers <= MOST_LAYERS and 0 < top_k <= MOST_TOP_K
 
 
-def sequences(arrays: Arrays, name: str, num_experts: int | None = None) -> Iterator[Record]:
-    """The records of ids `[T, L, K]` of sequences one after another, or of a padded batch `[S, t, L, K]`.
+def sequences(arrays: Arrays, name: str, options: ImportOptions) -> Iterator[Record]:
+    """The records of ids `[T, L, K]` or `[T, L * K]` of sequences one after another, or of a padded batch
+    `[S, t, L, K]`.
 
     `sequence_starts`, with or without the end, or `lengths` tell sequences apart. In a batch `lengths` are those of
-    its rows; without them, rows of zeros or -1 at both ends are padding.
+    its rows; without them, rows of equal ids at both ends are padding.
 
     Args:
         name: of the array of ids.
-        num_experts: if known, and ids have Trimtab's dtype, `no_route` is the id of unknown routes.
+        options: for `[T, L * K]`, number of layers and top_k.
 
     Raises:
         InputError: if arrays are missing or don't fit together.
     """
     shape = arrays.shape(name)
     padded = len(shape) == 4
-    if len(shape) not in (3, 4) or 0 in shape[-2:] or (padded and not shape[1]):
+    if len(shape) not in (2, 3, 4) or 0 in shape[1:] or (padded and not shape[1]):
         raise InputError(
             f"{name or 'routed_experts'} has shape {list(shape)}; it should be [tokens, layers, top_k] or [sequences, "
             "tokens, layers, top_k]"
@@ -87,18 +87,18 @@ def sequences(arrays: Arrays, name: str, num_experts: int | None = None) -> Iter
     prompts, steps = (arrays.numbers(key, count) for key in ("prompt_lengths", "steps"))
     hashes, prompt_hashes = (arrays.numbers(key, count, 1 << 64) for key in ("sequence_hashes", "prompt_hashes"))
     domains = _domains(arrays, count)
-    layers = _layers(arrays, shape[1]) if name == IDS and not padded else None
+    layers = _layers(arrays, shape[1]) if name == IDS and len(shape) == 3 else None
     end = 0
     for index in range(count):
         length = None if lengths is None else int(lengths[index])
         start, end = end, end + (1 if padded else length or 0)
         rows = arrays.rows(name, start, end)
         ids = check_ids(rows[0] if padded else rows)
-        is_ours = ids.dtype.kind == "u" and ids.dtype.itemsize <= 2
+        if ids.ndim == 2:
+            ids = shape_flat(ids, options, name or "the array")
         yield Record(
             ids,
             f"sequence {index}",
-            missing=no_route(num_experts) if num_experts and is_ours else "any",
             rows=_between_padding(ids) if length is None else slice(0, length),
             prompt_length=int(prompts[index]),
             sequence_hash=int(hashes[index]),
@@ -127,14 +127,12 @@ def _lengths(arrays: Arrays, total: int) -> Array:
 
 
 def _between_padding(ids: Array) -> slice:
-    """The rows of ids `[t, L, K]` without those at both ends that are all 0 or all -1.
+    """The rows of ids `[t, L, K]` without those at both ends that are one id alone.
 
-    With one layer and top-1 zeros stay: they may be routes.
+    With one layer and top-1 only -1 is padding: others may be routes.
     """
     flat = ids.reshape(len(ids), -1)
-    padded = (flat == -1).all(axis=1) if ids.dtype.kind == "i" else np.zeros(len(ids), bool)
-    if flat.shape[1] > 1:
-        padded |= ~flat.any(axis=1)
+    padded = (flat == flat[:, :1]).all(axis=1) if flat.shape[1] > 1 else flat[:, 0] == -1
     kept = np.flatnonzero(~padded)
     return slice(kept[0], kept[-1] + 1) if len(kept) else slice(0, 0)
 

@@ -18,6 +18,7 @@ from trimtab.trace.formats.normalise import Summary, normalise
 from trimtab.trace.formats.plausible import Plausibility
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.formats.responses import NO_ROUTES
+from trimtab.trace.formats.turns import merged
 from trimtab.trace.message_text import few_of, printable, reason
 from trimtab.trace.routing import RoutingTrace
 
@@ -152,7 +153,11 @@ def import_files(
         with _naming(files[0]):
             options = options.with_default(read_metadata(files[0]))
     name = f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
-    return _noted(_records(files, FORMATS[form], options, begin), options, summary, name)
+
+    def read() -> Iterator[Record | Dropped]:
+        return _records(files, FORMATS[form], options, begin)
+
+    return _noted(merged(read, options) if options.merge_turns else read(), options, summary, name)
 
 
 def import_own_files(
@@ -202,7 +207,8 @@ def _noted(
     """As `normalise`; at the end the summary has what is odd."""
     odd = Plausibility()
     yield from normalise(records, options, summary, name, odd)
-    summary.agreement, summary.notes = odd.agreement, tuple(odd.notes(dropped=options.drop_repeats))
+    summary.agreement = odd.agreement
+    summary.notes += tuple(odd.notes(dropped=options.drop_repeats))
 
 
 def _records(

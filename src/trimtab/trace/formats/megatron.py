@@ -202,7 +202,6 @@ def _row(value: Any, where: str, ids: Array | None) -> tuple[int, Record] | None
     return whole_field(value, "layer"), Record(
         ids,
         where,
-        missing=-1,
         prompt_length=whole_field(value, "prompt_length", 0) or 0,
         step=whole_field(value, "step", 0) or 0,
         domain=domain if isinstance(domain, str) else "",

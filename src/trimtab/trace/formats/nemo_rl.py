@@ -83,7 +83,6 @@ def _padded(batch: Any) -> Iterator[Record | Dropped]:
         yield Record(
             routes,
             f"row {row}",
-            missing=-1,
             place=row,
             rows=slice(0, length),
             padding=max(0, width - length),
@@ -113,7 +112,6 @@ def _logged(batch: Any) -> Iterator[Record]:
             where,
             read=_joined,
             padding=0,
-            missing=-1,
             num_tokens=sum(map(len, tokens)),
             prompt_length=sum(map(len, tokens[:answered])),
             tokens=tuple(tokens),

@@ -3,6 +3,10 @@
 A record has one layer axis. It lists either all decoder layers, with a fill id in dense layers, or only the MoE layers.
 The record's layer numbers or the model's config tell which. Without these it is inferred from the first record with
 routes: if K >= 2, a layer in which every token has K equal ids is dense.
+
+There is one rule for rows without a route, whatever the format: with K >= 2, K equal ids of any value; with K = 1, -1,
+and 255 and 65535 where they are no experts. Engines fill buffers so: 0 where nothing was written (vLLM, SGLang), -1 in
+masked rows of CUDA graphs (SGLang), the largest id of a dtype (Trimtab's traces).
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from trimtab.trace.message_text import at_place, clip, printable
 from trimtab.trace.routing import RoutingTrace, hash_tokens, id_dtype, no_route
 from trimtab.trace.store import ROW_GROUP_BYTES
 
-NO_ID = -(1 << 63)
+# Ids of rows without a route, counted one by one; others together.
+FILLS = (-1, 0, 255, 65535)
 # Larger than any id; larger values, and values below any padding, are out of range.
 TOO_LARGE = 1 << 20
 # Maximum number of tokens without recorded routes in one sequence. The file only states this number, so it is limited
@@ -33,8 +38,8 @@ MAX_MISSING_ROWS = 1 << 20
 LONGEST_LABEL = 80
 # Ids of a sequence that are in memory as int32 at the same time.
 NARROWED_IDS = 1 << 20
-# Many times that of any model; the cost of sorting and comparing grows with its square.
-MOST_TOP_K = 256
+# Many times those of any model; the cost of sorting and comparing grows with the square of top-k.
+MOST_TOP_K, MOST_LAYERS = 256, 1024
 
 FINE, OUT_OF_RANGE, TWICE, IN_DENSE_LAYER = range(4)
 
@@ -48,6 +53,7 @@ class Summary:
         sequences, tokens: imported; tokens with rows.
         unknown_rows: imported tokens without a route in any layer.
         unknown_routes: (token, layer) pairs without a route, those of `unknown_rows` included.
+        fills: those of them that have a row, by its id; None for all ids that are not in `FILLS`.
         dropped: what the source has and the trace does not, by kind.
         agreement: part of the routes of prompts that are those of another answer to the same prompt, if that is known.
         notes: what is odd, see `plausible`; at the end of an import.
@@ -58,13 +64,14 @@ class Summary:
     tokens: int = 0
     unknown_rows: int = 0
     unknown_routes: int = 0
+    fills: Counter[int | None] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     agreement: float | None = None
     notes: tuple[str, ...] = ()
 
     def add(self, other: Summary) -> None:
         """Increase the counts by those of other data of the same dump."""
-        for name in ("sequences", "tokens", "unknown_rows", "unknown_routes", "dropped"):
+        for name in ("sequences", "tokens", "unknown_rows", "unknown_routes", "fills", "dropped"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
@@ -93,6 +100,7 @@ def normalise(
     early: list[tuple[Record, Array, Array | None]] = []
     waiting: list[tuple[Record, Array]] = []
     models: list[str] = []
+    routes_L: Array | None = None
     size = 0
     for item in items:
         if isinstance(item, Dropped):
@@ -103,7 +111,7 @@ def normalise(
             block = item.block
             ids = item.chosen(block)
             _check_form(item, ids)
-            item = _placed(item, len(ids), options)
+            item = placed(item, len(ids), options)
             layout = layout or _layout_of(item, ids, options)
             token_ids = item.token_ids
         if len(models) < 2 and item.model not in ("", *models):
@@ -124,7 +132,9 @@ def normalise(
         if layout is None:
             continue
         for record, ids, token_ids in early:
-            routes = _routes(record, ids, layout, summary)
+            if routes_L is None:
+                routes_L = np.zeros(len(layout.columns), np.int64)
+            routes = _routes(record, ids, layout, summary, routes_L)
             if odd is not None:
                 prompt = record.step, record.prompt_hash
                 is_repeat_T = odd.add(routes, layout.num_experts, token_ids, prompt, record.prompt_length)
@@ -140,6 +150,9 @@ def normalise(
         raise InputError(f"{name}: no sequence has a route" if early else f"{name}: there are no sequences in it")
     if waiting:
         yield _join(waiting, layout, options)
+    if routes_L is not None and not routes_L.all():
+        empty = ", ".join(map(str, layout.layer_indices[routes_L == 0].tolist()))
+        summary.notes += (f"No token has a route in layers {empty}: were they not recorded, as those of a stage?",)
 
 
 @dataclass(frozen=True)
@@ -168,6 +181,11 @@ def _check_form(record: Record, ids: Array) -> None:
         raise InputError(f"expert ids are {ids.dtype}; they should be integers")
     if ids.ndim != 3 or 0 in ids.shape[1:]:
         raise InputError(f"expert ids have shape {ids.shape}; it should be [tokens, layers, top_k]")
+    if ids.shape[1] > MOST_LAYERS:
+        raise InputError(
+            f"expert ids have shape {ids.shape}: {ids.shape[1]} layers; is it [layers, tokens, top_k]? It should be "
+            "[tokens, layers, top_k], as ids.swapaxes(0, 1) makes it"
+        )
     if record.first < 0:
         raise InputError(f"its first row is that of token {record.first}; tokens count from 0")
     if ids.shape[2] > MOST_TOP_K:
@@ -184,7 +202,7 @@ def _check_form(record: Record, ids: Array) -> None:
         raise InputError(f"step {record.step}; it should be 0 to 2**31 - 1")
 
 
-def _placed(record: Record, rows: int, options: ImportOptions) -> Record:
+def placed(record: Record, rows: int, options: ImportOptions) -> Record:
     """The record with the place of its rows. Raises InputError if nothing tells it."""
     missing = 0 if record.placed or record.num_tokens is None else record.num_tokens - 1 - rows
     if missing <= 0 or options.rows_at == "start":
@@ -229,9 +247,9 @@ def _layout_of(record: Record, ids: Array, options: ImportOptions) -> _Layout | 
 def _layers_with_routes(ids: Array) -> Array:
     """`[layers]` bool: True for layers in which at least one row can be a route.
 
-    With K >= 2, a row of K equal ids is none; with K = 1, a negative id.
+    With K >= 2, a row of K equal ids is none; with K = 1, an id of `FILLS` other than 0.
     """
-    distinct = ids != ids[:, :, :1] if ids.shape[2] > 1 else ids >= 0
+    distinct = ids != ids[:, :, :1] if ids.shape[2] > 1 else ~np.isin(ids, [fill for fill in FILLS if fill])
     return np.asarray(distinct.any(axis=(0, 2)))
 
 
@@ -255,8 +273,9 @@ def _moe_layers(record: Record, ids: Array, routes: Array, options: ImportOption
     raise InputError(f"it has {axis} layers; the model has {options.num_layers}, {len(moe)} of them with experts")
 
 
-def _routes(record: Record, ids: Array, layout: _Layout, summary: Summary) -> Array:
-    """`[T, L, K]`, one row for each token that was fed to the model, unknown routes as `no_route`."""
+def _routes(record: Record, ids: Array, layout: _Layout, summary: Summary, routes_L: Array) -> Array:
+    """`[T, L, K]`, one row for each token that was fed to the model, unknown routes as `no_route`; `routes_L` counts
+    the others."""
     if ids.shape[1:] != (layout.axis, layout.top_k) or (
         record.layers is not None and not np.array_equal(record.layers, layout.layer_indices)
     ):
@@ -274,24 +293,21 @@ def _routes(record: Record, ids: Array, layout: _Layout, summary: Summary) -> Ar
     routes = np.full(
         (tokens, len(layout.columns), layout.top_k), no_route(layout.num_experts), id_dtype(layout.num_experts)
     )
-    # With K = 1, id 0 is a valid route, so it cannot mark a missing one.
-    gaps = (-1, 0) if record.missing == "any" else (record.missing,)
-    fills = [gap for gap in gaps if gap is not None and (gap or layout.top_k > 1)] or [NO_ID]
-    unknown_routes = unknown_rows = 0
+    fills_F = np.zeros(len(FILLS) + 1, np.int64)
+    unknown_rows = 0
     at_once = max(1, NARROWED_IDS // ids[:1].size) if len(ids) else 1
     for start in range(0, len(ids), at_once):
         part = ids[start : start + at_once]
-        fault, token, layer, routes_missing, rows_missing = _convert(
+        fault, token, layer, without = _convert(
             _narrowed(part),
             layout.columns,
             layout.dense,
-            fills[0],
-            fills[-1],
             layout.num_experts,
             routes[record.first + start :],
+            fills_F,
+            routes_L,
         )
-        unknown_routes += routes_missing
-        unknown_rows += rows_missing
+        unknown_rows += without
         if fault == FINE:
             continue
         token += start
@@ -303,7 +319,10 @@ def _routes(record: Record, ids: Array, layout: _Layout, summary: Summary) -> Ar
     summary.sequences += 1
     summary.tokens += tokens
     summary.unknown_rows += unknown_rows + missing_rows
-    summary.unknown_routes += unknown_routes + missing_rows * len(layout.columns)
+    summary.unknown_routes += int(fills_F.sum()) + missing_rows * len(layout.columns)
+    for fill, count in zip((*FILLS, None), fills_F.tolist(), strict=True):
+        if count:
+            summary.fills[fill] += count
     return routes
 
 
@@ -357,20 +376,21 @@ def _label(name: str) -> str:
 
 
 @kernel
-def _convert(ids_TAK, columns_L, dense_D, lowest_fill, highest_fill, num_experts, routes_TLK):  # type: ignore[no-untyped-def]
+def _convert(ids_TAK, columns_L, dense_D, num_experts, routes_TLK, fills_F, routes_L):  # type: ignore[no-untyped-def]
     """Write the routes of the MoE layers; rows without a route are not changed.
 
     Args:
         ids_TAK: `[T, layers, K]` int32.
         columns_L: `[L]` int64, places of MoE layers. dense_D: of the others.
-        lowest_fill, highest_fill: all K ids are one of this range where there is no route; or `NO_ID`.
         routes_TLK: `[T, L, K]` uint8 or uint16, written to; it holds `no_route`.
+        fills_F: int64, increased by the rows without a route, by their id (`FILLS`, others last). routes_L: by the rows
+            with one.
 
     Returns:
-        A fault with its token and layer, and how many routes, and whole rows, are missing.
+        A fault with its token and layer, and how many tokens have no route in any layer.
     """
     top_k = ids_TAK.shape[2]
-    unknown_routes = unknown_rows = 0
+    unknown_rows = 0
     # The row in which an expert was last seen, counted over all layers.
     row = 0
     seen_in_E = np.zeros(num_experts, np.int64)
@@ -379,29 +399,32 @@ def _convert(ids_TAK, columns_L, dense_D, lowest_fill, highest_fill, num_experts
         for place in range(len(columns_L)):
             layer = columns_L[place]
             first = ids_TAK[t, layer, 0]
-            if lowest_fill <= first <= highest_fill:
-                same = 1
-                while same < top_k and ids_TAK[t, layer, same] == first:
-                    same += 1
-                if same == top_k:
-                    unknown += 1
-                    continue
+            which = 0
+            while which < len(FILLS) and FILLS[which] != first:
+                which += 1
+            same = 1
+            while same < top_k and ids_TAK[t, layer, same] == first:
+                same += 1
+            if same == top_k and (top_k > 1 or (which < len(FILLS) and not 0 <= first < num_experts)):
+                fills_F[which] += 1
+                unknown += 1
+                continue
             row += 1
             for k in range(top_k):
                 expert = ids_TAK[t, layer, k]
                 if expert < 0 or expert >= num_experts:
-                    return OUT_OF_RANGE, t, layer, unknown_routes, unknown_rows
+                    return OUT_OF_RANGE, t, layer, unknown_rows
                 if seen_in_E[expert] == row:
-                    return TWICE, t, layer, unknown_routes, unknown_rows
+                    return TWICE, t, layer, unknown_rows
                 seen_in_E[expert] = row
                 routes_TLK[t, place, k] = expert
+            routes_L[place] += 1
         for layer in dense_D:
             first = ids_TAK[t, layer, 0]
-            if first > 0 and top_k == 1:
-                return IN_DENSE_LAYER, t, layer, unknown_routes, unknown_rows
+            if top_k == 1 and 0 < first < num_experts:
+                return IN_DENSE_LAYER, t, layer, unknown_rows
             for k in range(1, top_k):
                 if ids_TAK[t, layer, k] != first:
-                    return IN_DENSE_LAYER, t, layer, unknown_routes, unknown_rows
-        unknown_routes += unknown
+                    return IN_DENSE_LAYER, t, layer, unknown_rows
         unknown_rows += unknown == len(columns_L)
-    return FINE, -1, -1, unknown_routes, unknown_rows
+    return FINE, -1, -1, unknown_rows

@@ -75,8 +75,7 @@ class Plausibility:
         self.rows += int(is_known_T.sum())
         self.repeated += int(is_repeat_T.sum())
         if token_ids is not None and len(token_ids) and self._tokens < MOST_TOKENS:
-            powers_T = np.multiply.accumulate(np.full(len(token_ids), _BASE))
-            self._prefixes.append(np.cumsum((token_ids.astype(np.uint64) + np.uint64(1)) * powers_T, dtype=np.uint64))
+            self._prefixes.append(prefix_hashes(token_ids))
             self._tokens += len(token_ids)
             self._is_long.append(len(token_ids) - prompt_length >= self.least_answer)
         if prompt[1] and 0 < prompt_length <= len(routes_TLK):
@@ -126,7 +125,7 @@ class Plausibility:
         if within > LEAST_PART * sequences:
             yield (
                 f"{within:,} of {sequences:,} sequences are the beginning of another, such as turns of a conversation: "
-                "their tokens count more than once."
+                "their tokens count more than once; --merge-turns keeps the longest."
             )
         if again > LEAST_PART * sequences:
             yield f"{again:,} of {sequences:,} sequences have the same tokens as another; they count more than once."
@@ -140,6 +139,12 @@ class Plausibility:
     def agreement(self) -> float | None:
         """Part of the compared routes of prompts that are equal; None if there are none."""
         return self.agreeing / self.prompt_routes if self.prompt_routes else None
+
+
+def prefix_hashes(token_ids: Array) -> Array:
+    """`[T]` uint64: of the first token, the first two, and so on."""
+    powers_T = np.multiply.accumulate(np.full(len(token_ids), _BASE))
+    return np.cumsum((token_ids.astype(np.uint64) + np.uint64(1)) * powers_T, dtype=np.uint64)
 
 
 def _equal_rows(one_TLK: Array, other_TLK: Array) -> Array:

@@ -35,6 +35,7 @@ class ImportOptions:
         rows_at: where rows for a part of a sequence are if the dump does not tell: at its "start" or its "end"; None:
             they are refused.
         drop_repeats: take routes of rows as unknown that repeat the row before in all layers, or are 0 to K-1.
+        merge_turns: of sequences that are the beginning of a longer one keep the longest alone; of files.
     """
 
     num_experts: int | None = None
@@ -49,6 +50,7 @@ class ImportOptions:
     optional: frozenset[Path] = frozenset()
     rows_at: Literal["start", "end"] | None = None
     drop_repeats: bool = False
+    merge_turns: bool = False
 
     def with_default(self, other: ImportOptions) -> ImportOptions:
         """These facts, and those of `other` where these are unknown."""
@@ -62,8 +64,6 @@ class Record:
     Attributes:
         source: what holds the ids: an array or tensor of this sequence or of a batch, or nested lists.
         where: the place in the source, for messages: "line 3, choice 1".
-        missing: what all K ids are where there is no route (0 or -1); None if the format has no gaps; "any": 0 and -1,
-            of which a record may hold both. With K = 1, 0 is an expert.
         first: number of tokens before the first row, whose routes are unknown.
         placed: False if rows that are fewer than the tokens may begin elsewhere (`ImportOptions.rows_at`).
         num_tokens: tokens of the sequence, the last of which is never fed to the model; None for `first + t + 1`.
@@ -85,7 +85,6 @@ class Record:
 
     source: Any
     where: str
-    missing: int | Literal["any"] | None = None
     first: int = 0
     placed: bool = True
     num_tokens: int | None = None

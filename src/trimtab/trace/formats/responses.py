@@ -86,7 +86,6 @@ class Response:
         return Record(
             source,
             where,
-            missing="any",
             first=first or 0,
             placed=bool(first),
             num_tokens=num_tokens,
@@ -220,7 +219,7 @@ def raw_dtype(name: Any) -> str:
 
 
 def shape_flat(flat: Array, options: ImportOptions, what: str = "routed_experts") -> Array:
-    """`[t, layers, K]` of ids one after another, with the caller's numbers of layers and top_k.
+    """`[t, layers, K]` of ids one after another or `[t, layers * K]`, with the caller's numbers of layers and top_k.
 
     Raises:
         InputError: if one is unknown, or they don't divide the number of ids.
@@ -228,7 +227,13 @@ def shape_flat(flat: Array, options: ImportOptions, what: str = "routed_experts"
     layers, top_k = options.num_layers, options.top_k
     if not layers or not top_k:
         missing = " and ".join(name for name, value in (("--num-layers", layers), ("--top-k", top_k)) if not value)
-        raise InputError(f"{what} has no shape; give {missing}, or --model with a config.json or a model's name")
+        found = f"shape {list(flat.shape)}, not [tokens, layers, top_k]" if flat.ndim == 2 else "no shape"
+        raise InputError(f"{what} has {found}; give {missing}, or --model with a config.json or a model's name")
+    if flat.ndim == 2 and flat.shape[1] != layers * top_k:
+        raise InputError(
+            f"{what} has shape {list(flat.shape)}; it should be [tokens, {layers} layers, top-{top_k}], or "
+            f"[tokens, {layers * top_k}]"
+        )
     if flat.size % (layers * top_k):
         raise InputError(
             f"{what} holds {flat.size} ids of {flat.dtype}, which {layers} layers x top-{top_k} don't divide"

@@ -115,7 +115,6 @@ def _from_tokens(dump: Mapping[Any, Any], dumped: Any) -> Iterator[Record | Drop
         yield Record(
             np.concatenate(parts),
             name,
-            missing=-1,
             prompt_length=sum(len(ids) for ids, piece in zip(parts, pieces, strict=True) if piece.mode in PREFILL),
             domain="" if pieces[0].request else pieces[0].mode,
             layers=tuple(layers.tolist()),
@@ -201,7 +200,7 @@ def _from_counts(counts: list[Array], names: Any, options: ImportOptions) -> Ite
         ids_TLK = np.full((num_tokens, len(layers), options.top_k), -1, np.int32)
         for place, layer in enumerate(layers.tolist()):
             _assign_experts(counts_LE[layer], ids_TLK[:, place], f"{where}, layer {layer}")
-        yield Record(ids_TLK, where, missing=-1, layers=tuple(layers.tolist()))
+        yield Record(ids_TLK, where, layers=tuple(layers.tolist()))
         yield Dropped(_GENERATED, num_tokens)
 
 

@@ -78,7 +78,6 @@ def _record(sample: Any, ids: Any, tokens: Any, where: str, step: int, options: 
         ids,
         where,
         read=partial(_shaped, options=options),
-        missing=-1,
         num_tokens=len(tokens),
         prompt_length=max(0, len(tokens) - length),
         tokens=(tokens,),

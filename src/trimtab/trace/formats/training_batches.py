@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
@@ -57,7 +57,6 @@ def roll_records(batch: Any) -> Iterator[Record | Dropped]:
         yield Record(
             routes,
             f"row {row}",
-            missing=0,
             read=partial(_without_surplus, row=row, length=length),
             place=row,
             rows=slice(0, length),
@@ -75,7 +74,7 @@ def _without_surplus(routes: Any, row: int, length: int) -> Array:
     (`roll/distributed/scheduler/user_defined_rollout_loop.py:149` at 8eb27cc2).
     """
     ids = fields.as_array(routes, KEY)
-    if surplus := int(ids[row, length:].any(axis=(1, 2)).sum()):
+    if surplus := int((ids[row, length:] != ids[row, length:, :1, :1]).any(axis=(1, 2)).sum()):
         raise InputError(
             f"{surplus} rows of {KEY} behind those of its {length} tokens: ROLL appends routes again when it resumes "
             "an aborted generation, so rows are of other tokens"
@@ -91,7 +90,7 @@ def skyrl_records(batch: Any) -> Iterator[Record | Dropped]:
     """
     routes = fields.required(batch, SKYRL_KEY, _SKYRL_HOW)
     if isinstance(routes, list | tuple):
-        yield from _listed(batch, SKYRL_KEY, ("prompt_token_ids", "response_ids"), "trajectory", None)
+        yield from _listed(batch, SKYRL_KEY, ("prompt_token_ids", "response_ids"), "trajectory")
         return
     _, width, *_ = shape = fields.shape_of(routes, SKYRL_KEY)
     without_BT, fed_BT = fields.masks(batch, SKYRL_KEY, shape, "router_padding_mask", "attention_mask")
@@ -122,7 +121,7 @@ def trl_records(rollout: Any) -> Iterator[Record | Dropped]:
     Reads `routed_experts`, `prompt_ids` and `completion_ids`, an entry each a completion.
     """
     fields.required(rollout, KEY, "TRL records none: let rollout_func return it")
-    yield from _listed(rollout, KEY, ("prompt_ids", "completion_ids"), "completion", "any")
+    yield from _listed(rollout, KEY, ("prompt_ids", "completion_ids"), "completion")
 
 
 def ms_swift_records(samples: Iterable[Any]) -> Iterator[Record | Dropped]:
@@ -138,14 +137,12 @@ def ms_swift_records(samples: Iterable[Any]) -> Iterator[Record | Dropped]:
             if ids is None:
                 yield Dropped("samples without routes")
             else:
-                yield Record(ids, f"sample {row}", missing=0, placed=False, num_tokens=length or None)
+                yield Record(ids, f"sample {row}", placed=False, num_tokens=length or None)
 
     yield from require_records(records(), f"no sample has {KEY!r}; ms-swift records it with --router_replay_mode R3")
 
 
-def _listed(
-    batch: Any, key: str, names: tuple[str, str], what: str, missing: Literal["any"] | None
-) -> Iterator[Record | Dropped]:
+def _listed(batch: Any, key: str, names: tuple[str, str], what: str) -> Iterator[Record | Dropped]:
     """Records of lists: routes, None for sequences without, and token ids of prompts and of responses."""
     routes = field(batch, key)
     prompts, responses = (fields.rows_of(field(batch, name), name) for name in names)
@@ -158,7 +155,6 @@ def _listed(
             yield Record(
                 ids,
                 f"{what} {row}",
-                missing=missing,
                 placed=key == SKYRL_KEY,
                 num_tokens=sum(map(len, tokens)),
                 prompt_length=len(tokens[0]),

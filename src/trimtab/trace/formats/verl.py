@@ -95,7 +95,6 @@ def _rows(tensors: Any, routes: Any, step: int, sources: Any) -> Iterator[Record
         yield Record(
             routes,
             f"row {row}",
-            missing="any",
             place=row,
             rows=rows,
             num_tokens=None if mask_BT is None else count,
@@ -117,7 +116,6 @@ def _jagged_rows(tensors: Any, routes: Any, step: int, sources: Any) -> Iterator
         yield Record(
             source,
             f"row {row}",
-            missing="any",
             place=place,
             placed=False,
             num_tokens=length if tokens is None else len(tokens[row]),

@@ -5,10 +5,10 @@ HTTP base64 of the `.npy` bytes. Layers without experts are filled with zeros. v
 and the prompt separately: `prompt_routed_experts` of the request, `routed_experts` of each completion; over HTTP nested
 lists.
 
-Arrays saved by users: `.npy` of one sequence `[t, L, K]` or of a padded batch `[S, t, L, K]`; `.npz` with
-`routed_experts` of either shape, and if several sequences follow one another in one, `sequence_starts` or `lengths`.
-In a batch `lengths` gives their lengths; without it, rows of zeros or -1 at both ends are padding. `prompt_lengths` and
-`steps` are read too.
+Arrays saved by users: `.npy` of one sequence `[t, L, K]` or `[t, L * K]`, or of a padded batch `[S, t, L, K]`; `.npz`
+with `routed_experts` of these shapes, and if several sequences follow one another in one, `sequence_starts` or
+`lengths`. In a batch `lengths` gives their lengths; without it, rows of equal ids at both ends are padding.
+`prompt_lengths` and `steps` are read too.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def recognise(path: Path) -> bool:
 def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
     """Records of a file of responses (JSON lines, a list, or one; plain or in a client's wrapper) or of arrays."""
     if array_names(path) is not None:
-        return _read_arrays(path)
+        return _read_arrays(path, options)
     return require_routes(_records(json_values(path), options))
 
 
@@ -128,6 +128,6 @@ def _fields(value: Any) -> Mapping[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _read_arrays(path: Path) -> Iterator[Record]:
+def _read_arrays(path: Path, options: ImportOptions) -> Iterator[Record]:
     with open_arrays(path) as arrays:
-        yield from sequences(arrays, ROUTES if ROUTES in arrays else "")
+        yield from sequences(arrays, ROUTES if ROUTES in arrays else "", options)
