@@ -77,7 +77,37 @@ def all_dumps() -> dict[str, Dump]:
     add("sglang-recorder:tokens", ".pt", saved({"records": passes, "last_physical_to_logical_map": identity}))
     counts = np.stack([[np.bincount(each[:, layer].ravel(), minlength=16) for layer in range(LAYERS)] for each in ids])
     add("sglang-recorder:counts", ".pt", saved({"rank": 0, "logical_count": torch.from_numpy(counts)}))
+    cells = ["step,layer_id,expert_id,count"] + [
+        f"{step},{layer},{expert},{counts[step, layer, expert]}" for step, layer, expert in np.ndindex(counts.shape)
+    ]
+    add("counts:csv", ".csv", "\n".join(cells).encode())
+    narrow = [each.astype(np.uint8) for each in ids]
+    add("home-made:pickle", ".pkl", pickle.dumps(narrow))
+    add("home-made:torch", ".pt", saved({"topk_ids": list(map(torch.from_numpy, narrow)), "seed": 3}))
+    objects = np.empty(3, object)
+    objects[:] = narrow
+    add("home-made:objects", ".npy", npy(objects))
+    add("home-made:npz", ".npz", _npz(narrow))
+    rows = [
+        {
+            "type": "route",
+            "req_id": f"r{at}",
+            "token_idx": token,
+            "layer": layer,
+            "topk_ids": each[token, layer].tolist(),
+        }
+        for at, each in enumerate(ids)
+        for token, layer in np.ndindex(*each.shape[:2])
+    ]
+    add("home-made:rows", ".jsonl", _lines(rows))
+    add("home-made:nested", ".jsonl", _lines([{"prompt": "seven", "expert_ids": each.tolist()} for each in ids]))
     return found
+
+
+def _npz(arrays: list[Array]) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, *arrays)
+    return file.getvalue()
 
 
 def npy(array: Array) -> bytes:

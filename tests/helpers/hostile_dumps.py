@@ -70,8 +70,8 @@ def overlapping_entries() -> bytes:
 
 
 def terabytes_of_ids() -> bytes:
-    """Recorded counts of 2^38 tokens."""
-    counts = torch.zeros(1, 48, 128, dtype=torch.int64)
+    """Recorded counts of 2^38 tokens in 20,000 layers."""
+    counts = torch.zeros(1, 20000, 16, dtype=torch.int64)
     counts[..., :8] = 1 << 38
     return saved({"rank": 0, "logical_count": counts})
 

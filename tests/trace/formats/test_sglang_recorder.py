@@ -169,7 +169,7 @@ def test_physical_counts_need_a_map_that_fits() -> None:
     ("dump", "top_k", "message"),
     [
         ({"logical_count": np.ones((1, 1, 4), int)}, None, r"counts .* only: give the model's top_k.*per_token"),
-        ({"logical_count": np.ones((1, 2, 4), int)}, 3, "forward pass 0, layer 0: 4 counts.*is top_k right"),
+        ({"logical_count": np.array([[[1, 0, 3, 1]]])}, 2, "forward pass 0, layer 0: 5 counts.*is top_k right"),
         ({"logical_count": np.array([[[3, 1, 0]]])}, 2, "3 of expert 0 can't come from"),
         ({"logical_count": np.zeros((2, 2, 4), int)}, 2, "all zero"),
         ({"logical_count": np.array([[[-2, 4, 0]]])}, 2, "damaged, it counts"),

@@ -105,27 +105,6 @@ def array_names(path: Path) -> list[str] | None:
         return None
 
 
-def array_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the arrays of integers in an `.npz` file, from their headers alone; empty of any other file."""
-    try:
-        shapes = {}
-        with zipfile.ZipFile(path) as archive:
-            for name in archive.namelist():
-                with archive.open(name) as file:
-                    version = np.lib.format.read_magic(file)
-                    read = (
-                        np.lib.format.read_array_header_1_0
-                        if version == (1, 0)
-                        else np.lib.format.read_array_header_2_0
-                    )
-                    shape, _, dtype = read(file)
-                if dtype.kind in "iu":
-                    shapes[name.removesuffix(".npy")] = shape
-        return shapes
-    except Exception:  # only a test
-        return {}
-
-
 @contextmanager
 def open_arrays(path: Path) -> Iterator[Arrays]:
     """The arrays of a file. Raises InputError here or while reading, if the file is damaged."""

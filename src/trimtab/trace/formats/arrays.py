@@ -3,8 +3,6 @@
 `expert_ids [T, L, K]` is needed; `sequence_starts`, `prompt_lengths`, `steps`, `sequence_hashes`, `prompt_hashes`,
 `domains` and `layer_indices` are optional. Number of experts and model are stored with them: as arrays of one value in
 `.npz`, as texts (with `domains` as a JSON list) in a safetensors file's metadata.
-
-Or an `.npz` of one array `[t, L, K]` for each sequence, under any names, as `numpy.savez(file, *arrays)` writes it.
 """
 
 from __future__ import annotations
@@ -18,17 +16,16 @@ import numpy as np
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.trace.containers.array_files import Arrays, array_names, array_shapes, open_arrays
+from trimtab.trace.containers.array_files import Arrays, array_names, open_arrays
+from trimtab.trace.formats.homemade import between_padding
 from trimtab.trace.formats.records import ImportOptions, Record
 from trimtab.trace.formats.responses import check_ids, shape_flat
 
 IDS = "expert_ids"
-# Of a model whose sequences are arrays with any names; more of either is not `[t, L, K]`.
-MOST_LAYERS, MOST_TOP_K = 256, 64
 
 
 def recognise(path: Path) -> bool:
-    return IDS in (array_names(path) or ()) or is_one_a_sequence(path)
+    return IDS in (array_names(path) or ())
 
 
 def read_metadata(path: Path) -> ImportOptions:
@@ -40,21 +37,7 @@ def read_metadata(path: Path) -> ImportOptions:
 def read(path: Path, options: ImportOptions) -> Iterator[Record]:
     """Yields the records of the file, one per sequence."""
     with open_arrays(path) as arrays:
-        if IDS not in arrays and is_one_a_sequence(path):
-            for name in arrays.arrays:
-                ids = check_ids(arrays.rows(name, 0, arrays.shape(name)[0]))
-                yield Record(ids, f"array {name}")
-            return
         yield from sequences(arrays, IDS, options)
-
-
-def is_one_a_sequence(path: Path) -> bool:
-    """Whether a file has several arrays of three axes, with the layers and top-k of one model."""
-    shapes = list(array_shapes(path).values())
-    if len(shapes) < 2 or len(shapes) != len(array_names(path) or ()) or not all(len(shape) == 3 for shape in shapes):
-        return False
-    ((layers, top_k), *others) = {shape[1:] for shape in shapes}
-    return not others and 0 < layers <= MOST_LAYERS and 0 < top_k <= MOST_TOP_K
 
 
 def sequences(arrays: Arrays, name: str, options: ImportOptions) -> Iterator[Record]:
@@ -99,7 +82,7 @@ def sequences(arrays: Arrays, name: str, options: ImportOptions) -> Iterator[Rec
         yield Record(
             ids,
             f"sequence {index}",
-            rows=_between_padding(ids) if length is None else slice(0, length),
+            rows=between_padding(ids) if length is None else slice(0, length),
             prompt_length=int(prompts[index]),
             sequence_hash=int(hashes[index]),
             prompt_hash=int(prompt_hashes[index]),
@@ -124,17 +107,6 @@ def _lengths(arrays: Arrays, total: int) -> Array:
             raise InputError(f"lengths should add up to the number of tokens, {total}")
         return lengths
     return np.array([total])
-
-
-def _between_padding(ids: Array) -> slice:
-    """The rows of ids `[t, L, K]` without those at both ends that are one id alone.
-
-    With one layer and top-1 only -1 is padding: others may be routes.
-    """
-    flat = ids.reshape(len(ids), -1)
-    padded = (flat == flat[:, :1]).all(axis=1) if flat.shape[1] > 1 else flat[:, 0] == -1
-    kept = np.flatnonzero(~padded)
-    return slice(kept[0], kept[-1] + 1) if len(kept) else slice(0, 0)
 
 
 def _metadata(arrays: Arrays) -> ImportOptions:

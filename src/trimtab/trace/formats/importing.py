@@ -12,7 +12,18 @@ from typing import Protocol
 from trimtab.errors import InputError
 from trimtab.messages import note_once
 from trimtab.trace.containers.json_values import UTF16, UTF16_MARKS, json_head
-from trimtab.trace.formats import arrays, megatron, nemo_rl, sglang, sglang_recorder, slime, verl, vllm
+from trimtab.trace.formats import (
+    arrays,
+    counts,
+    homemade,
+    megatron,
+    nemo_rl,
+    sglang,
+    sglang_recorder,
+    slime,
+    verl,
+    vllm,
+)
 from trimtab.trace.formats.dump_fields import damaged_values
 from trimtab.trace.formats.normalise import Summary, normalise
 from trimtab.trace.formats.plausible import Plausibility
@@ -42,6 +53,8 @@ class Format(Protocol):
         """
 
 
+# Of a file that is of no other format.
+HOMEMADE = "home-made"
 FORMATS: dict[str, Format] = {
     "vllm": vllm,
     "sglang": sglang,
@@ -51,6 +64,8 @@ FORMATS: dict[str, Format] = {
     "nemo-rl": nemo_rl,
     "megatron": megatron,
     "arrays": arrays,
+    "counts": counts,
+    HOMEMADE: homemade,
 }
 
 
@@ -65,10 +80,9 @@ def format_of(path: Path) -> str:
         UnknownFormatError: if it looks like none.
         InputError: if it looks like several.
     """
-    fitting = [name for name, form in FORMATS.items() if form.recognise(path)]
-    if len(fitting) > 1 and arrays.is_one_a_sequence(path):
-        # Others know the arrays' names.
-        fitting.remove("arrays")
+    fitting = [name for name, form in FORMATS.items() if name != HOMEMADE and form.recognise(path)]
+    if not fitting and homemade.recognise(path):
+        return HOMEMADE
     if not fitting:
         raise UnknownFormatError(f"{path}: {_unknown(path)}")
     if len(fitting) > 1:
@@ -90,7 +104,10 @@ def _unknown(path: Path) -> str:
     if b'"choices"' in head or b'"token_ids"' in head:
         return NO_ROUTES
     names = ", ".join(FORMATS)
-    return f"looks like none of {names}; was recording of routes turned on? If so, say which it is with --format"
+    return (
+        f"looks like none of {names}; was recording of routes turned on? If so, say which it is with --format, or "
+        "write what can be read: numpy.savez('routes.npz', *arrays), an array [tokens, layers, top_k] a sequence"
+    )
 
 
 def common_format(

@@ -270,7 +270,10 @@ def _moe_layers(record: Record, ids: Array, routes: Array, options: ImportOption
         return np.arange(axis), moe
     if options.num_layers in (None, axis) and axis > moe.max():
         return moe, moe
-    raise InputError(f"it has {axis} layers; the model has {options.num_layers}, {len(moe)} of them with experts")
+    turned = "; is it [layers, tokens, top_k]?" if len(ids) in (options.num_layers, len(moe)) else ""
+    raise InputError(
+        f"it has {axis} layers; the model has {options.num_layers}, {len(moe)} of them with experts{turned}"
+    )
 
 
 def _routes(record: Record, ids: Array, layout: _Layout, summary: Summary, routes_L: Array) -> Array:

@@ -8,8 +8,7 @@ From `sglang/srt/eplb/expert_distribution.py`:
 * `per_pass`: the same with `global_physical_count` `[layers, physical experts]` instead of ids.
 * `stat`: `{"rank", "logical_count": [passes, layers, experts], ...}`.
 
-The last two hold counts only. From them come tokens whose counts are those, by pass and layer; *which* experts one
-token used together is not known and chosen arbitrarily. A pass is then one sequence.
+The last two hold counts only (`counts`).
 
 Of `per_token` dumps, tokens of a request form one sequence if requests are named (`rids`). Otherwise, what a request
 fed in one pass of prefill is a sequence, and the tokens of a pass of decoding are one.
@@ -29,6 +28,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
+from trimtab.trace.formats.counts import EMPTY_PASSES, records_of_counts
 from trimtab.trace.formats.dump_fields import field, integers, optional_integers, text, whole_number
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
@@ -39,8 +39,6 @@ IDS, COUNTS, PASS_COUNTS, MAP = (
     "last_physical_to_logical_map",
 )
 PREFILL = ("prefill", "mixed")
-EMPTY_PASSES = "empty forward passes"
-_GENERATED = "tokens whose experts are made up to fit recorded counts"
 
 
 def recognise(path: Path) -> bool:
@@ -60,7 +58,7 @@ def records_of_dump(dump: Any, options: ImportOptions) -> Iterator[Record | Drop
         raise InputError("not a dump of SGLang's recorder: it should be a dictionary")
     if COUNTS in dump:
         counts = integers(dump[COUNTS], COUNTS, 3)
-        yield from _from_counts(list(counts), range(len(counts)), options)
+        yield from records_of_counts(list(counts), range(len(counts)), options)
         return
     passes = dump.get("records")
     if not isinstance(passes, list | tuple):
@@ -170,48 +168,4 @@ def _from_physical_counts(dump: Mapping[Any, Any], passes: Any, options: ImportO
         np.add.at(counts_LE, (np.arange(len(physical))[:, None], logical), physical)
         counts.append(counts_LE)
     names = [whole_number(field(each, "forward_pass_id")) for each in passes]
-    yield from _from_counts(counts, names, options)
-
-
-def _from_counts(counts: list[Array], names: Any, options: ImportOptions) -> Iterator[Record | Dropped]:
-    """One record a pass, whose tokens by layer and expert are the counts.
-
-    A layer's experts, each repeated by its count, are listed in order and assigned to the T tokens in turn. No expert
-    was counted more than T times, so no token gets one twice.
-    """
-    if not options.top_k:
-        raise InputError(
-            "holds counts of tokens by expert only: give the model's top_k (--top-k) for tokens that fit these counts, "
-            "or record with --expert-distribution-recorder-mode per_token"
-        )
-    used = [counts_LE.any(axis=1) for counts_LE in counts]
-    if not used or not np.any(used):
-        raise InputError("its counts are all zero")
-    layers = np.flatnonzero(np.any(used, axis=0))
-    for name, counts_LE in zip(names, counts, strict=True):
-        assigned_L = counts_LE.sum(axis=1, dtype=np.int64)[layers]
-        if not assigned_L.any():
-            yield Dropped(EMPTY_PASSES)
-            continue
-        where = f"forward pass {name}"
-        num_tokens = -(-int(assigned_L.max()) // options.top_k)
-        if counts_LE.min() < 0 or num_tokens < 0:
-            raise InputError(f"{where}: damaged, it counts {int(assigned_L.max())} tokens in a layer")
-        ids_TLK = np.full((num_tokens, len(layers), options.top_k), -1, np.int32)
-        for place, layer in enumerate(layers.tolist()):
-            _assign_experts(counts_LE[layer], ids_TLK[:, place], f"{where}, layer {layer}")
-        yield Record(ids_TLK, where, layers=tuple(layers.tolist()))
-        yield Dropped(_GENERATED, num_tokens)
-
-
-def _assign_experts(counts_E: Array, ids_TK: Array, where: str) -> None:
-    top_k = ids_TK.shape[1]
-    assigned = int(counts_E.sum(dtype=np.int64))
-    num_tokens = assigned // top_k
-    if assigned % top_k or counts_E.max() > num_tokens:
-        busiest = int(counts_E.argmax())
-        raise InputError(
-            f"{where}: {assigned} counts in all and {int(counts_E[busiest])} of expert {busiest} can't come from "
-            f"tokens with {top_k} different experts each; is top_k right?"
-        )
-    ids_TK[:num_tokens] = np.repeat(np.arange(len(counts_E)), counts_E).reshape(top_k, num_tokens).T
+    yield from records_of_counts(counts, names, options)

@@ -18,6 +18,7 @@ import numpy as np
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.trace.containers import torch_files
+from trimtab.trace.containers.array_files import array_names
 from trimtab.trace.containers.tensors import (
     NPY_MAGIC,
     TORCH_DTYPES,
@@ -35,6 +36,8 @@ from trimtab.trace.formats.dump_fields import field
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 
 KEY = "routed_experts"
+# Beside the routes, in an .npz that is a batch.
+BATCH = frozenset(("attention_mask", "input_ids", "prompts", "responses"))
 _NEMO_RL_KEYS = ("input_lengths", "unpadded_sequence_lengths", "message_log")
 
 
@@ -49,6 +52,9 @@ def recognise(path: Path) -> bool:
         return start.count(b",", start.find(b"'shape'"), start.find(b")")) == 3 and b"'descr': '" in start
     if torch_files.looks_loadable(path) and b"verl.protocol" in start and b"DataProto" in start:
         return True
+    names = array_names(path)
+    if names and names != [""] and BATCH.isdisjoint(names):
+        return False
     found = torch_files.mentions(path, KEY, f"<NJT_VALUES>{KEY}", "topk_ids_of_layer", *_NEMO_RL_KEYS)
     return bool(found) and found <= {KEY, f"<NJT_VALUES>{KEY}"}
 

@@ -22,6 +22,7 @@ import numpy as np
 from trimtab.errors import InputError
 from trimtab.trace.containers.array_files import array_names, open_arrays
 from trimtab.trace.containers.json_values import json_head, json_values
+from trimtab.trace.formats import verl
 from trimtab.trace.formats.arrays import sequences
 from trimtab.trace.formats.records import Dropped, ImportOptions, Record
 from trimtab.trace.formats.responses import (
@@ -43,8 +44,11 @@ PROMPT_ROUTES = "prompt_routed_experts"
 def recognise(path: Path) -> bool:
     """True for an array file with `routed_experts`, or JSON with that key near its start and none of SGLang's keys."""
     names = array_names(path)
+    if names == [""]:
+        with path.open("rb") as file:
+            return b"'descr': '|O'" not in file.read(128)
     if names is not None:
-        return names == [""] or ROUTES in names
+        return ROUTES in names and verl.BATCH.isdisjoint(names)
     head = json_head(path)
     named = b'"routed_experts"' in head or b'"prompt_routed_experts"' in head
     return named and b'"meta_info"' not in head and b'"sglext"' not in head
