@@ -96,3 +96,31 @@ def test_a_plugin_that_the_file_does_not_name_is_a_warning(tmp_path: Path) -> No
     plugin, *_ = FILE_CHECKS["verl"](tmp_path / "run.sh")
     assert (plugin.name, plugin.status) == ("verl plugin", "warning")
     assert "has a value that is not in the file" in plugin.text
+
+
+def test_config_files_of_the_command_are_read(tmp_path: Path) -> None:
+    """What the command says itself counts; a file that is not there is the framework's own."""
+    (tmp_path / "args.yaml").write_text("moe_router_fusion: true\nnum_experts: 64\nexpert_model_parallel_size: 4\n")
+    (tmp_path / "run.sh").write_text(
+        "CONFIG=args.yaml\npython3 train.py --custom-config-path $CONFIG --custom-megatron-init-path "
+        "trimtab.integrations.slime.install --use-rollout-routing-replay --expert-model-parallel-size 8 "
+        "--moe-token-dispatcher-type alltoall"
+    )
+    found = FILE_CHECKS["slime"](tmp_path / "run.sh")
+    assert [finding.name for finding in found if finding.status == "problem"] == ["megatron moe_router_fusion"]
+    assert "8 of 64 experts a rank" in " ".join(finding.text for finding in found)
+
+
+@pytest.mark.parametrize("name", ["mine", "mine.yaml", "'mine'"])
+def test_configs_of_hydra_are_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "mine.yaml").write_text(
+        "actor_rollout_ref:\n  model:\n    external_lib: trimtab.integrations.verl\n  actor:\n    megatron:\n"
+        "      expert_model_parallel_size: 4\n      router_replay: {mode: disabled}\n"
+    )
+    script = VERL.replace("ENGINE", f"megatron --config-path=config --config-name={name}")
+    kept = [line for line in script.splitlines() if "external_lib" not in line]
+    (tmp_path / "run.sh").write_text("\n".join(kept))
+    found = FILE_CHECKS["verl"](tmp_path / "run.sh")
+    assert not [finding for finding in found if finding.status == "problem"]
+    assert "EP 8" in " ".join(finding.text for finding in found)

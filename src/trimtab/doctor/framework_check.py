@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.doctor.finding import Finding
 from trimtab.doctor.launch_script import expanded
-from trimtab.doctor.megatron_check import check_options, flat_options, read_options, read_tree
+from trimtab.doctor.megatron_check import check_options, flat_options, named_configs, read_options, read_tree
 from trimtab.errors import InputError
 from trimtab.files import read_small_text
 from trimtab.integrations.framework_options import MTP, TABLES, refused, wrong_mode
@@ -144,7 +144,9 @@ def _verl_settings(path: Path) -> dict[str, Any]:
         given = dict(_dotted(tree)) if isinstance(tree, dict) else {}
     else:
         text = expanded(path)
-        given = {name: _value(value) for name, value in _SETTING.findall(text)}
+        trees = [tree for tree in named_configs(path, text) if isinstance(tree, dict)]
+        given = {name: value for tree in trees for name, value in _dotted(tree)}
+        given |= {name: _value(value) for name, value in _SETTING.findall(text)}
         if engine := re.search(r"(?<![\w.-])model_engine=(\w+)", text):
             given["model_engine"] = engine[1]
     if not any(name.startswith("actor_rollout_ref.") for name in given):

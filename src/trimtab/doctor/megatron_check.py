@@ -81,7 +81,24 @@ def _pairs(path: Path, text: str) -> Iterable[tuple[str, Any]]:
         return _leaves(read_tree(path))
     if len(LOG_LINE.findall(text)) > 2:
         return ((match[1], _literal(match[2])) for match in LOG_LINE.finditer(text))
-    return _flags(expanded(path))
+    text = expanded(path)
+    flags = list(_flags(text))
+    named = {name for name, _ in flags}
+    files = [pair for tree in named_configs(path, text) for pair in _leaves(tree) if pair[0] not in named]
+    return [*files, *flags]
+
+
+def named_configs(path: Path, text: str) -> Iterator[Any]:
+    """Yields the contents of the YAML and JSON files that a script's command names, of those that are there.
+
+    Hydra's `--config-path` and `--config-name` name one together. Raises InputError if one can't be read.
+    """
+    folders = [match[1] for match in _CONFIG_FOLDER.finditer(text)]
+    names = [f"{folder}/{name}.yaml" for folder in folders for name in _CONFIG_NAME.findall(text)]
+    for name in dict.fromkeys([*names, *_CONFIG_FILE.findall(text)]):
+        file = path.parent / name
+        if "$" not in name and file.is_file():
+            yield read_tree(file)
 
 
 def _yaml(path: Path, text: str) -> Any:
@@ -140,6 +157,9 @@ def _flag(name: str, words: list[str]) -> tuple[str, Any]:
     return name, words if name in LISTS else _literal(words[0])
 
 
+_CONFIG_FILE = re.compile(r"""--(?:[a-z-]*-)?(?:config|cfg)(?:-path|-file)?[= ]+["']?([^\s"']+\.(?:ya?ml|json))""")
+_CONFIG_FOLDER = re.compile(r"""--config-(?:path|dir)[= ]+["']?([^\s"']+)""")
+_CONFIG_NAME = re.compile(r"""--config-name[= ]+["']?([^\s"']+?)(?:\.yaml)?(?=["'\s]|$)""")
 TESTED = ("0.16.1", "0.18.2", "0.19.2")
 SIZES = {
     "EP": "expert_model_parallel_size",
