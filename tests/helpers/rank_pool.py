@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -179,6 +180,11 @@ def _forget(state: dict[str, Any]) -> int:
     scattered_groups.cache_clear()
     # Sessions and models are reference cycles.
     gc.collect()
+    if "torch.distributed.tensor" in sys.modules:
+        # Of equal meshes DTensors would get the groups that are destroyed below.
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
     # Threads of gloo wake up 100 times a second, as long as their group is there.
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

@@ -121,6 +121,7 @@ class RankExperts:
         *,
         compute_dtype: torch.dtype | None = None,
         joins_in_backward: bool,
+        refresh: Callable[[], None] | None = None,
     ) -> HomeExperts:
         """Add the home experts of the next layer; the arguments are those of `HomeExperts`. Raises InputError if the
         tensors don't fit the homes, or the layers before."""
@@ -129,8 +130,9 @@ class RankExperts:
         check_new_parameters(index, tensors, self.layers, np.flatnonzero(home_E == rank))
         check_compute_dtype(index, tensors, compute_dtype)
         homes = HomeExperts(
-            index, read, rank=rank, home_E=home_E, compute_dtype=compute_dtype, joins_in_backward=joins_in_backward
-        )
+            index, read, rank=rank, home_E=home_E, compute_dtype=compute_dtype, joins_in_backward=joins_in_backward,
+            refresh=refresh,
+        )  # fmt: skip
         if self.layers and homes.expert_like != self.layers[0].expert_like:
             raise InputError(
                 f"MoE layer {index} has experts of {homes.expert_like}, layer 0 {self.layers[0].expert_like}. "
@@ -220,6 +222,11 @@ class RankExperts:
             self.transfers.refresh()
         self._counters.refresh_s += time.perf_counter() - start
         self.changed = False
+
+    @property
+    def are_copies(self) -> bool:
+        """Whether experts are copies, which all data ranks bring up to date together."""
+        return any(layer.refresh is not None for layer in self.layers)
 
     def drain(self) -> None:
         """Wait for all replica transfers and drop all replicas."""

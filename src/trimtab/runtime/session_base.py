@@ -174,6 +174,7 @@ class SessionBase:
         weights: HomeWeights | None = None,
         dispatcher: Dispatcher | None = None,
         by_expert: ByExpert | None = None,
+        refresh: Callable[[], None] | None = None,
     ) -> ExpertLayer:
         """Add the next MoE layer. Not a collective.
 
@@ -190,18 +191,23 @@ class SessionBase:
             dispatcher: sends rows to physical experts and back; `RowDispatcher` by default.
             by_expert: tensors `[E, ...]` of the layer that every rank holds, such as the router's weight and biases, or
                 a function that returns them; `renumber` needs them.
+            refresh: brings `parameters` up to date with the weights that they are copies of, when any rank's have
+                changed; called by all data ranks at a micro-step's start, so it may be a collective. With `weights`.
 
         Raises:
             InputError: if a tensor does not hold E / R experts, experts differ in shape from other layers' or within a
-                sequence, another layer has one of the tensors, or `weights` is given with sequences.
+                sequence, another layer has one of the tensors, `weights` is given with sequences, or `refresh` without
+                `weights`.
         """
         read: ReadParameters = parameters if callable(parameters) else partial(tuple, parameters)
         if weights is not None and not all(isinstance(tensor, torch.Tensor) for tensor in read_tensors(read)):
             raise InputError(
                 f"MoE layer {len(self.homes)}: experts that a framework trains (`weights`) should be stacks"
             )
+        if refresh is not None and weights is None:
+            raise InputError(f"MoE layer {len(self.homes)}: `refresh` needs `weights`, since copies are not trained")
         homes = self._experts.add_layer(
-            read, self._initial_E, compute_dtype=compute_dtype, joins_in_backward=weights is not None
+            read, self._initial_E, compute_dtype=compute_dtype, joins_in_backward=weights is not None, refresh=refresh
         )
         homes.by_expert = by_expert
         find_owners([tensor for tensor in homes.declared if isinstance(tensor, torch.nn.Parameter)])

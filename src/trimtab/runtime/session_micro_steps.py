@@ -244,6 +244,8 @@ class SessionMicroSteps(SessionBase):
         slices = None if step is None or problem is not None else step.slices
         if slices is not None and not slices.is_agreed(index):
             self.counters.planning_waited_s += slices.wait(index, self._patience_s)
+        # Groups that refresh copies together begin a micro-step together.
+        together = self._experts.are_copies and self.topology.groups > 1
         values_RV = self._lockstep.agree(
             LIVE_MICRO_STEP if step is None else MICRO_STEP, micro_step=index,
             values=(changed, matches, may_deviate, *(slices.to_compare() if slices is not None else ())),
@@ -252,14 +254,17 @@ class SessionMicroSteps(SessionBase):
                 # Choices in live micro-steps depend on them. Those of a plan were compared with it.
                 **(self.settings.shared if step is None else step.tokens_to_match(index) if problem is None else {}),
             },
-            problem=problem or broken or self._experts.optimizers.untrained(),
+            problem=problem or broken or self._experts.optimizers.untrained(), all_data_ranks=together,
         )  # fmt: skip
+        must_refresh = values_RV[:, 0].any()
+        if together:
+            values_RV = values_RV.reshape(self.topology.groups, self.topology.num_ranks, -1)[self.topology.group]
         if slices is not None:
             slices.agree(values_RV[:, 3:], index)
             self.counters.late_micro_steps += not slices.is_agreed(index)
         if step is None:
             self._prepare_live()
-        if values_RV[:, 0].any() or self._experts.changed:
+        if must_refresh or self._experts.changed:
             self._experts.refresh()
         return bool(values_RV[:, 1].all()), bool(values_RV[:, 2].any())
 

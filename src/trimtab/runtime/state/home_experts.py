@@ -52,7 +52,7 @@ class HomeExperts:
         rank: this rank's number in its expert-parallel group.
         home_E: `[E]` int16, the home rank of every expert.
         compute_dtype: the compute dtype; the parameters' dtype by default.
-        joins_in_backward: see the attribute.
+        joins_in_backward, refresh: see the attributes.
 
     Attributes:
         index: the layer's number among the session's layers, 0 .. L-1.
@@ -68,6 +68,8 @@ class HomeExperts:
         is_staged: whether any tensor has.
         joins_in_backward: whether replica gradients are added to those of the home experts before the layer's backward
             ends, because they don't accumulate in `parameters`; see `weights` of `Session.add_layer`.
+        refresh: brings the parameters up to date with the weights that they are copies of, with all data ranks; None if
+            they are the weights themselves.
         sends_rows: whether Trimtab sends the layer's rows; else a framework's dispatcher.
         dispatch_forwards: whether the layer's dispatcher sends a token to a node once; see `ClusterSpec`.
         expert_groups: groups of experts, and to how many of them the router limits a token's; see `ModelSpec`.
@@ -84,9 +86,10 @@ class HomeExperts:
         home_E: Array,
         compute_dtype: torch.dtype | None = None,
         joins_in_backward: bool = False,
+        refresh: Callable[[], None] | None = None,
     ) -> None:
         self.index = index
-        self._read = parameters
+        self._read, self.refresh = parameters, refresh
         self._rank = rank
         self.places, self.num_experts = ExpertPlaces.at(home_E), len(home_E)
         self.likes = [_like(tensor) for tensor in self.tensors]
@@ -189,7 +192,9 @@ class HomeExperts:
         self._staging, self._is_staging_given = [*stacks], True
 
     def stage(self) -> None:
-        """Copy the parameters to staging memory."""
+        """Bring the parameters up to date, and copy them to staging memory."""
+        if self.refresh is not None:
+            self.refresh()
         for t, tensor in enumerate(self.tensors):
             if self.are_staged[t]:
                 _copy_rows(self.staged(t), _detached(tensor))
