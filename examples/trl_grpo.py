@@ -1,4 +1,6 @@
-"""TRL's GRPO trainer with balanced experts: `TrimtabGRPOTrainer` in place of `GRPOTrainer` is the only change.
+"""TRL's GRPO trainer of a model in FSDP2 and expert parallelism, with balanced experts.
+
+`TrimtabGRPOTrainer` in place of `GRPOTrainer`, and `ep_implementation="trimtab"`, are the only changes.
 
 `torchrun --nproc-per-node 2 examples/trl_grpo.py` takes half a minute on 2 CPU cores, and a minute more the first time,
 when kernels are compiled. On GPUs use it or `accelerate launch --multi_gpu`; on CPUs `accelerate launch` needs MPI for
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -22,6 +25,7 @@ from transformers import (
     Qwen3MoeConfig,
     TrainerCallback,
 )
+from transformers.distributed import DistributedConfig
 from trl import GRPOConfig
 
 from trimtab.integrations.trl import TrimtabGRPOTrainer
@@ -66,8 +70,14 @@ def main() -> None:
     )  # fmt: skip
     rng = np.random.default_rng(0)
     prompts = ["".join(rng.choice(list("0123456789+="), 16)) for _ in range(64)]
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    folder, ranks = tempfile.gettempdir() + f"/trimtab-trl-{os.getppid()}", dist.get_world_size()
+    if dist.get_rank() == 0:
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    dist.barrier()
+    sharded = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="trimtab")
     trainer = TrimtabGRPOTrainer(
-        model=AutoModelForCausalLM.from_config(config, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=sharded),
         reward_funcs=reward,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,

@@ -135,7 +135,7 @@ def generate(
     cache, log_probs, has_ended = DynamicCache(config=model.config), [], mask.new_zeros(len(mask), dtype=torch.bool)
     for step in range(new_tokens):
         hidden = model.base_model(
-            input_ids=fed, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            input_ids=fed, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
         ).last_hidden_state[:, -1]
         scores = model.get_output_embeddings()(hidden).float().log_softmax(-1)
         new = scores.argmax(-1) if uniforms is None else draw_tokens(scores, uniforms[:, step])

@@ -13,8 +13,10 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers.integrations.accelerate as loading
 from datasets import Dataset
-from transformers import PrinterCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
+from transformers.distributed import DistributedConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from helpers.equality import relative_error
@@ -39,9 +41,10 @@ class Run:
         routes: rollouts give routes: "none"; "random"; "short", without those of last tokens, and some are unknown.
         generates: completions are generated, not drawn at random.
         prompts: rows of the dataset.
-        path: load the model from this folder.
+        by_name: the trainer loads the model, by `model_init_kwargs`.
+        sizes: of `DistributedConfig`; by default experts over all ranks.
         session: `session_options`. With a mode, plans are not random.
-        evaluates_first: the balanced trainer evaluates before it trains. (TRL's own then trains without DDP.)
+        evaluates_first: the trainers evaluate before they train.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -51,17 +54,18 @@ class Run:
     generates: bool = False
     prompts: int = 24
     dtype: torch.dtype = torch.float64
-    path: str = ""
+    by_name: bool = False
+    sizes: dict[str, Any] = field(default_factory=dict)
     session: dict[str, Any] = field(default_factory=dict)
     evaluates_first: bool = False
 
 
 @dataclass
 class Result:
-    """What a run computed: gradients of every optimizer step, after clipping, by name, with the experts `[E / R]` of
-    the rank's rows; norms and losses as TRL logs them; replicas and moves of all plans."""
+    """What a run computed: this rank's shards of the gradients of every optimizer step, after clipping, by name; norms
+    and losses as TRL logs them; replicas of all plans."""
 
-    gradients: list[dict[str, tuple[torch.Tensor, Any]]] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     replicas: int = 0
@@ -75,14 +79,17 @@ class Watch(TrainerCallback):
         self.trainer: Any = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        homes: dict[int, torch.Tensor] = {}
-        if isinstance(self.trainer, TrimtabGRPOTrainer):
-            assert self.trainer.session is not None
-            for layer in self.trainer.session.layers:
-                homes |= {id(p): torch.from_numpy(layer.home_experts) for p in layer.parameters}
         parameters = self.trainer.model.named_parameters()
-        trained = ((name, parameter) for name, parameter in parameters if parameter.grad is not None)
-        self._result.gradients.append({name: (p.grad.clone(), homes.get(id(p), ...)) for name, p in trained})
+        gradients = {
+            name: local(parameter.grad).clone() for name, parameter in parameters if parameter.grad is not None
+        }
+        self._result.gradients.append(gradients)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def reward(completions: Sequence[str], **_: Any) -> list[float]:
@@ -133,6 +140,17 @@ class ReplayingTrainer(GRPOTrainer):
         return torch.cat(logps), entropies[0] if entropies[0] is None else torch.cat(entropies), aux_losses[0]
 
 
+def saved_model(run: Run, folder: Path) -> Path:
+    """A folder beside the run's with the small random model, written by the first rank."""
+    path = folder.parent / f"{folder.name} start"
+    if dist.get_rank() == 0 and not path.exists():
+        torch.manual_seed(3)
+        random_model(small_config(run.model_type, **run.changes), run.dtype).save_pretrained(path)
+    dist.barrier()
+    torch.manual_seed(3)
+    return path
+
+
 @contextmanager
 def accelerate_ranks() -> Iterator[None]:
     """Accelerate uses the process group of these ranks."""
@@ -159,9 +177,14 @@ class RandomPlans:
 
 
 def make_trainer(run: Run, folder: Path, *, balanced: bool, callbacks: Sequence[Any] = (), **named: Any) -> Any:
-    """A trainer with a small random model."""
-    torch.manual_seed(3)
-    model = random_model(small_config(run.model_type, **run.changes), run.dtype)
+    """A trainer with a small random model in FSDP2 and expert parallelism: TRL's own, or balanced."""
+    path = saved_model(run, folder)
+    ranks = dist.get_world_size()
+    sizes = {"fsdp_size": ranks, "ep_size": ranks} | run.sizes
+    config = DistributedConfig(**sizes, ep_implementation="trimtab" if balanced else "all_to_all")
+    how: dict[str, Any] = {"dtype": run.dtype, "experts_implementation": "eager", "distributed_config": config}
+    # Loading asks whether accelerate is there, although it does not need it for this.
+    loading.is_accelerate_available = lambda *_: True
     options: dict[str, Any] = {
         "output_dir": str(folder), "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "max_steps": 3,
@@ -171,9 +194,13 @@ def make_trainer(run: Run, folder: Path, *, balanced: bool, callbacks: Sequence[
     }  # fmt: skip
     prompts = Dataset.from_dict({"prompt": [f"{n * n}+{n}=" for n in range(run.prompts)]})
     arguments: dict[str, Any] = {
-        "model": run.path or model, "reward_funcs": reward, "args": GRPOConfig(**options), "train_dataset": prompts,
+        "model": str(path), "reward_funcs": reward, "args": GRPOConfig(**options), "train_dataset": prompts,
         "processing_class": build_tokenizer(), "callbacks": list(callbacks), **named,
     }  # fmt: skip
+    if run.by_name:
+        arguments["args"].model_init_kwargs = how
+    elif "model" not in named:
+        arguments["model"] = AutoModelForCausalLM.from_pretrained(path, **how)
     if run.options.get("eval_strategy"):
         arguments["eval_dataset"] = arguments["train_dataset"].select(range(4))
     if not run.generates:
@@ -196,7 +223,7 @@ def train(run: Run, folder: Path, *, balanced: bool, resume: bool = False) -> tu
         trainer = watch.trainer = make_trainer(run, folder, balanced=balanced, callbacks=[watch])
         if balanced:
             _count(trainer, result)
-        if balanced and run.evaluates_first:
+        if run.evaluates_first:
             # TRL shuffles batches with the random numbers that follow.
             with torch.random.fork_rng():
                 trainer.evaluate(trainer.train_dataset.select(range(4)))
@@ -223,7 +250,7 @@ def worst(actual: Result, expected: Result) -> float:
     found = 0.0
     for mine, whole in zip(actual.gradients, expected.gradients, strict=True):
         assert mine.keys() == whole.keys(), mine.keys() ^ whole.keys()
-        for name, (gradient, home) in mine.items():
-            found = max(found, relative_error(gradient, whole[name][0][home]))
+        for name, gradient in mine.items():
+            found = max(found, relative_error(gradient, whole[name]))
     found = max([found, *np.abs(np.subtract(actual.norms, expected.norms)) / np.abs(expected.norms)])
     return max([found, *np.abs(np.subtract(actual.losses, expected.losses))])

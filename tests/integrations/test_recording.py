@@ -31,7 +31,7 @@ def ending(model: Any, rows: list[int], place: int) -> Iterator[None]:
 
     def force(_model: Any, _args: Any, kwargs: Any, output: Any) -> None:
         output.logits[:, -1, END] = -1e9
-        if kwargs["past_key_values"].get_seq_length() == place:
+        if kwargs.get("cache", kwargs.get("past_key_values")).get_seq_length() == place:
             output.logits[rows, -1, END] = 1e9
 
     handle = model.register_forward_hook(force, with_kwargs=True)
@@ -107,13 +107,13 @@ def test_a_cache_that_grows_over_several_calls_is_one_sequence() -> None:
     model = model_of("gpt_oss")
     tokens = torch.randint(1, 15, (2, 12))
     with record_routing(model) as record, choices(model) as seen, torch.no_grad():
-        cache = model(input_ids=tokens[:, :4], use_cache=True).past_key_values
+        cache = model(input_ids=tokens[:, :4], use_cache=True).cache
         model(input_ids=tokens[:, 4:7], past_key_values=cache)
         other = DynamicCache(config=model.config)
         model(input_ids=tokens[:, :3].flip(0), past_key_values=other)  # another conversation in between
         for layer in seen:
             layer.pop()
-        model(input_ids=tokens[:, 7:11], past_key_values=cache)
+        model(input_ids=tokens[:, 7:11], cache=cache)
     assert np.array_equal(record.expert_ids(tokens), joined(seen, 2))
     turns = record.trace(tokens, torch.ones_like(tokens), prompt_lengths=[4, 20])
     assert turns.prompt_lengths.tolist() == [4, 11]
@@ -158,12 +158,12 @@ def test_rows_that_cant_be_identified_are_refused_in_one_line(monkeypatch: pytes
 
     tokens = torch.randint(1, 15, (2, 9))
     with torch.no_grad():
-        cache = model(input_ids=tokens[:, :4], use_cache=True).past_key_values
+        cache = model(input_ids=tokens[:, :4], use_cache=True).cache
         with record_routing(model) as record:
             model(input_ids=tokens[:, 4:], past_key_values=cache)
         refused(record, tokens, "identified: 4 tokens were in the cache before recording began")
         with record_routing(model) as record:
-            cache = model(input_ids=tokens[:, :4], use_cache=True).past_key_values
+            cache = model(input_ids=tokens[:, :4], use_cache=True).cache
             cache.batch_select_indices(torch.tensor([1]))
             model(input_ids=tokens[1:, 4:], past_key_values=cache)
         refused(record, tokens, "identified: a batch went from 2 to 1 rows during a sequence")

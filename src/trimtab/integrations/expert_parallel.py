@@ -30,11 +30,11 @@ def register() -> None:
     EPImplementationInterface.register(NAME, SessionExperts)
 
 
-def session_of(model: Any, **options: Any) -> Session:
+def session_of(model: Any, *, compute_dtype: torch.dtype | None = None, **options: Any) -> Session:
     """A new session of the model's expert-parallel groups, in which its experts run. Collective over all ranks.
 
     Args:
-        model: as of `use_session`.
+        model, compute_dtype: as of `use_session`.
         options: of `Session`, but its groups.
 
     Raises:
@@ -43,11 +43,11 @@ def session_of(model: Any, **options: Any) -> Session:
     place = _place(next(iter(moe_blocks(model).values())).experts, "the first experts")
     ranks, world = place.ep_mesh.size(), dist.get_world_size()
     session = Session(num_experts=num_experts(model.config), **({"groups": world // ranks} | options))
-    use_session(model, session)
+    use_session(model, session, compute_dtype=compute_dtype)
     return session
 
 
-def use_session(model: Any, session: Session) -> None:
+def use_session(model: Any, session: Session, *, compute_dtype: torch.dtype | None = None) -> None:
     """Run the experts of a loaded model in a session, with routing replay. Before this call they run as "all_to_all".
 
     Gradients, clipping, optimizer and checkpoints remain those of FSDP2; `session.finish_gradients()` must be called
@@ -59,6 +59,7 @@ def use_session(model: Any, session: Session) -> None:
 
     Args:
         model: from `from_pretrained`, with a `DistributedConfig` of `ep_implementation="trimtab"`.
+        compute_dtype: of expert compute, if the model runs under autocast.
         session: without layers; its expert-parallel groups are those of the model.
 
     Raises:
@@ -82,7 +83,7 @@ def use_session(model: Any, session: Session) -> None:
         experts = block.experts
         layer = add_fsdp_layer(
             session, experts, family.parameters, family.apply(experts),
-            compute_dtype=torch.bfloat16 if config.fsdp_mixed_precision else None,
+            compute_dtype=torch.bfloat16 if config.fsdp_mixed_precision else compute_dtype,
         )  # fmt: skip
         experts.ep_implementation.follow(getattr(block, family.router), layer, model.config)
 

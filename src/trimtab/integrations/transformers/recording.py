@@ -6,7 +6,7 @@ ids of a sequence are found by the token ids that were fed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
@@ -138,7 +138,7 @@ class RoutingRecord:
 
     def begin(self, _decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Hook before the decoder runs. Experts that run outside of it are recomputation, which is recorded already."""
-        cache = kwargs.get("past_key_values")
+        cache = _cache_in(kwargs)
         past = 0 if cache is None else cache.get_seq_length()
         # A static cache updates its length in place, on its device.
         past = past.clone() if isinstance(past, torch.Tensor) else past
@@ -156,8 +156,8 @@ class RoutingRecord:
             self._begun = None
             return
         (tokens, past), self._begun = self._begun, None
-        cache = getattr(output, "past_key_values", None)
-        cache = kwargs.get("past_key_values") if cache is None else cache
+        cache = getattr(output, "cache", None)
+        cache = _cache_in(kwargs) if cache is None else cache
         number = None
         if cache is not None:
             number = self._caches.get(cache)
@@ -252,3 +252,9 @@ def _bounds(tokens_SN: Array, mask_SP: Array, eos_token_id: Any) -> tuple[Array,
             ended = np.isin(tokens_SN[:, width:], eos_token_id)
         ends = np.where(ended.any(axis=1), width + ended.argmax(axis=1) + 1, tokens_SN.shape[1])
     return starts, ends, covered
+
+
+def _cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The key-value cache that a decoder is given, also by the name that transformers had for it before 5.24."""
+    cache = arguments.get("cache")
+    return arguments.get("past_key_values") if cache is None else cache

@@ -6,10 +6,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
+from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.integrations.transformers import moe_blocks
+from trimtab.integrations.transformers import moe_blocks, num_experts
+from trimtab.trace import RoutingTrace
+from trimtab.trace.formats.from_memory import from_vllm
+from trimtab.trace.formats.records import ImportOptions
+
+
+def rollout_routes(outputs: Any, model: Any) -> list[Array]:
+    """What a `rollout_func` returns as `routed_experts`: for each completion `[n, L, K]` int32, -1 where unknown.
+
+    Args:
+        outputs: what vLLM's `LLM.generate` returned with `enable_return_routed_experts=True`; or a `RoutingTrace` of
+            the completions, as `record_routing` makes it of a model's own `generate`.
+        model: the trained model, of which the routes are.
+
+    Raises:
+        InputError: naming the completion, if it has no routes, or they are not of this model.
+    """
+    trace = outputs
+    if not isinstance(outputs, RoutingTrace):
+        config, layers = model.config, tuple(moe_blocks(model))
+        known = {"num_layers": config.num_hidden_layers, "moe_layers": layers, "top_k": config.num_experts_per_tok}
+        trace = from_vllm(outputs, ImportOptions(num_experts=num_experts(config), **known))
+    whole = np.where(trace.expert_ids == trace.no_route, -1, trace.expert_ids.astype(np.int32))
+    return np.split(whole, trace.sequence_starts[1:-1])
 
 
 def check_routes(routes: Sequence[Any], lengths: Sequence[int]) -> None:

@@ -1,47 +1,52 @@
-"""`TrimtabGRPOTrainer`: TRL's GRPO trainer, with the experts of its model shared over the ranks and balanced."""
+"""`TrimtabGRPOTrainer`: TRL's GRPO trainer of a model that transformers sharded, with balanced experts."""
 
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from trimtab.errors import InputError
-from trimtab.integrations.transformers import distribute_experts, num_experts
+from trimtab.integrations.expert_parallel import register, session_of
 from trimtab.integrations.trl.batch_routes import check_routes, mask_of, positions_of, recorded_routes
 from trimtab.integrations.trl.refused_options import (
     check_arguments,
     check_model,
-    check_same_weights,
     check_session_options,
     check_supported,
 )
 from trimtab.runtime import PlanReport, Session
 
+# So that models can be loaded for it.
+register()
+# In a checkpoint's folder: weights and optimizer state as every rank holds them.
+SHARDS, SCHEDULER = "sharded_state", "scheduler.pt"
+
 
 class TrimtabGRPOTrainer(GRPOTrainer):
-    """`trl.GRPOTrainer` under DDP, with experts shared over the ranks and every optimizer step planned.
+    """`trl.GRPOTrainer` of a model in FSDP2 and expert parallelism, with every optimizer step planned.
 
-    Losses, gradients, files and pushed weights are those of `GRPOTrainer`. Each rank keeps its rows of every batch;
-    replicas and splits of rows are planned, from the routing that is already known:
+    The model is loaded with `DistributedConfig(fsdp_size=N, ep_size=E, ep_implementation="trimtab")` as its
+    `distributed_config`, by the caller or by `model_init_kwargs`. FSDP2 owns weights, gradients, clipping, optimizer
+    and saved models; losses and gradients are those of `GRPOTrainer` with the same model under `"all_to_all"`. Replicas
+    and splits of rows are planned, from the routing that is already known:
 
     * a `rollout_func` may return `routed_experts`, for every completion the ids `[n, L, K]` of its n tokens, prompt
       included, with or without the last one, in the model's L MoE layers. Negative ids are unknown. All forwards of
-      these completions in training replay them.
+      these completions in training replay them. `rollout_routes` makes them of what vLLM returns.
     * else the routing of the forward that TRL makes for the log-probabilities of the old policy, while weights are
       those of that forward;
     * else that of a forward without gradients before the optimizer step.
+
+    Checkpoints can be resumed, unlike those of `GRPOTrainer` with such a model: they hold the shards of all ranks, for
+    any number of ranks.
 
     Args:
         session_options: options of `Session` other than `num_experts`, for example `{"mode": "shadow"}`.
@@ -52,72 +57,38 @@ class TrimtabGRPOTrainer(GRPOTrainer):
         report: the last plan; None before the first.
 
     Raises:
-        InputError: naming what is not supported: PEFT, FSDP, DeepSpeed and others; see `refused_options.py`.
+        InputError: naming what is not supported: PEFT, DeepSpeed and others; see `refused_options.py`.
     """
 
     def __init__(self, *arguments: Any, session_options: Mapping[str, Any] | None = None, **named: Any) -> None:
-        self._session_options = dict(session_options or {})
-        check_session_options(self._session_options)
-        self.session: Session | None = None
+        options = dict(session_options or {})
+        check_session_options(options)
         self.report: PlanReport | None = None
         self._given: Sequence[Any] | None = None  # routes of the last rollout
         self._recorded: torch.Tensor | None = None  # routes of the last forward for log-probabilities
         self._recorded_at = -1  # optimizer steps before that forward
         self._accumulated = 0  # micro-steps since the last optimizer step
         self._plan_start = self._plan_end = 0  # micro-steps of the plan, as TRL's `_step` counts them
-        check_arguments(inspect.signature(GRPOTrainer).bind(*arguments, **named).arguments)
-        super().__init__(*arguments, **named)
-        if self.session is None:
-            self._share(self.model)
+        given = inspect.signature(GRPOTrainer).bind(*arguments, **named).arguments
+        check_arguments(given)
+        only_model = getattr(given.get("args"), "save_only_model", None)
+        if only_model is False:
+            # The trainer of transformers refuses checkpoints of sharded models that can be resumed.
+            given["args"].save_only_model = True
+        try:
+            super().__init__(*arguments, **named)
+        finally:
+            if only_model is False:
+                given["args"].save_only_model = False
+        check_model(self.model, disables_dropout=self.args.disable_dropout)
+        autocast = torch.bfloat16 if self.args.bf16 and self.model.dtype is torch.float32 else None
+        self.session: Session = session_of(self.model, compute_dtype=autocast, **options)
         if self.use_vllm:
             self.vllm_generation._iter_named_params = self._iter_whole_parameters
-
-    # Set-up.
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         check_supported(self)
-
-    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        # Before, so that a device only gets the experts of its rank.
-        if self.session is None:
-            self._share(model)
-        super()._move_model_to_device(model, device)
-
-    def _share(self, model: Any) -> None:
-        check_model(model, disables_dropout=self.args.disable_dropout)
-        if not dist.is_initialized():
-            dist.init_process_group(store=HashStore(), rank=0, world_size=1)
-        options = self._session_options
-        ranks = dist.get_world_size() // options.get("groups", 1)
-        on_node = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-        self.session = Session(num_experts=num_experts(model.config), **{"ranks_per_node": on_node, **options})
-        check_same_weights(model, self.session.topology.control)
-        autocast = torch.bfloat16 if self.args.bf16 and model.dtype is torch.float32 else None
-        distribute_experts(model, self.session, compute_dtype=autocast)
-        # Ranks whose completions have ended go on, since all ranks run the experts.
-        model.generate = partial(model.generate, synced_gpus=True)
-        model.save_pretrained = partial(_save_whole, model.save_pretrained)
-
-    def train(self, *arguments: Any, **named: Any) -> Any:
-        if self.model_wrapped is self.model:
-            # evaluate() before train() prepares the model without DDP, and Accelerate prepares no model twice.
-            self.model._is_accelerate_prepared = False
-            self.accelerator._models = [model for model in self.accelerator._models if model is not self.model]
-        return super().train(*arguments, **named)
-
-    def create_optimizer(self, *arguments: Any) -> Any:
-        optimizer = super().create_optimizer(*arguments)
-        self._session.register_optimizers(getattr(optimizer, "optimizer", optimizer))
-        return optimizer
-
-    @property
-    def _session(self) -> Session:
-        assert self.session is not None
-        return self.session
-
-    def _experts(self) -> list[nn.Parameter]:
-        return [parameter for layer in self._session.layers for parameter in layer.parameters]
 
     # Routes.
 
@@ -155,9 +126,9 @@ class TrimtabGRPOTrainer(GRPOTrainer):
         parts, routes = [], []
         for index, (ids, mask) in enumerate(zip(input_ids.split(len(masks[0])), masks, strict=True)):
             positions = positions_of(self._fed(mask))
-            step = self._session.live_micro_step(positions=positions)
+            step = self.session.live_micro_step(positions=positions)
             if self._given is not None:
-                step = self._session.micro_step(index, positions=positions)
+                step = self.session.micro_step(index, positions=positions)
             with step, recorded_routes(self.model, mask.shape) as found:
                 parts.append(
                     super()._get_per_token_logps_and_entropies(model, ids, mask.long(), logits_to_keep, **named)
@@ -218,13 +189,14 @@ class TrimtabGRPOTrainer(GRPOTrainer):
         if "recorded_experts" in batch and self._recorded_at == self.state.global_step:
             return batch["recorded_experts"]
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        step = self._session.live_micro_step(positions=positions_of(fed))
+        step = self.session.live_micro_step(positions=positions_of(fed))
+        # Of the whole model: FSDP2 has the last norm with the head.
         with self.accelerator.autocast(), step, recorded_routes(self.model, fed.shape) as found:
-            self.model.base_model(input_ids=ids, attention_mask=mask_of(batch).long(), use_cache=False)
+            self.model(input_ids=ids, attention_mask=mask_of(batch).long(), use_cache=False, logits_to_keep=1)
         return found[0]
 
     def _plan(self, rows: Sequence[torch.Tensor]) -> None:
-        report = self._session.plan_micro_steps([ids.numpy() for ids in rows])
+        report = self.session.plan_micro_steps([ids.numpy() for ids in rows])
         self.report = report
         for name in ("max_vio_before", "max_vio_after", "replicas", "planning_s"):
             self._metrics["train"][f"trimtab/{name}"].append(float(getattr(report, name)))
@@ -233,7 +205,7 @@ class TrimtabGRPOTrainer(GRPOTrainer):
         if not self.model.training:
             return super()._compute_loss(model, inputs)
         index = self._step - self._plan_start
-        with self._session.micro_step(index, positions=positions_of(self._fed(mask_of(inputs)))):
+        with self.session.micro_step(index, positions=positions_of(self._fed(mask_of(inputs)))):
             return super()._compute_loss(model, inputs)
 
     def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
@@ -241,86 +213,37 @@ class TrimtabGRPOTrainer(GRPOTrainer):
         self._accumulated += 1
         if self.accelerator.sync_gradients:
             self._accumulated = 0
-            self._session.finish_gradients()
-            for parameter in self._experts():
-                if parameter.grad is not None:
-                    # DDP takes the mean over ranks, too.
-                    parameter.grad /= self.accelerator.num_processes
+            self.session.finish_gradients()
         return loss
 
-    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        return self._clip(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return self._clip(float("inf")) if grad_norm is None else grad_norm
-
-    def _clip(self, max_norm: float) -> torch.Tensor:
-        norm = self._session.clip_gradients(self._session.replicated_parameters(self.model), max_norm)
-        return torch.tensor(norm, dtype=torch.float64)
-
-    # Files and pushed weights, with the experts of all ranks.
+    # Weights for vLLM, and checkpoints.
 
     def _iter_whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Replaces `VLLMGeneration._iter_named_params`."""
-        names = {name for name, _ in self.model.named_parameters()}
-        for name, whole in self._session.whole.weights(self.model, everywhere=True):
-            if name in names:
-                yield self.vllm_generation._fix_param_name_to_vllm(name), whole
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        whole = dict(self._session.whole.weights(self.model, everywhere=self.args.save_on_each_node))
-        super()._save(output_dir, state_dict=whole)
+        """Replaces `VLLMGeneration._iter_named_params`. All ranks iterate."""
+        for name, parameter in self.model.named_parameters():
+            whole = parameter.detach()
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            yield self.vllm_generation._fix_param_name_to_vllm(name), whole
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer, names = self.optimizer.optimizer, self._names_of_state()
-        whole = dict(self._session.whole.optimizer_state(self.model, optimizer))
-        packed = optimizer.state_dict()
-        packed["state"] = {number: whole[name] for number, name in enumerate(names) if name in whole}
-        with self._optimizer_as(SimpleNamespace(state_dict=lambda: packed)):
-            super()._save_optimizer_and_scheduler(output_dir)
+        weights, state = get_state_dict(self.model, self.optimizer.optimizer)
+        state_dict_saver.save({"model": weights, "optimizer": state}, checkpoint_id=Path(output_dir, SHARDS))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        optimizer, names = self.optimizer.optimizer, self._names_of_state()
-
-        def load(packed: dict[str, Any]) -> None:
-            state = {names[number]: values for number, values in packed["state"].items()}
-            self._session.whole.load_optimizer_state(self.model, optimizer, state)
-            for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-                group.update({key: value for key, value in saved.items() if key != "params"})
-
-        with self._optimizer_as(SimpleNamespace(load_state_dict=load)):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _names_of_state(self) -> list[str]:
-        """The parameter of each number in the optimizer's state."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        groups = self.optimizer.optimizer.param_groups
-        return [names[id(parameter)] for group in groups for parameter in group["params"]]
-
-    @contextmanager
-    def _optimizer_as(self, stand_in: Any) -> Iterator[None]:
-        """TRL saves or loads this in place of the optimizer."""
-        optimizer = self.optimizer
-        self.optimizer: Any = stand_in
-        try:
-            yield
-        finally:
-            self.optimizer = optimizer
+        if checkpoint is None or not Path(checkpoint, SHARDS).is_dir():
+            return
+        weights, state = get_state_dict(self.model, self.optimizer.optimizer)
+        state_dict_loader.load({"model": weights, "optimizer": state}, checkpoint_id=Path(checkpoint, SHARDS))
+        set_optimizer_state_dict(self.model, self.optimizer.optimizer, optim_state_dict=state)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        dtype = max((parameter.dtype for parameter in self.model.parameters()), key=lambda each: each.itemsize)
-        whole: Any = type(self.model).from_pretrained(resume_from_checkpoint, dtype=dtype)
-        self._session.whole.load_weights(self.model, whole.state_dict())
+        weights = self.model.state_dict()
+        state_dict_loader.load({"model": weights}, checkpoint_id=Path(resume_from_checkpoint, SHARDS))
+        set_model_state_dict(self.model, weights)
+        self.session.weights_changed()
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
-
-
-def _save_whole(save_pretrained: Any, *arguments: Any, **named: Any) -> Any:
-    """Replaces the model's `save_pretrained`, which would write the experts of one rank."""
-    if named.get("state_dict") is None:
-        raise InputError(
-            "model.save_pretrained() and model.push_to_hub() would write this rank's experts only; call "
-            "trainer.save_model() or trainer.push_to_hub() on all ranks"
-        )
-    return save_pretrained(*arguments, **named)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from hashlib import sha256
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from accelerate.utils import DistributedType, is_peft_model
 from torch import nn
 
 from trimtab.errors import InputError
 
-# Each element of an expert is updated from its own gradient, so an expert is trained alike in any stack.
-ELEMENTWISE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+LOADING = 'DistributedConfig(fsdp_size=N, ep_size=E, ep_implementation="trimtab")'
 
 
 def check_supported(trainer: Any) -> None:
@@ -24,17 +20,14 @@ def check_supported(trainer: Any) -> None:
     _refuse(
         (
             kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU),
-            f"accelerate runs with {kind.value}, which would shard experts too; use DDP, as of launch --multi_gpu",
+            f"accelerate runs with {kind.value}, and the model is sharded by transformers already; start it with "
+            "torchrun or launch --multi_gpu",
         ),
         (
             parallelism is not None and parallelism.non_data_parallel_size > 1,
-            "parallelism_config has tensor, context or sequence parallelism; use data parallelism alone",
+            "parallelism_config or tp_size has tensor, context or sequence parallelism; use tp_size=1",
         ),
         (args.fp16, "fp16=True scales losses by what one rank finds in its experts; use bf16=True"),
-        (
-            args.optim.value not in ELEMENTWISE_OPTIMIZERS,
-            f"optim={args.optim.value!r} does not train elements alone; use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}",
-        ),
         (args.torch_compile, "torch_compile=True: planned layers change with every step; leave it out"),
         (args.use_liger_kernel, "use_liger_kernel=True replaces layers that are planned; leave it out"),
         (args.sync_ref_model, "sync_ref_model=True mixes weights of whole models; leave it out"),
@@ -75,18 +68,16 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             arguments.get("quantization_config") is not None,
             "quantization_config; load the model in bfloat16 or float32",
         ),
-        (
-            arguments.get("optimizers", (None, None))[0] is not None,
-            "optimizers has one of the whole model; set optim and learning_rate in GRPOConfig, so that it is made of "
-            "this rank's experts",
-        ),
     )
 
 
 def check_model(model: Any, *, disables_dropout: bool) -> None:
     """Raise InputError if a model was loaded in a way that is not supported, or its routes are random."""
-    if getattr(model, "is_distributed_loading_by_transformers", False):
-        raise InputError("TrimtabGRPOTrainer: the model was loaded with a distributed_config; load it whole")
+    if not getattr(model, "is_distributed_loading_by_transformers", False):
+        raise InputError(
+            f"TrimtabGRPOTrainer: the model is whole on every rank; load it with distributed_config={LOADING}, or give "
+            "its name and that config in model_init_kwargs"
+        )
     if getattr(model, "_use_kernels", False):
         raise InputError("TrimtabGRPOTrainer: use_kernels=True replaces layers that are planned; load without it")
     config = model.config
@@ -97,23 +88,4 @@ def check_model(model: Any, *, disables_dropout: bool) -> None:
         raise InputError(
             f"TrimtabGRPOTrainer: dropout or router noise of {noise}, under which routes can't be known before; set "
             "attention_dropout and router_jitter_noise of the model's config to 0, and disable_dropout=True"
-        )
-
-
-def check_same_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Raise InputError on all ranks of a group unless they have the same weights, by samples of each parameter.
-
-    DDP would give all ranks those of the first one; experts stay where they are.
-    """
-    digest = sha256()
-    for parameter in model.parameters():
-        elements = parameter.detach().reshape(-1)
-        digest.update(elements[:: max(1, len(elements) // 64)].to("cpu", torch.float64).numpy().tobytes())
-    digests: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, digest.digest(), group=group)
-    different = [rank for rank, each in enumerate(digests) if each != digests[0]]
-    if different:
-        raise InputError(
-            f"TrimtabGRPOTrainer: the model of rank {different[0]} has other weights than that of rank 0; load the "
-            "same checkpoint on all ranks, or set the same random seed before it is made"
         )
