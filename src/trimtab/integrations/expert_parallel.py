@@ -52,8 +52,8 @@ def use_session(model: Any, session: Session, *, compute_dtype: torch.dtype | No
 
     Gradients, clipping, optimizer and checkpoints remain those of FSDP2; `session.finish_gradients()` must be called
     before every optimizer step. If ranks have the same experts, or compute in another dtype than that of the
-    parameters, each has a copy of its own in the compute dtype (`fsdp.copied_bytes`), which is gathered at the first
-    micro-step after weights have changed. Collective over all ranks.
+    parameters, each has a copy of its own in the compute dtype (`session.memory().staging_bytes`), which is gathered at
+    the first micro-step after weights have changed. Collective over all ranks.
 
     With tensor parallelism the ranks of a batch each dispatch the rows that `rows_of_rank` gives; plan these.
 

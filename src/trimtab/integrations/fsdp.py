@@ -47,12 +47,6 @@ def add_fsdp_layer(
     )  # fmt: skip
 
 
-def copied_bytes(session: Session) -> int:
-    """Bytes of the copies of this rank's experts that `add_fsdp_layer` made, beside FSDP's memory."""
-    layers = [layer for layer in session.homes if layer.refresh is not None]
-    return sum(parameter.nbytes for layer in layers for parameter in layer.parameters)
-
-
 class _Held:
     """The parameters of a module, and the tensors that FSDP puts in their place while the module runs."""
 

@@ -130,7 +130,8 @@ class RankMemory:
         key="memory/parameter_bytes",
     )  # fmt: skip
     staging_bytes: int = measured(
-        "of copies of the experts in the compute dtype, where it is another one; 0 if other ranks read these copies",
+        "of copies of the experts, in the compute dtype: where it is another one, or FSDP shards an expert-parallel "
+        "rank's experts; 0 if other ranks read these copies",
         "bytes", key="memory/staging_bytes",
     )  # fmt: skip
     peer_memory_bytes: int = measured(
@@ -168,7 +169,7 @@ class RankMemory:
             transfers: None if there are none yet, or no more.
         """
         return cls(
-            parameter_bytes=sum(parameter.nbytes for layer in layers for parameter in layer.parameters),
+            parameter_bytes=sum(p.nbytes for layer in layers if layer.refresh is None for p in layer.parameters),
             staging_bytes=sum(layer.staging_bytes for layer in layers),
             peer_memory_bytes=0 if transfers is None else transfers.peer_memory_bytes,
             ring_bytes=0 if transfers is None else transfers.ring.nbytes,

@@ -201,7 +201,9 @@ class HomeExperts:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of staging memory of its own; not of that which `stage_in` was given."""
+        """Bytes of copies of its own: staging memory that `stage_in` was not given, or parameters that are copies."""
+        if self.refresh is not None:
+            return sum(parameter.nbytes for parameter in self.parameters)
         return 0 if self._is_staging_given else sum(t.nbytes for t in self._staging if t is not None)
 
     def drop_staging(self) -> None:
