@@ -39,7 +39,7 @@ from trimtab.cli.options import add_options, given, positive
 from trimtab.cli.parser import Parser
 from trimtab.errors import InputError
 from trimtab.integrations.transformers import distribute_experts, moe_blocks
-from trimtab.integrations.transformers.families import reroute
+from trimtab.integrations.transformers.families import choose_experts
 from trimtab.launch import launch
 from trimtab.report.number_text import bytes_text, seconds
 from trimtab.runtime import Session
@@ -286,9 +286,8 @@ class LiveModel:
         )
         chosen: list[torch.Tensor] = []
         for layer, block in enumerate(moe_blocks(model).values()):
-            # Before the session's own hook, which then gets these ids as the router's choice.
-            gate: Any = block.gate
-            gate.register_forward_hook(partial(_choose, config, chosen, layer))
+            # Before the session's own, which then gets these ids as the router's choice.
+            choose_experts(block.gate, config, partial(_choose, chosen, layer))
         distribute_experts(model, session)
         shape = settings.tokens // settings.sequence_length, settings.sequence_length
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -352,10 +351,8 @@ class CountedOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _choose(
-    config: Any, chosen: list[torch.Tensor], layer: int, _gate: nn.Module, _args: Any, output: Any
-) -> tuple[torch.Tensor, ...]:
-    return reroute(config, output, chosen[0][:, layer].clone())
+def _choose(chosen: list[torch.Tensor], layer: int, _live_ids: torch.Tensor) -> torch.Tensor:
+    return chosen[0][:, layer].clone()
 
 
 def print_figures(figures: Figures, console: Console) -> None:

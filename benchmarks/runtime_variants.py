@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed.expert_parallel import AllToAllEP
 
 from trimtab.integrations.transformers import distribute_experts, moe_blocks
-from trimtab.integrations.transformers.families import reroute
+from trimtab.integrations.transformers.families import choose_experts
 from trimtab.planner import Workload
 from trimtab.planner.plan.workload import max_over_mean
 from trimtab.runtime import Session
@@ -170,13 +170,13 @@ def use_native_experts(model: Any, session: Session, ids_LNK: torch.Tensor) -> l
         experts.num_experts = len(home)
         experts._is_expert_parallel = True
         experts.forward = AllToAllEP(experts, mesh["ep"], mesh["tp"])
-        block.gate.register_forward_hook(partial(_use_routing, model.config, ids_LNK[layer]))
+        choose_experts(block.gate, model.config, partial(_given, ids_LNK[layer]))
         of_experts.update(experts.parameters())
     return [parameter for parameter in model.parameters() if parameter not in of_experts]
 
 
-def _use_routing(config: Any, ids_NK: torch.Tensor, _gate: nn.Module, _args: Any, output: Any) -> Any:
-    return reroute(config, output, ids_NK)
+def _given(ids_NK: torch.Tensor, _live_ids: torch.Tensor) -> torch.Tensor:
+    return ids_NK
 
 
 class MoeTimer:

@@ -1,5 +1,4 @@
-"""`python -m experiments.fsdp_gain`: what balancing gives an FSDP2 run with expert parallelism, simulated, and the memory
-of its parts, computed; for docs/trl.md.
+"""`python -m experiments.fsdp_gain`: an FSDP2 run with expert parallelism, balanced: simulated gain, computed memory.
 
 The dispatch sends every row, as transformers' all-to-all does. The simulated step is that of Megatron's layout with as
 many ranks: what FSDP2 gathers is not in it.

@@ -38,7 +38,7 @@ from trimtab.calibration.calibration_settings import small_config
 from trimtab.cli.options import add_options, positive
 from trimtab.cli.parser import Parser
 from trimtab.integrations.transformers import moe_blocks
-from trimtab.integrations.transformers.families import reroute
+from trimtab.integrations.transformers.families import choose_experts
 from trimtab.launch import launch
 
 EXAMPLES = ("--json out/bench-rollout.json --picture out/rollout.svg",)
@@ -220,11 +220,10 @@ def skew_routers(model: Any, weights_LE: Array) -> None:
     generator = torch.Generator().manual_seed(2)
     for block, weights in zip(moe_blocks(model).values(), torch.from_numpy(weights_LE), strict=True):
 
-        def choose(_router: Any, _args: Any, output: Any, weights: torch.Tensor = weights) -> Any:
-            ids = torch.multinomial(weights.expand(len(output[0]), -1), 1, generator=generator)
-            return reroute(model.config, output, ids)
+        def choose(live_ids: torch.Tensor, weights: torch.Tensor = weights) -> torch.Tensor:
+            return torch.multinomial(weights.expand(len(live_ids), -1), 1, generator=generator)
 
-        block.gate.register_forward_hook(choose)
+        choose_experts(block.gate, model.config, choose)
 
 
 if __name__ == "__main__":

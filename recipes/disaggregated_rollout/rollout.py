@@ -19,7 +19,7 @@ from recipes.disaggregated_rollout.expert_slots import ExpertSlots
 from recipes.rl.responses import Prompts, gather, generate
 from trimtab.array_type import Array
 from trimtab.integrations.transformers.distributed_experts import check_experts
-from trimtab.integrations.transformers.families import family_of, moe_blocks, num_experts
+from trimtab.integrations.transformers.families import expert_products, expert_tensors, moe_blocks, num_experts
 from trimtab.runtime.program.grouped_products import ApplyExperts, ExpertWeight, RowGroups
 from trimtab.trace import id_dtype
 
@@ -70,10 +70,10 @@ class DisaggregatedRollout:
     def __init__(
         self, model: Any, *, attention_ranks: int, expert_ranks: int, micro_batches: int, copies: int = 0
     ) -> None:
-        config, family, blocks = model.config, family_of(model.config), moe_blocks(model)
+        config, blocks = model.config, moe_blocks(model)
         rank, experts_L = dist.get_rank(), [block.experts for block in blocks.values()]
         for index, experts in zip(blocks, experts_L, strict=True):
-            check_experts(family, experts, index, num_experts(config))
+            check_experts(experts, index, num_experts(config))
         self.model, self.num_attention, self._num_micro, self._copies = model, attention_ranks, micro_batches, copies
         self.slots = ExpertSlots.place(np.zeros((len(blocks), num_experts(config)), np.int64), expert_ranks, copies)
         self.load_XL = np.zeros((expert_ranks, len(blocks)), np.int64)
@@ -91,10 +91,13 @@ class DisaggregatedRollout:
             names = {module: name for name, module in model.named_modules()}
             slots_LS = torch.from_numpy(self.slots.slots_LXS[:, rank - attention_ranks])
             self.weights_L = [
-                {f"{names[experts]}.{name}": getattr(experts, name).detach()[slots_S] for name in family.parameters}
+                {
+                    f"{names[experts]}.{name}": getattr(experts, name).detach()[slots_S]
+                    for name in expert_tensors(experts)
+                }
                 for experts, slots_S in zip(experts_L, slots_LS, strict=True)
             ]
-            self._apply_L = [family.apply(experts) for experts in experts_L]
+            self._apply_L = [expert_products(experts) for experts in experts_L]
             model.to("meta")
 
     @property
@@ -213,7 +216,8 @@ def serve(
 
     Args:
         channels_M: of each micro-batch, to all attention ranks.
-        weights_L: for each MoE layer, tensors `[S, ...]` of the experts in this rank's slots, in the family's order.
+        weights_L: for each MoE layer, tensors `[S, ...]` of the experts in this rank's slots, as `expert_tensors`
+            orders them.
         apply_L: for each MoE layer, its experts' function.
     """
     call, load_L = 0, np.zeros(len(weights_L), np.int64)

@@ -38,7 +38,7 @@ from trimtab.console import console
 from trimtab.errors import InputError
 from trimtab.files import write_atomically
 from trimtab.integrations.transformers import distribute_experts, moe_blocks, num_experts
-from trimtab.integrations.transformers.families import family_of
+from trimtab.integrations.transformers.families import router_of
 from trimtab.launch import launch
 from trimtab.planner import Placement, Schedule, pack_by_length
 from trimtab.rank_variables import rank_variable, torchrun_ranks
@@ -211,7 +211,7 @@ class Trainer:
             optimizer, rate, total_steps=config.warm_start_steps + 1, pct_start=0.1
         )
         routed: list[Any] = []
-        routers = [getattr(block, family_of(self.model_config).router) for block in moe_blocks(self.model).values()]
+        routers = [router_of(block) for block in moe_blocks(self.model).values()]
         hooks = [router.register_forward_hook(lambda *call: routed.append(call[2])) for router in routers]
         for _ in steps:
             shown = [task.draw_demonstration(rng, self.operation) for _ in range(config.warm_start_batch)]

@@ -8,7 +8,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+)
 
 NUM_EXPERTS = 8
 TOP_K = 3
@@ -46,6 +52,46 @@ def small_config(model_type: str, **changes: Any) -> Any:
     return AutoConfig.for_model(model_type, **(_COMMON | _OF_FAMILY[model_type] | changes))
 
 
+# Sizes of any text model, by the names that families have for them.
+_ANY: dict[str, Any] = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), NUM_EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"), TOP_K),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 16),
+    **dict.fromkeys(("decoder_sparse_step", "moe_layer_interval", "num_dense_layers", "n_shared_experts"), 1),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads", "index_n_heads", "mamba_expand"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "index_head_dim", "mamba_d_state"), 8),
+    "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "max_position_embeddings": 64,
+    "mlp_only_layers": [], "moe_layer_start_index": 0, "moe_layer_end_index": 2, "num_shared_experts": 1,
+    "sliding_window": 4,
+    "mamba_n_heads": 4, "mamba_d_head": 16, "index_topk": 4,
+}  # fmt: skip
+
+
+def any_model(model_type: str) -> Any:
+    """A small random model of any family in float32, whatever the names of its sizes are."""
+    kind = type(CONFIG_MAPPING[model_type]().get_text_config())
+    default = kind()
+    sizes = {
+        name: value for name, value in (_COMMON | {"num_key_value_heads": 2} | _ANY).items() if hasattr(default, name)
+    }
+    if kinds := getattr(default, "layer_types", None):
+        sizes["layer_types"] = (list(dict.fromkeys(kinds))[:3] * 3)[:3]
+    if getattr(default, "mlp_layer_types", None):
+        sizes["mlp_layer_types"] = ["dense", "sparse", "sparse"]
+    config, how = kind(**sizes), {"dtype": torch.float32, "experts_implementation": "eager"}
+    is_causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING
+    model: Any = (AutoModelForCausalLM if is_causal else AutoModel).from_config(config, **how)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 or name.endswith("bias"):
+                parameter.normal_(std=0.2)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
 def random_model(config: Any, dtype: torch.dtype) -> Any:
     """From torch's current seed. Experts are computed one by one, as grouped products don't take float64."""
     model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
@@ -75,12 +121,14 @@ def chosen(router: Any, ids: torch.Tensor) -> Iterator[None]:
     """Make a router choose these experts, and do all else itself: its choice is a `torch.topk` over experts."""
     forward, topk = router.forward, torch.topk
 
-    def choose(scores: torch.Tensor, k: int, **how: Any) -> Any:
-        return (scores.gather(-1, ids), ids) if scores.shape[-1] == NUM_EXPERTS else topk(scores, k, **how)
+    def choose(scores: torch.Tensor, k: int, *how: Any, **named: Any) -> Any:
+        if scores.shape[-1] == NUM_EXPERTS and k == TOP_K:
+            return torch.return_types.topk((scores.gather(-1, ids), ids))
+        return topk(scores, k, *how, **named)
 
-    def forward_with_choice(hidden: torch.Tensor) -> Any:
-        with mock.patch("torch.topk", choose):
-            return forward(hidden)
+    def forward_with_choice(*hidden: Any, **named: Any) -> Any:
+        with mock.patch("torch.topk", choose), mock.patch.object(torch.Tensor, "topk", choose):
+            return forward(*hidden, **named)
 
     with mock.patch.object(router, "forward", forward_with_choice):
         yield

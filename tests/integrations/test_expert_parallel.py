@@ -320,7 +320,7 @@ def test_unsupported_configurations_are_refused(saved: Path) -> None:
     refused(r"ranks \[0, 1\]; .* in one group", session=Session(num_experts=NUM_EXPERTS, groups=2))
     experts = moe_blocks(model)[2].experts
     experts.register_parameter("gate_up_proj_scale_inv", nn.Parameter(torch.ones(4)))
-    refused(r"layer 2 .* hold .*scale_inv.*unquantized")
+    refused(r"layer 2: .* hold .*scale_inv.*unquantized")
     del experts.gate_up_proj_scale_inv
     assert not session.layers
     use_session(model, session)

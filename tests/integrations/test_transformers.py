@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from helpers.moe_families import (
     NUM_EXPERTS,
     TOP_K,
     all_chosen,
+    any_model,
     chosen,
     random_model,
     router_of,
@@ -37,12 +41,13 @@ from trimtab import InputError, RoutingTrace, Workload
 from trimtab.integrations.transformers import (
     SUPPORTED_MODEL_TYPES,
     distribute_experts,
+    families,
     moe_blocks,
     num_experts,
     record_routing,
     replay_routing,
-    router_weights,
 )
+from trimtab.integrations.transformers.families import choose_experts, top_k
 from trimtab.runtime import Session
 from trimtab.trace import hash_tokens
 from trimtab.trace.numbering import random_orders
@@ -222,24 +227,108 @@ def check_replayed(record: Any, batch: Any, sequences: list[Response]) -> None:
         assert np.array_equal(actual, np.sort(sequence.expert_ids, axis=-1))
 
 
+def kept(seen: list[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    seen.append(ids)
+    return ids
+
+
+def instead(others: torch.Tensor, _ids: torch.Tensor) -> torch.Tensor:
+    return others
+
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_router_weights_are_those_of_the_familys_own_router(model_type: str, dtype: torch.dtype) -> None:
+def test_chosen_experts_have_the_weights_of_the_routers_own(model_type: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for changes in ({}, without_norm(model_type)):
         config = small_config(model_type, **changes)
-        model = random_model(config, dtype)
-        router = router_of(moe_blocks(model)[MOE_LAYERS[model_type][0]])
-        hidden = torch.randn(40, 32, dtype=dtype)
+        router = router_of(moe_blocks(random_model(config, dtype))[MOE_LAYERS[model_type][0]])
+        hidden, others = torch.randn(40, 32, dtype=dtype), torch.rand(40, NUM_EXPERTS).argsort(dim=-1)[:, :TOP_K]
         for autocast in (False, True):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                logits, weights, ids = router(hidden)
-                assert torch.equal(router_weights(config, logits, ids), weights)
-                others = torch.rand(40, NUM_EXPERTS).argsort(dim=-1)[:, :TOP_K]
+                wanted = router(hidden)
+                seen: list[torch.Tensor] = []
+                restore = choose_experts(router, config, partial(kept, seen))
+                assert all(map(torch.equal, router(hidden), wanted))
+                assert torch.equal(seen[0], wanted[2])
+                restore()
                 with chosen(router, others):
-                    _, weights_of_others, _ = router(hidden)
-                assert torch.equal(router_weights(config, logits, others), weights_of_others)
-                assert not torch.equal(weights, weights_of_others)
+                    of_others = router(hidden)
+                restore = choose_experts(router, config, partial(instead, others))
+                assert all(map(torch.equal, router(hidden), of_others))
+                restore()
+                assert not torch.equal(wanted[1], of_others[1])
+                assert "forward" not in vars(router)
+
+
+@pytest.mark.parametrize(
+    "model_type", nightly_except([each for each in SUPPORTED_MODEL_TYPES if each not in MODEL_TYPES], "olmoe")
+)
+@runs_on_ranks(1)
+def test_other_families_of_the_same_form_equal_transformers(model_type: str) -> None:
+    """Without a plan, and with replayed random routes."""
+    torch.manual_seed(0)
+    model = any_model(model_type)
+    plain, tokens = copy.deepcopy(model), torch.arange(1, 15).view(2, 7)
+    session = Session(num_experts=num_experts(model.config))
+    distribute_experts(model, session)
+    assert (session.num_experts, top_k(model.config)) == (NUM_EXPERTS, TOP_K)
+    blocks = moe_blocks(plain)
+    ids = np.argsort(np.random.default_rng(0).random((tokens.numel(), len(blocks), NUM_EXPERTS)))[..., :TOP_K]
+    session.plan_micro_steps([ids])
+
+    def run(model: Any) -> torch.Tensor:
+        output = model(input_ids=tokens, use_cache=False)
+        found = output.logits if hasattr(output, "logits") else output.last_hidden_state
+        (found * torch.linspace(-1, 1, found.shape[-1])).sum().backward()
+        result: torch.Tensor = found.detach()
+        return result
+
+    for replays in (False, True):
+        with ExitStack() as stack:
+            for layer, block in enumerate(blocks.values() if replays else ()):
+                stack.enter_context(chosen(families.router_of(block), torch.from_numpy(ids[:, layer].copy())))
+            wanted = run(plain)
+        with session.micro_step(0) if replays else nullcontext():
+            found = run(model)
+        assert relative_error(found, wanted) < 1e-5
+    session.finish_gradients()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None and other.grad.norm() > 1e-6:
+            assert relative_error(one.grad, other.grad) < 1e-3, name
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("phimoe", "PhimoeTopKRouter does not return"),
+        ("llama4_text", "Llama4TextExperts"),
+        ("longcat_flash", "Longcat"),
+    ],
+)
+@runs_on_ranks(1)
+def test_families_of_another_form_are_refused_by_name(model_type: str, message: str) -> None:
+    model = any_model(model_type)
+
+    def run() -> None:
+        distribute_experts(model, Session(num_experts=NUM_EXPERTS))
+        model(input_ids=torch.arange(1, 9)[None])
+
+    with pytest.raises(InputError, match=message):
+        run()
+
+
+def test_a_copy_of_a_model_keeps_its_own_router() -> None:
+    model = random_model(small_config("qwen3_moe"), torch.float32)
+    router = router_of(moe_blocks(model)[0])
+    choose_experts(router, model.config, lambda ids: ids)
+    other = router_of(moe_blocks(copy.deepcopy(model))[0])
+    with torch.no_grad():
+        other.weight.neg_()
+    hidden = torch.randn(4, 32)
+    assert torch.equal(other(hidden)[0], -router(hidden)[0])
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -293,12 +382,12 @@ def test_blocks_are_found_in_whole_models_decoders_and_wrappers(model_type: str)
     for whole in (model, model.model, Wrapper(Wrapper(model))):
         assert moe_blocks(whole) == blocks
     assert num_experts(model.config) == NUM_EXPERTS
-    assert SUPPORTED_MODEL_TYPES == MODEL_TYPES
+    assert set(MODEL_TYPES) < set(SUPPORTED_MODEL_TYPES)
 
 
 def test_other_model_types_are_refused_by_name() -> None:
     config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=8)
-    with pytest.raises(InputError, match="'llama' is not supported; use one of qwen3_moe, mixtral"):
+    with pytest.raises(InputError, match="this llama model has no MoE layer"):
         moe_blocks(LlamaForCausalLM(config))
     dense = AutoModelForCausalLM.from_config(small_config("qwen3_moe", mlp_only_layers=[0, 1, 2]))
     with pytest.raises(InputError, match="this qwen3_moe model has no MoE layer"):
@@ -342,10 +431,10 @@ def test_adapted_and_shared_experts_are_refused_by_name() -> None:
     parametrized: Any = AutoModelForCausalLM.from_config(config)
     experts = parametrized.model.layers[1].mlp.experts
     parametrize.register_parametrization(experts, "down_proj", LowRank(experts.down_proj))
-    refused(parametrized, session, r"layer 1 \(Parametrized.*\) hold .*down_proj.0.a.* needs plain .*merge adapters")
+    refused(parametrized, session, r"layer 1: Parametrized.* hold .*down_proj.0.a.* needs plain .*merge adapters")
     wrapped: Any = AutoModelForCausalLM.from_config(config)
     wrapped.model.layers[2].mlp.experts = AdaptedExperts(wrapped.model.layers[2].mlp.experts)
-    refused(wrapped, session, r"decoder layer 2 \(AdaptedExperts\) hold lora_a, base_layer.gate_up_proj")
+    refused(wrapped, session, "decoder layer 2: AdaptedExperts .* without adapters")
 
     model: Any = AutoModelForCausalLM.from_config(config)
     refused(model, Session(num_experts=4), "layer 0 .* hold 8 in gate_up_proj and the session is for 4")

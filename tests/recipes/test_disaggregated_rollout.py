@@ -20,7 +20,7 @@ from recipes.disaggregated_rollout.channels import Channel
 from recipes.disaggregated_rollout.rollout import DisaggregatedRollout
 from trimtab.errors import RankFailedError
 from trimtab.integrations.transformers import moe_blocks
-from trimtab.integrations.transformers.families import reroute
+from trimtab.integrations.transformers.families import choose_experts
 from trimtab.launch import launch
 
 pytestmark = pytest.mark.nightly
@@ -94,10 +94,10 @@ def test_all_sequences_but_one_may_end_at_once() -> None:
 def choose_always(model: Any, ids_K: list[int]) -> None:
     for block in moe_blocks(model).values():
 
-        def choose(_router: Any, _args: Any, output: Any) -> Any:
-            return reroute(model.config, output, torch.tensor(ids_K).expand(len(output[0]), -1))
+        def choose(live_ids: torch.Tensor) -> torch.Tensor:
+            return torch.tensor(ids_K).repeat(len(live_ids), 1)
 
-        router_of(block).register_forward_hook(choose)
+        choose_experts(router_of(block), model.config, choose)
 
 
 @runs_on_ranks(3)

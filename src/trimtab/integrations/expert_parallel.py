@@ -19,7 +19,14 @@ from transformers.distributed.expert_parallel import AllToAllEP, EPImplementatio
 from trimtab.errors import InputError
 from trimtab.integrations.fsdp import add_fsdp_layer
 from trimtab.integrations.transformers.distributed_experts import auxiliary_loss, check_experts, follow_layer
-from trimtab.integrations.transformers.families import family_of, moe_blocks, num_experts, reroute
+from trimtab.integrations.transformers.families import (
+    choose_experts,
+    expert_products,
+    expert_tensors,
+    moe_blocks,
+    num_experts,
+    router_of,
+)
 from trimtab.runtime import ExpertLayer, Session
 
 NAME = "trimtab"
@@ -65,7 +72,6 @@ def use_session(model: Any, session: Session, *, compute_dtype: torch.dtype | No
     Raises:
         InputError: if the model's type is not supported, or model and session don't match. The model is then unchanged.
     """
-    family = family_of(model.config)
     blocks = moe_blocks(model)
     if session.layers or session.optimizers:
         raise InputError(
@@ -74,7 +80,7 @@ def use_session(model: Any, session: Session, *, compute_dtype: torch.dtype | No
         )
     for index, block in blocks.items():
         _check_place(block.experts, f"the experts of decoder layer {index}", session)
-        check_experts(family, block.experts, index, session.num_experts)
+        check_experts(block.experts, index, session.num_experts)
     config = model.config.distributed_config
     if config.fsdp_cpu_offload:
         raise InputError("the experts are offloaded to the CPU between uses; load the model without fsdp_cpu_offload")
@@ -82,10 +88,10 @@ def use_session(model: Any, session: Session, *, compute_dtype: torch.dtype | No
     for block in blocks.values():
         experts = block.experts
         layer = add_fsdp_layer(
-            session, experts, family.parameters, family.apply(experts),
+            session, experts, expert_tensors(experts), expert_products(experts),
             compute_dtype=torch.bfloat16 if config.fsdp_mixed_precision else compute_dtype,
         )  # fmt: skip
-        experts.ep_implementation.follow(getattr(block, family.router), layer, model.config)
+        experts.ep_implementation.follow(router_of(block), layer, model.config)
 
 
 def rows_of_rank(model: Any, rows: int) -> slice:
@@ -120,17 +126,14 @@ class SessionExperts(AllToAllEP):
         if self.tp_mesh.size() == 1:
             follow_layer(router, layer, config)
         else:
-            router.register_forward_hook(partial(self._replay_part, config))
+            choose_experts(router, config, self._route_part)
 
     # The ranks of a tensor-parallel group share a batch. Each dispatches its part of the rows, as "all_to_all" does.
 
-    def _replay_part(self, config: Any, _router: nn.Module, _args: Any, output: Any) -> tuple[torch.Tensor, ...]:
+    def _route_part(self, live_ids: torch.Tensor) -> torch.Tensor:
         assert self.layer is not None
-        logits, weights, live_ids = output
         self._ids = self.layer.route(self._part(live_ids))
-        if not self.layer.replays:
-            return logits, weights, live_ids
-        return reroute(config, output, self._whole(self._ids, live_ids))
+        return self._whole(self._ids, live_ids) if self.layer.replays else live_ids
 
     def _run_part(self, hidden: torch.Tensor, _ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         assert self.layer is not None

@@ -1,12 +1,9 @@
 """Hugging Face transformers: record and replay the routing of a model, and run its experts in a `Session`."""
 
 from trimtab.integrations.transformers.distributed_experts import distribute_experts
-from trimtab.integrations.transformers.families import SUPPORTED_MODEL_TYPES, moe_blocks, num_experts, router_weights
+from trimtab.integrations.transformers.families import SUPPORTED_MODEL_TYPES, moe_blocks, num_experts
 from trimtab.integrations.transformers.recording import RoutingRecord, record_routing
 from trimtab.integrations.transformers.replaying import replay_routing
-
-# An older name.
-share_experts = distribute_experts
 
 __all__ = [
     "SUPPORTED_MODEL_TYPES",
@@ -16,6 +13,4 @@ __all__ = [
     "num_experts",
     "record_routing",
     "replay_routing",
-    "router_weights",
-    "share_experts",
 ]

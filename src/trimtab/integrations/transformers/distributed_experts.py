@@ -10,8 +10,15 @@ import torch
 from torch import nn
 
 from trimtab.errors import InputError
-from trimtab.integrations.transformers.families import Family, family_of, moe_blocks, reroute
+from trimtab.integrations.transformers.families import (
+    choose_experts,
+    expert_products,
+    expert_tensors,
+    moe_blocks,
+    router_of,
+)
 from trimtab.runtime import ExpertLayer, Session
+from trimtab.trace.message_text import at_place
 
 
 def distribute_experts(model: nn.Module, session: Session, *, compute_dtype: torch.dtype | None = None) -> None:
@@ -30,26 +37,26 @@ def distribute_experts(model: nn.Module, session: Session, *, compute_dtype: tor
             experts (adapted, quantized or sharded). The model is then unchanged.
     """
     config: Any = model.config
-    family = family_of(config)
     blocks = moe_blocks(model)
     for index, block in blocks.items():
-        check_experts(family, block.experts, index, session.num_experts)
+        check_experts(block.experts, index, session.num_experts)
     session.auxiliary_loss = partial(auxiliary_loss, config)
     for block in blocks.values():
         experts, home = block.experts, torch.from_numpy(session.home_experts)
-        for name in family.parameters:
+        names = expert_tensors(experts)
+        for name in names:
             whole = getattr(experts, name)
             part = whole.detach()[home.to(whole.device)].clone()
             setattr(experts, name, nn.Parameter(part, requires_grad=whole.requires_grad))
-        read = partial(_parameters, experts, family.parameters)
-        by_expert = partial(_by_expert, getattr(block, family.router), session.num_experts)
-        layer = session.add_layer(read, family.apply(experts), compute_dtype=compute_dtype, by_expert=by_expert)
+        read = partial(_parameters, experts, names)
+        by_expert = partial(_by_expert, router_of(block), session.num_experts)
+        layer = session.add_layer(read, expert_products(experts), compute_dtype=compute_dtype, by_expert=by_expert)
         session.homes[-1].expert_groups = (
             getattr(config, "n_group", None) or 1,
             getattr(config, "topk_group", None) or 1,
         )
         experts.forward = layer
-        follow_layer(getattr(block, family.router), layer, config)
+        follow_layer(router_of(block), layer, config)
     leave_to_session(model, session)
 
 
@@ -75,19 +82,15 @@ def auxiliary_loss(config: Any) -> str:
 
 def follow_layer(router: nn.Module, layer: ExpertLayer, config: Any) -> None:
     """Make a router return the ids that the layer's session replays, with the router's own weights for them."""
-    router.register_forward_hook(partial(_replay, layer, config))
+    choose_experts(router, config, layer.route)
 
 
-def check_experts(family: Family, experts: nn.Module, layer: int, num_experts: int) -> None:
-    """Raise InputError unless the experts are the family's plain tensors, each of `num_experts` experts."""
+def check_experts(experts: nn.Module, layer: int, num_experts: int) -> None:
+    """Raise InputError unless the experts are plain tensors, each of `num_experts` experts."""
     where = f"the experts of decoder layer {layer} ({type(experts).__name__})"
-    held = dict(experts.named_parameters())
-    if set(held) != set(family.parameters):
-        raise InputError(
-            f"{where} hold {', '.join(held) or 'no parameters'}; a session needs plain {', '.join(family.parameters)}, "
-            "so merge adapters on experts or put them on other modules, and load the model unquantized"
-        )
-    for name, parameter in held.items():
+    with at_place(f"decoder layer {layer}"):
+        expert_tensors(experts)
+    for name, parameter in experts.named_parameters():
         if len(parameter) != num_experts:
             raise InputError(
                 f"{where} hold {len(parameter)} in {name} and the session is for {num_experts}; "
@@ -104,9 +107,3 @@ def in_session(experts: Any) -> bool:
 def _parameters(experts: nn.Module, names: Sequence[str]) -> list[nn.Parameter]:
     """The module's current expert tensors."""
     return [getattr(experts, name) for name in names]
-
-
-def _replay(layer: ExpertLayer, config: Any, _router: nn.Module, _args: Any, output: Any) -> tuple[torch.Tensor, ...]:
-    logits, weights, live_ids = output
-    ids = layer.route(live_ids)
-    return reroute(config, output, ids) if layer.replays else (logits, weights, ids)

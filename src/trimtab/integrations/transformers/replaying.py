@@ -10,12 +10,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.transformers.distributed_experts import in_session
-from trimtab.integrations.transformers.families import decoder_of, family_of, moe_blocks, num_experts, reroute
+from trimtab.integrations.transformers.families import (
+    choose_experts,
+    decoder_of,
+    moe_blocks,
+    num_experts,
+    router_of,
+    top_k,
+)
 from trimtab.trace import RoutingTrace
 
 
@@ -24,24 +30,19 @@ class _Replay:
     """Hooks of a batch's replay.
 
     Attributes:
-        config: of the model.
         is_open: until the context ends.
     """
 
-    config: Any
     is_open: bool = True
 
-    def route(
-        self, ids_NK: torch.Tensor, known_N: torch.Tensor, _router: nn.Module, _args: Any, output: Any
-    ) -> tuple[torch.Tensor, ...]:
-        """Hook after a router: its output with the recorded ids where they are known."""
-        live_ids = output[2]
+    def route(self, ids_NK: torch.Tensor, known_N: torch.Tensor, live_ids: torch.Tensor) -> torch.Tensor:
+        """The recorded ids where they are known, of a router that would choose others."""
         if len(live_ids) != len(ids_NK):
             raise InputError(
                 f"a router was given {len(live_ids)} tokens under replay_routing; attention_mask has {len(ids_NK)} "
                 "places, and every forward should be fed the whole batch"
             )
-        return reroute(self.config, output, torch.where(known_N[:, None], ids_NK.to(live_ids.dtype), live_ids))
+        return torch.where(known_N[:, None], ids_NK.to(live_ids.dtype), live_ids)
 
     def checkpoint(self, checkpoint: Any, run: Any, *args: Any) -> Any:
         """Checkpoint a layer so that running it again after the context raises an error."""
@@ -80,14 +81,14 @@ def replay_routing(model: Any, trace: RoutingTrace, attention_mask: torch.Tensor
         )
     _check_model(model.config, trace, list(blocks))
     ids_LNK, known_LN = _lay_out(trace, attention_mask)
-    replay = _Replay(model.config)
+    replay = _Replay()
     with ExitStack() as stack:
         stack.callback(setattr, replay, "is_open", False)
         for layer, block in enumerate(blocks.values()):
-            router = getattr(block, family_of(model.config).router)
+            router = router_of(block)
             device = next(router.parameters()).device
             ids_NK, known_N = (torch.from_numpy(part[layer]).to(device) for part in (ids_LNK, known_LN))
-            stack.callback(router.register_forward_hook(partial(replay.route, ids_NK, known_N)).remove)
+            stack.callback(choose_experts(router, model.config, partial(replay.route, ids_NK, known_N)))
         for layer in decoder_of(model).layers:
             checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
             if checkpoint is not None:
@@ -98,10 +99,10 @@ def replay_routing(model: Any, trace: RoutingTrace, attention_mask: torch.Tensor
 
 def _check_model(config: Any, trace: RoutingTrace, layers: list[int]) -> None:
     shape = (trace.num_layers, trace.num_experts, trace.top_k)
-    if shape != (len(layers), num_experts(config), config.num_experts_per_tok):
+    if shape != (len(layers), num_experts(config), top_k(config)):
         raise InputError(
             f"the trace has {trace.shape_text}; this {config.model_type} model has {len(layers)} MoE layers, "
-            f"{num_experts(config)} experts, top-{config.num_experts_per_tok}"
+            f"{num_experts(config)} experts, top-{top_k(config)}"
         )
     if trace.layer_indices.tolist() not in (layers, list(range(len(layers)))):
         raise InputError(

@@ -12,6 +12,7 @@ import torch
 from trimtab.array_type import Array
 from trimtab.errors import InputError
 from trimtab.integrations.transformers import moe_blocks, num_experts
+from trimtab.integrations.transformers.families import top_k
 from trimtab.trace import RoutingTrace
 from trimtab.trace.formats.from_memory import from_vllm
 from trimtab.trace.formats.records import ImportOptions
@@ -31,7 +32,7 @@ def rollout_routes(outputs: Any, model: Any) -> list[Array]:
     trace = outputs
     if not isinstance(outputs, RoutingTrace):
         config, layers = model.config, tuple(moe_blocks(model))
-        known = {"num_layers": config.num_hidden_layers, "moe_layers": layers, "top_k": config.num_experts_per_tok}
+        known = {"num_layers": config.num_hidden_layers, "moe_layers": layers, "top_k": top_k(config)}
         trace = from_vllm(outputs, ImportOptions(num_experts=num_experts(config), **known))
     whole = np.where(trace.expert_ids == trace.no_route, -1, trace.expert_ids.astype(np.int32))
     return np.split(whole, trace.sequence_starts[1:-1])
