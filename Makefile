@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long nightly test-recipes test-install wheel lock test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-sglang test-afd-plugin test-te test-ray test-backward-thread mutants reliability lint docs bench clean
+.PHONY: help demo test test-fast test-long nightly test-recipes test-install wheel lock test-megatron test-trl test-verl test-slime test-miles test-skyrl test-ms-swift test-sglang test-afd-plugin test-te test-fsdp-blocks test-ray test-backward-thread mutants reliability lint docs bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -34,7 +34,7 @@ test-long: .venv/.ready  ## run tests with many more random examples and combina
 nightly: .venv/.ready  ## what takes too long for every change: more cases, random examples, long tests, verl, installations, mistakes, faults and fuzzing
 	$(PYTEST) --hypothesis-profile=nightly -m 'long or nightly or hypothesis'
 	$(BIN)/python -m pytest tests/gpu --device cpu
-	$(MAKE) test-verl test-te test-ray test-backward-thread test-install mutants reliability
+	$(MAKE) test-verl test-te test-fsdp-blocks test-ray test-backward-thread test-install mutants reliability
 
 test-recipes: .venv/.ready  ## run all tests of recipes/ (about 10 minutes); make test has a short run of each
 	$(PYTEST) -m 'not long' tests/recipes
@@ -107,6 +107,15 @@ test-afd-plugin: .venv/.ready  ## check settings of separate ranks with afd-plug
 test-ray: .venv/.ready  ## count a large trace by tasks of Ray on this machine (about 2 minutes)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target out/ray ray==2.60.0
 	PYTHONPATH=out/ray $(BIN)/python -m pytest tests/test_ray.py
+
+# PRIME_RL is a folder with the src of prime-rl at 559b4477, if at hand.
+test-fsdp-blocks: .venv/.ready  ## run MoE blocks of torchtitan, AReaL, Automodel and prime-rl in a session (PRIME_RL=folder; about 2 minutes)
+	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels torchtitan==0.3.0 spmd_types==0.2.3 areal==1.0.4 nemo-automodel==0.7.0
+	for name in torchtitan areal nemo_automodel; do $(BIN)/python -m zipfile -e out/wheels/$$name-*.whl out/wheels/$$name; done
+	$(BIN)/python -m zipfile -e out/wheels/spmd_types-*.whl out/wheels/torchtitan
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target out/wheels/torchtitan tyro
+	test -z "$(PRIME_RL)" || ln -sfn "$(PRIME_RL)" out/wheels/prime_rl
+	FSDP_BLOCKS=out/wheels $(BIN)/python -m pytest tests/integrations/test_fsdp_blocks.py
 
 test-te: .venv/.ready  ## run grouped experts with the Python of Transformer Engine's release, on the CPU (about a minute)
 	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels transformer-engine==2.20.2

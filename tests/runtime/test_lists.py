@@ -95,6 +95,7 @@ def test_invalid_lists_are_refused_with_their_name() -> None:
     refused("is of type list", [[1], [2]], down)
     refused("should be stacks", good, down, weights=list)
     refused("should be stacks", *parameters((2, 8, 4)), down, weights=list)
+    refused("`refresh` needs `weights`", good, down, refresh=list)
     session.add_layer([good, down], gated_experts())
     refused("layer 1 was added with an expert tensor of MoE layer 0", parameters((8, 4), (8, 4)), [down[1], down[0]])
 

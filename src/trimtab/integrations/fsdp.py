@@ -27,6 +27,8 @@ def add_fsdp_layer(
     """Add the next MoE layer, whose experts FSDP2 shards over the ranks that have the same ones. Collective over all
     data ranks.
 
+    Call the layer within the owner's forward, as `module.forward = layer` does, so that FSDP has gathered the weights.
+
     Args:
         session: its expert-parallel groups are those of the experts, its data ranks those of FSDP.
         module: has the parameters, each a stack of this expert-parallel rank's experts `[E / R, ...]`: a parameter that
