@@ -136,6 +136,19 @@ def test_routes_beside_several_choices_are_those_of_the_first() -> None:
     assert len(record.ids) == 2
 
 
+def test_chunks_of_a_stream(tmp_path: Path) -> None:
+    """Routes and token ids are in the last one, which has no choice."""
+    ids = routes(7, 3, 2, 8, "int32")
+    chunks = [{"choices": [{"index": 0, "delta": {"content": text}}]} for text in "ab"]
+    sglext = {"routed_experts": raw_text(ids), "input_ids": [1, 2, 3, 4, 5], "output_ids": [[70, 71, 72]]}
+    lines = json_lines(tmp_path / "a.jsonl", [*chunks, {"choices": [], "sglext": sglext}])
+    (record,) = read(lines)
+    assert (record.num_tokens, record.prompt_length) == (8, 5)
+    assert tokens_of(record) == [1, 2, 3, 4, 5, 70, 71, 72]
+    np.testing.assert_array_equal(record.ids, ids)
+    assert dropped(sglang.read(lines, MODEL)) == {"responses without routed_experts": 2}
+
+
 def test_completions_without_tokens() -> None:
     """Aborted before any forward pass, or only a prompt."""
     none = response(routes(0, 3, 2, 8, "int32"), 4, 0, routed_experts=None)

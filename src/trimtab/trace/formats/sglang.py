@@ -2,7 +2,8 @@
 
 `meta_info["routed_experts"]` (or `sglext`, in OpenAI-compatible responses) is base64 of raw numbers `[tokens - 1 -
 start, num_hidden_layers, top_k]`, int32 unless `routed_experts_dtype` says otherwise, from the token
-`routed_experts_start_len` of the request on. Layers without experts are filled with zeros.
+`routed_experts_start_len` of the request on. `sglext` may have the token ids, too, and comes with the last chunk of a
+stream (sglang/srt/entrypoints/openai/protocol.py of 0.5.23, `SglExt`). Layers without experts are filled with zeros.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def _records(values: Iterable[tuple[str, Any]], options: ImportOptions) -> Itera
         counts = dict(usage) if isinstance(usage, Mapping) else {}
         if len(choices) != 1:
             counts.pop("completion_tokens", None)  # of all choices together
-        for index, choice in enumerate(choices):
+        # The last chunk of a stream has no choice, and what is beside them.
+        for index, choice in enumerate(choices or [{}]):
             where = f"{response.where}, choice {index}"
             if not isinstance(choice, Mapping):
                 raise InputError(f"{where}: {kind_of(choice)}; expected an object")
@@ -81,7 +83,10 @@ def _completion(meta: Any, output_ids: Any, response: Response, where: str, opti
         return WITHOUT_ROUTES
     with at_place(where):
         ids = decode_routes(routes, options, raw_dtype(meta.get("routed_experts_dtype") or "int32"))
-        prompt, output = tokens(response.prompt_ids), _output_ids(meta, output_ids)
+        if output_ids is None and isinstance(meta.get("output_ids"), list) and len(meta["output_ids"]) == 1:
+            (output_ids,) = meta["output_ids"]
+        given = response.prompt_ids if response.prompt_ids is not None else meta.get("input_ids")
+        prompt, output = tokens(given), _output_ids(meta, output_ids)
         prompt_length = token_count(meta, "prompt_tokens")
         if prompt_length is None and prompt is not None:
             prompt_length = len(prompt)
