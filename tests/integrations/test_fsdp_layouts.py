@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from helpers.equality import relative_error
 from helpers.examples import nightly_except
@@ -21,8 +25,9 @@ from helpers.rank_tests import of_all_ranks, runs_on_ranks
 from integrations.test_expert_parallel import load
 from trimtab import InputError
 from trimtab.integrations.expert_parallel import register, rows_of_rank, session_of
+from trimtab.integrations.fsdp import add_fsdp_layer
 from trimtab.integrations.transformers import moe_blocks
-from trimtab.runtime import Session, step_planner
+from trimtab.runtime import Session, gated_experts, step_planner
 
 RANKS = 4
 # The small model has one key-value head: of the model's own plan the head alone, so that ranks share a batch.
@@ -139,6 +144,46 @@ def test_random_replicas_equal_all_to_all(saved: Path, layout: Layout) -> None:
 
 
 @runs_on_ranks(RANKS)
+def test_shards_that_are_whole_on_one_rank_and_empty_on_the_next() -> None:
+    """One expert a rank: FSDP2 gives it to the first of the two that have it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    experts, whole = Experts(2), Experts(2)
+    whole.load_state_dict(experts.state_dict())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    for name in Experts.names:
+        part = distribute_tensor(getattr(experts, name).detach(), mesh["ep"], [Shard(0)], src_data_rank=None)
+        setattr(experts, name, nn.Parameter(part))
+    fully_shard(experts, mesh=mesh["efsdp"])
+    session = Session(num_experts=2, groups=2)
+    layer = add_fsdp_layer(session, experts, Experts.names, gated_experts())
+    experts.forward = layer  # type: ignore[method-assign]
+    rng = np.random.default_rng(dist.get_rank())
+    ids, hidden = rng.integers(0, 2, (6, 1, 1)), torch.from_numpy(rng.normal(size=(6, 8)).astype(np.float32))
+    session.plan_micro_steps([ids])
+    with session.micro_step(0):
+        found = experts(hidden, layer.route(torch.from_numpy(ids[:, 0])), torch.ones(6, 1))
+        found.square().sum().backward()
+    session.finish_gradients()
+    rows = [torch.from_numpy(ids[:, 0, 0]) == expert for expert in range(2)]
+    for expert, mine in enumerate(rows):
+        gate, up = (hidden[mine] @ whole.up[expert].T).chunk(2, dim=-1)
+        wanted = (torch.nn.functional.silu(gate) * up) @ whole.down[expert].T
+        assert torch.allclose(found[mine], wanted, atol=1e-5)
+    session.close()
+
+
+class Experts(nn.Module):
+    """Packed experts of width 8."""
+
+    names = ("up", "down")
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(experts, 12, 8)), nn.Parameter(torch.randn(experts, 8, 6))
+
+
+@runs_on_ranks(RANKS)
 def test_copies_follow_weights_that_are_written(saved: Path) -> None:
     """Loaded into the model, without an optimizer step or a word to the session."""
     _, actual, session = make(saved, LAYOUTS[0])
@@ -147,8 +192,9 @@ def test_copies_follow_weights_that_are_written(saved: Path) -> None:
     for factor in (1.0, 3.0):
         experts = moe_blocks(actual)[0].experts
         with torch.no_grad():
-            experts.down_proj.to_local().mul_(factor)
-        session.plan_micro_steps([ids])
+            experts.down_proj.mul_(factor)
+        if factor == 1.0:
+            session.plan_micro_steps([ids])
         with torch.no_grad(), session.micro_step(0):
             actual(input_ids=tokens, use_cache=False)
         whole = experts.down_proj.full_tensor()

@@ -320,6 +320,19 @@ def test_families_of_another_form_are_refused_by_name(model_type: str, message: 
         run()
 
 
+def test_experts_of_other_groups_have_their_weights() -> None:
+    """DeepSeek-V2 masks the scores of other groups, and takes weights from what is left."""
+    torch.manual_seed(0)
+    model = any_model("deepseek_v2")
+    router: Any = families.router_of(next(iter(moe_blocks(model).values())))
+    router.topk_method, router.num_group, router.topk_group = "group_limited_greedy", 4, 1
+    hidden, others = torch.randn(40, 32), torch.rand(40, NUM_EXPERTS).argsort(dim=-1)[:, :TOP_K]
+    choose_experts(router, model.config, partial(instead, others))
+    logits, weights, ids = router(hidden)
+    assert torch.equal(ids, others)
+    assert torch.equal(weights, logits.softmax(dim=-1).gather(1, others) * router.routed_scaling_factor)
+
+
 def test_a_copy_of_a_model_keeps_its_own_router() -> None:
     model = random_model(small_config("qwen3_moe"), torch.float32)
     router = router_of(moe_blocks(model)[0])

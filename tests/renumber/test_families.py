@@ -44,7 +44,8 @@ SIZES |= dict.fromkeys(
      "linear_value_head_dim", "index_topk"), 8,
 )  # fmt: skip
 SIZES |= {
-    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "q_lora_rank": 16,
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "unpadded_vocab_size": 64,
+    "q_lora_rank": 16,
     "kv_lora_rank": 16, "topk_group": 2, "moe_layer_end_index": -1, "expert_layer_period": 1, "attn_layer_offset": 1,
     "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "zero_expert_num": 4,
     "index_n_heads": 2, "decoder_sparse_step": 1, "linear_num_value_heads": 4, "linear_num_key_heads": 2,

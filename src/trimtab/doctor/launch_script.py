@@ -34,8 +34,8 @@ def expanded(path: Path) -> str:
     """
     variables: dict[str, str] = {}
     lines = list(_lines(path, variables, 0))
-    # The shell may use an array in a way that is not known here.
-    return "\n".join([*lines, *(value for value in variables.values() if "--" in value)])
+    # The shell may use an array in a way that is not known here. What the command says itself counts.
+    return "\n".join([*(value for value in variables.values() if "--" in value), *lines])
 
 
 def _lines(path: Path, variables: dict[str, str], depth: int) -> Iterator[str]:

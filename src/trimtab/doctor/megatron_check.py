@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +92,16 @@ def _pairs(path: Path, text: str) -> Iterable[tuple[str, Any]]:
 def named_configs(path: Path, text: str) -> Iterator[Any]:
     """Yields the contents of the YAML and JSON files that a script's command names, of those that are there.
 
-    Hydra's `--config-path` and `--config-name` name one together. Raises InputError if one can't be read.
+    Hydra's `--config-path` and `--config-name` name one together. Others than those of a run, and those that can't be
+    read, are left out.
     """
     folders = [match[1] for match in _CONFIG_FOLDER.finditer(text)]
     names = [f"{folder}/{name}.yaml" for folder in folders for name in _CONFIG_NAME.findall(text)]
     for name in dict.fromkeys([*names, *_CONFIG_FILE.findall(text)]):
         file = path.parent / name
         if "$" not in name and file.is_file():
-            yield read_tree(file)
+            with suppress(InputError):  # Of another kind, or without PyYAML.
+                yield read_tree(file)
 
 
 def _yaml(path: Path, text: str) -> Any:
@@ -157,7 +160,9 @@ def _flag(name: str, words: list[str]) -> tuple[str, Any]:
     return name, words if name in LISTS else _literal(words[0])
 
 
-_CONFIG_FILE = re.compile(r"""--(?:[a-z-]*-)?(?:config|cfg)(?:-path|-file)?[= ]+["']?([^\s"']+\.(?:ya?ml|json))""")
+_CONFIG_FILE = re.compile(
+    r"""--(?:custom-|yaml-|train-)?(?:config|cfg)(?:-path|-file)?[= ]+["']?([^\s"']+\.(?:ya?ml|json))(?=["'\s]|$)"""
+)
 _CONFIG_FOLDER = re.compile(r"""--config-(?:path|dir)[= ]+["']?([^\s"']+)""")
 _CONFIG_NAME = re.compile(r"""--config-name[= ]+["']?([^\s"']+?)(?:\.yaml)?(?=["'\s]|$)""")
 TESTED = ("0.16.1", "0.18.2", "0.19.2")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -41,7 +42,10 @@ def add_fsdp_layer(
     Raises:
         InputError: as `Session.add_layer`.
     """
-    experts = _Whole if _are_whole(session, module, names) else _Gathered
+    # Shards may be whole on one rank and empty on the next.
+    whole = torch.tensor(_are_whole(session, module, names))
+    dist.all_reduce(whole, dist.ReduceOp.MIN, group=session.topology.control)
+    experts = _Whole if whole else _Gathered
     held = experts(module, names, owner or module, len(session.home_experts), compute_dtype)
     return session.add_layer(
         held.read, apply, weights=held.weights, refresh=getattr(held, "gather", None),
@@ -57,10 +61,18 @@ class _Held:
     ) -> None:
         self._module, self._names, self._owner = module, names, owner
         self._sharded: list[torch.Tensor] = [getattr(module, name) for name in names]
+        self._versions: list[int] = []
         self._experts = self._made(num_local, dtype)
 
     def _made(self, num_local: int, dtype: torch.dtype | None) -> list[nn.Parameter]:
         raise NotImplementedError
+
+    def _mark_changed(self) -> None:
+        """Mark the experts as changed if FSDP's parameters are, whose writes show in their own versions alone."""
+        versions = [each._version for each in self._sharded]
+        if versions != self._versions:
+            self._versions = versions
+            torch.autograd.graph.increment_version(self._experts)
 
     def weights(self) -> list[torch.Tensor]:
         """What FSDP puts into the module while it runs, in the graph. Experts get its `requires_grad`."""
@@ -83,6 +95,7 @@ class _Whole(_Held):
             now = _local(parameter.detach())
             if expert.data_ptr() != now.data_ptr():
                 expert.data = now
+        self._mark_changed()
         return self._experts
 
 
@@ -90,7 +103,6 @@ class _Gathered(_Held):
     """Experts of which this rank has shards: copies in the compute dtype."""
 
     def _made(self, num_local: int, dtype: torch.dtype | None) -> list[nn.Parameter]:
-        self._marks: list[tuple[int, int]] = []
         copies = []
         for parameter in self._sharded:
             part = _local(parameter.detach())
@@ -100,10 +112,7 @@ class _Gathered(_Held):
 
     def read(self) -> Sequence[nn.Parameter]:
         """The copies, which are marked as changed when the shards are."""
-        marks = [(each.data_ptr(), each._version) for each in (_local(one.detach()) for one in self._sharded)]
-        if marks != self._marks:
-            self._marks = marks
-            torch.autograd.graph.increment_version(self._experts)
+        self._mark_changed()
         return self._experts
 
     @torch.no_grad()

@@ -147,6 +147,8 @@ def test_any_counts_are_kept_in_proportion(top_k: int, experts: int, size: float
         ("layer,expert,count\n0,99999999,4\n", "are the columns swapped"),
         ("layer,expert,count\n0,1,4\n", "give the model's top_k"),
         ("layer,layer2,expert,count\n0,0,1,4\n", "looks like none of"),
+        ("token_idx,layer,expert\n0,0,1\n", "looks like none of"),
+        ("layer,expert,token_id\n0,1,4\n", "looks like none of"),
     ],
 )
 def test_counts_that_are_none_are_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -76,6 +76,21 @@ def test_turns_are_merged(order: slice, start: int, tmp_path: Path) -> None:
     assert trace.prompt_lengths[merged] == 20
 
 
+def test_rows_that_a_later_turn_lost_are_those_of_the_turns_before(tmp_path: Path) -> None:
+    """Engines fill rows of a cached prefix with zeros; a turn of another step is of other weights."""
+    tokens, ids = list(range(1000, 1090)), routes(89, 0)
+    lost = ids.copy()
+    lost[:40] = 0
+    lines = [response(tokens[:20], tokens[20:50], ids[:49]), response(tokens[:60], tokens[60:], lost)]
+    trace = imported(tmp_path / "a.jsonl", lines, merge_turns=True)
+    assert np.array_equal(trace.sequence(0), ids)
+    for step, line in enumerate(lines):
+        (tmp_path / f"step{step}.jsonl").write_text(line)
+    files = [tmp_path / "step0.jsonl", tmp_path / "step1.jsonl"]
+    options: dict[str, Any] = {"num_experts": EXPERTS, "step_from": r"step(\d)", "merge_turns": True}
+    assert trimtab.import_dump(files, **options).num_sequences == 2
+
+
 def test_turns_without_token_ids_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", routes(9, 0))
     with pytest.raises(InputError, match="no token ids"):

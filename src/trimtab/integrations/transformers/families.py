@@ -192,14 +192,20 @@ class _Choice(TorchFunctionMode):
         super().__init__()
         self._choices, self._size = choices, size
         self.ids: torch.Tensor | None = None
+        # What a group-limited router masks before it chooses: other experts than those of its groups have weights, too.
+        self._unmasked: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.masked_fill and args[0].ndim == 2 and args[0].shape[-1] == self._size[0]:
+            self._unmasked = args[0], result
         if func in (torch.topk, torch.Tensor.topk):
             scores = args[0] if args else (kwargs or {})["input"]
             if scores.ndim == 2 and (scores.shape[-1], result.indices.shape[-1]) == self._size:
                 self.ids = result.indices
                 for choose in self._choices:
                     self.ids = choose(self.ids)
+                if self._unmasked is not None and self._unmasked[1] is scores:
+                    scores = self._unmasked[0]
                 return torch.return_types.topk((scores.gather(-1, self.ids), self.ids))
         return result

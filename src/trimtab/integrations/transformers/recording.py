@@ -20,7 +20,7 @@ from transformers import Cache
 
 from trimtab.array_type import Array
 from trimtab.errors import InputError
-from trimtab.integrations.transformers.families import decoder_of, moe_blocks, num_experts
+from trimtab.integrations.transformers.families import decoder_of, moe_blocks, num_experts, top_k
 from trimtab.integrations.transformers.passes import Call, Pass, fetch_calls
 from trimtab.trace import RoutingTrace, hash_tokens, id_dtype
 
@@ -36,7 +36,7 @@ class RoutingRecord:
 
     def __init__(self, model: Any) -> None:
         self._layers = list(moe_blocks(model))
-        self._top_k: int = model.config.num_experts_per_tok
+        self._top_k: int = top_k(model.config)
         self._num_experts = num_experts(model.config)
         self._model: str = model.config.model_type
         self._dtype = id_dtype(self._num_experts)

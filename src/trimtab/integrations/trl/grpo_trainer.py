@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
+from trimtab.errors import InputError
 from trimtab.integrations.expert_parallel import register, session_of
 from trimtab.integrations.trl.batch_routes import check_routes, mask_of, positions_of, recorded_routes
 from trimtab.integrations.trl.refused_options import (
@@ -240,6 +241,8 @@ class TrimtabGRPOTrainer(GRPOTrainer):
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not Path(resume_from_checkpoint, SHARDS).is_dir():
+            raise InputError(f"{resume_from_checkpoint}: has no {SHARDS}; save_only_model=True leaves it out")
         weights = self.model.state_dict()
         state_dict_loader.load({"model": weights}, checkpoint_id=Path(resume_from_checkpoint, SHARDS))
         set_model_state_dict(self.model, weights)

@@ -53,8 +53,13 @@ def check_session_options(options: Mapping[str, Any]) -> None:
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise InputError, naming the first argument of a trainer that is not supported."""
-    uses_vllm = getattr(arguments.get("args"), "use_vllm", False)
+    args = arguments.get("args")
+    uses_vllm = getattr(args, "use_vllm", False)
     _refuse(
+        (
+            getattr(args, "save_only_model", False) and getattr(args, "load_best_model_at_end", False),
+            "load_best_model_at_end=True with save_only_model=True, which leaves out what it would load",
+        ),
         (
             arguments.get("peft_config") is not None or is_peft_model(arguments["model"]),
             "PEFT adapters (peft_config, PeftModel); use trl.GRPOTrainer for these",

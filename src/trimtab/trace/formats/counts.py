@@ -10,6 +10,7 @@ counts`, arrays `[layers, experts]` or `[passes, layers, experts]` in `.npy`, `.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -30,6 +31,7 @@ _CUT = "counts that are no whole token of their layer"
 # Tokens of a pass; counts of more are made smaller in proportion.
 MOST_TOKENS = 1 << 16
 _MOST_COUNT, _MOST_CELLS = 1 << 40, 1 << 24
+_COUNT = re.compile(r"(.*_)?(counts?|loads?|tokens)|(num|n)_(tokens|rows)|(count|num)_.*")
 _PASS = ("step", "pass", "forward_pass_id", "iteration", "iter")
 
 
@@ -44,8 +46,8 @@ def recognise(path: Path) -> bool:
 
 
 def read_metadata(path: Path) -> ImportOptions:
-    """The number of experts. Raises InputError as `read`."""
-    return ImportOptions(num_experts=_counts(path, ImportOptions())[0].shape[-1])
+    """The number of experts of an array; CSV may leave out experts without tokens. Raises InputError as `read`."""
+    return ImportOptions(num_experts=None if recognise(path) else _counts(path, ImportOptions())[0].shape[-1])
 
 
 def read(path: Path, options: ImportOptions) -> Iterator[Record | Dropped]:
@@ -72,7 +74,7 @@ def _columns(names: list[str]) -> tuple[str | None, str, str, str] | None:
     layers, experts = ([name for name in names if word in name.lower()] for word in ("layer", "expert"))
     others = [name for name in names if name not in layers + experts]
     passes = [name for name in others if name.lower() in _PASS]
-    counts = [name for name in others if any(word in name.lower() for word in ("count", "token", "load", "num"))]
+    counts = [name for name in others if _COUNT.fullmatch(name.lower())]
     if len(layers) != 1 or len(experts) != 1 or len(counts) != 1:
         return None
     return next(iter(passes), None), layers[0], experts[0], counts[0]

@@ -110,7 +110,7 @@ def normalise(
         with at_place(item.where), damaged_values():
             block = item.block
             ids = item.chosen(block)
-            _check_form(item, ids)
+            check_form(item, ids)
             item = placed(item, len(ids), options)
             layout = layout or _layout_of(item, ids, options)
             token_ids = item.token_ids
@@ -176,7 +176,7 @@ class _Layout:
     top_k: int
 
 
-def _check_form(record: Record, ids: Array) -> None:
+def check_form(record: Record, ids: Array) -> None:
     if ids.dtype.kind not in "iu":
         raise InputError(f"expert ids are {ids.dtype}; they should be integers")
     if ids.ndim != 3 or 0 in ids.shape[1:]:
@@ -222,7 +222,7 @@ def _layout_of(record: Record, ids: Array, options: ImportOptions) -> _Layout | 
         raise InputError(f"it has top-{top_k} routing; it should be top-{options.top_k}, as given")
     if record.layers is None and options.moe_layers is None and options.num_layers not in (None, axis):
         raise InputError(f"it has {axis} layers; it should have {options.num_layers}, as given")
-    routes = _layers_with_routes(ids)
+    routes: Array = np.asarray(are_routes(ids).any(axis=0))
     if not routes.any():
         return None
     columns, layers = _moe_layers(record, ids, routes, options)
@@ -244,13 +244,13 @@ def _layout_of(record: Record, ids: Array, options: ImportOptions) -> _Layout | 
     )
 
 
-def _layers_with_routes(ids: Array) -> Array:
-    """`[layers]` bool: True for layers in which at least one row can be a route.
+def are_routes(ids: Array) -> Array:
+    """`[t, layers]` bool: False for rows without a route, of any number of experts.
 
     With K >= 2, a row of K equal ids is none; with K = 1, an id of `FILLS` other than 0.
     """
     distinct = ids != ids[:, :, :1] if ids.shape[2] > 1 else ~np.isin(ids, [fill for fill in FILLS if fill])
-    return np.asarray(distinct.any(axis=(0, 2)))
+    return np.asarray(distinct.any(axis=2))
 
 
 def _moe_layers(record: Record, ids: Array, routes: Array, options: ImportOptions) -> tuple[Array, Array]:
@@ -302,7 +302,7 @@ def _routes(record: Record, ids: Array, layout: _Layout, summary: Summary, route
     for start in range(0, len(ids), at_once):
         part = ids[start : start + at_once]
         fault, token, layer, without = _convert(
-            _narrowed(part),
+            narrowed(part),
             layout.columns,
             layout.dense,
             layout.num_experts,
@@ -348,7 +348,7 @@ def _reason(fault: int, row: Array, layout: _Layout) -> str:
     return f"{ids}; they should be 0 to {layout.num_experts - 1}"
 
 
-def _narrowed(ids: Array) -> Array:
+def narrowed(ids: Array) -> Array:
     """The same ids as contiguous int32; values that do not fit become out of range."""
     if ids.dtype.itemsize > 4 or ids.dtype == np.uint32:
         ids = np.minimum(ids, np.array(TOO_LARGE, ids.dtype))
