@@ -202,6 +202,13 @@ def test_copies_follow_weights_that_are_written(saved: Path) -> None:
         (_, copy) = session.homes[0].tensors
         assert isinstance(copy, torch.Tensor)
         assert torch.equal(copy, whole[first : first + len(copy)])
+    # Not again while nothing changes.
+    refresh = session.homes[0].refresh
+    session.homes[0].refresh = mock.Mock(side_effect=refresh)
+    for index in (0, 0):
+        with session.micro_step(index):
+            actual(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    assert not session.homes[0].refresh.called
     session.close()
 
 

@@ -45,34 +45,47 @@ def add_fsdp_layer(
     # Shards may be whole on one rank and empty on the next.
     whole = torch.tensor(_are_whole(session, module, names))
     dist.all_reduce(whole, dist.ReduceOp.MIN, group=session.topology.control)
-    experts = _Whole if whole else _Gathered
-    held = experts(module, names, owner or module, len(session.home_experts), compute_dtype)
+    shape = None if whole else (len(session.home_experts), compute_dtype)
+    held = _Held(module, names, owner or module, shape)
     return session.add_layer(
-        held.read, apply, weights=held.weights, refresh=getattr(held, "gather", None),
-        compute_dtype=compute_dtype if isinstance(held, _Whole) else None,
+        held.read, apply, weights=held.weights, refresh=None if whole else held.gather,
+        compute_dtype=compute_dtype if whole else None,
     )  # fmt: skip
 
 
 class _Held:
-    """The parameters of a module, and the tensors that FSDP puts in their place while the module runs."""
+    """This rank's experts of a module: parameters in FSDP's memory, or copies of what FSDP gathers.
+
+    Args:
+        owner: the module that FSDP shards.
+        copies: number of experts and dtype, None for the parameters'; or None for parameters in FSDP's memory.
+    """
 
     def __init__(
-        self, module: nn.Module, names: Sequence[str], owner: Any, num_local: int, dtype: torch.dtype | None
+        self, module: nn.Module, names: Sequence[str], owner: Any, copies: tuple[int, torch.dtype | None] | None
     ) -> None:
         self._module, self._names, self._owner = module, names, owner
         self._sharded: list[torch.Tensor] = [getattr(module, name) for name in names]
         self._versions: list[int] = []
-        self._experts = self._made(num_local, dtype)
+        self._in_place = copies is None
+        self._experts = []
+        for parameter in self._sharded:
+            mine = _local(parameter.detach())
+            if copies is not None:
+                count, dtype = copies
+                mine = torch.empty(count, *parameter.shape[1:], dtype=dtype or mine.dtype, device=mine.device)
+            self._experts.append(nn.Parameter(mine, parameter.requires_grad))
 
-    def _made(self, num_local: int, dtype: torch.dtype | None) -> list[nn.Parameter]:
-        raise NotImplementedError
-
-    def _mark_changed(self) -> None:
-        """Mark the experts as changed if FSDP's parameters are, whose writes show in their own versions alone."""
+    def read(self) -> Sequence[nn.Parameter]:
+        """The experts, marked as changed if FSDP's parameters are, whose writes show in their own versions alone."""
+        for parameter, expert in zip(self._sharded, self._experts, strict=True):
+            if self._in_place and expert.data_ptr() != (now := _local(parameter.detach())).data_ptr():
+                expert.data = now
         versions = [each._version for each in self._sharded]
         if versions != self._versions:
             self._versions = versions
             torch.autograd.graph.increment_version(self._experts)
+        return self._experts
 
     def weights(self) -> list[torch.Tensor]:
         """What FSDP puts into the module while it runs, in the graph. Experts get its `requires_grad`."""
@@ -82,39 +95,6 @@ class _Held:
                 expert.requires_grad_(weight.requires_grad)
         return weights
 
-
-class _Whole(_Held):
-    """Experts that this rank has whole: parameters in FSDP's memory."""
-
-    def _made(self, num_local: int, dtype: torch.dtype | None) -> list[nn.Parameter]:
-        return [nn.Parameter(_local(each.detach()), each.requires_grad) for each in self._sharded]
-
-    def read(self) -> Sequence[nn.Parameter]:
-        """The experts, in the memory that FSDP uses now."""
-        for parameter, expert in zip(self._sharded, self._experts, strict=True):
-            now = _local(parameter.detach())
-            if expert.data_ptr() != now.data_ptr():
-                expert.data = now
-        self._mark_changed()
-        return self._experts
-
-
-class _Gathered(_Held):
-    """Experts of which this rank has shards: copies in the compute dtype."""
-
-    def _made(self, num_local: int, dtype: torch.dtype | None) -> list[nn.Parameter]:
-        copies = []
-        for parameter in self._sharded:
-            part = _local(parameter.detach())
-            whole = torch.empty(num_local, *parameter.shape[1:], dtype=dtype or part.dtype, device=part.device)
-            copies.append(nn.Parameter(whole, parameter.requires_grad))
-        return copies
-
-    def read(self) -> Sequence[nn.Parameter]:
-        """The copies, which are marked as changed when the shards are."""
-        self._mark_changed()
-        return self._experts
-
     @torch.no_grad()
     def gather(self) -> None:
         """Fill the copies by FSDP's own all-gather: shard dimension, padding, dtype and replicas are its business.
@@ -123,7 +103,6 @@ class _Gathered(_Held):
         for copy, weight in zip(self._experts, self.weights(), strict=True):
             copy.copy_(weight)
         self._owner.reshard()
-        self.read()
 
 
 def _are_whole(session: Session, module: nn.Module, names: Sequence[str]) -> bool:

@@ -110,7 +110,10 @@ def test_rows_in_any_order(seed: int) -> None:
         ([row("a", 0, 0, [1, 2]), row("a", 1, 0, [1, 2, 3])], "line 2: 3 ids; there are 2"),
         ([row("a", 0, 0, [1, 2]), row("a", 99999, 0, [1, 2])], "is the token its place in the sequence"),
         ([row("a", 0, 0, [1, 2]), row("a", -1, 0, [1, 2])], "request a: token -1"),
-        ([row("a", 0, 0, [1, 2]), row("a", 1 << 40, 0, [1, 2])], "line 2: a token, layer or id that is none"),
+        (
+            [row("a", 0, 0, [1, 2]), row("a", 1 << 40, 0, [1, 2])],
+            r"line 2: token, layer and ids \(1099511627776, 0, 1, 2\)",
+        ),
     ],
 )
 def test_rows_that_are_none_are_refused(lines: list[str], message: str, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def _of_rows(path: Path) -> Iterator[Record | Dropped]:
             raise InputError(f"{where}: {len(ids)} ids; there are {top_k} in the lines before")
         numbers = row[keys["token"]], row[keys["layer"]], *ids
         if not all(-1 <= number < 1 << 31 for number in numbers):
-            raise InputError(f"{where}: a token, layer or id that is none")
+            raise InputError(f"{where}: token, layer and ids {numbers}; they should be -1 to 2147483647")
         request = "all lines" if keys["request"] is None else f"request {row[keys['request']]}"
         rows.setdefault(request, array("i")).extend(numbers)
     tables = {name: np.array(numbers, np.int32).reshape(-1, 2 + top_k) for name, numbers in rows.items()}

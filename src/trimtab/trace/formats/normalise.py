@@ -247,7 +247,7 @@ def _layout_of(record: Record, ids: Array, options: ImportOptions) -> _Layout | 
 def are_routes(ids: Array) -> Array:
     """`[t, layers]` bool: False for rows without a route, of any number of experts.
 
-    With K >= 2, a row of K equal ids is none; with K = 1, an id of `FILLS` other than 0.
+    With K >= 2, those are rows of K equal ids; with K = 1, ids of `FILLS` other than 0.
     """
     distinct = ids != ids[:, :, :1] if ids.shape[2] > 1 else ~np.isin(ids, [fill for fill in FILLS if fill])
     return np.asarray(distinct.any(axis=2))
