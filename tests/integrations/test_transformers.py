@@ -320,6 +320,25 @@ def test_families_of_another_form_are_refused_by_name(model_type: str, message: 
         run()
 
 
+class ReorderingRouter(nn.Module):
+    """Returns other ids than those of its top-k, so that a session would not know its rows."""
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weights, ids = hidden[:, :NUM_EXPERTS].topk(TOP_K)
+        return hidden, weights.flip(-1), ids.flip(-1)
+
+
+def test_a_router_that_changes_its_choice_is_refused() -> None:
+    router = ReorderingRouter()
+    restore = choose_experts(
+        router, small_config("qwen3_moe"), partial(instead, torch.zeros(4, TOP_K, dtype=torch.int64))
+    )
+    with pytest.raises(InputError, match="ReorderingRouter does not return"):
+        router(torch.randn(4, 32))
+    restore()
+    router(torch.randn(4, 32))
+
+
 def test_experts_of_other_groups_have_their_weights() -> None:
     """DeepSeek-V2 masks the scores of other groups, and takes weights from what is left."""
     torch.manual_seed(0)
