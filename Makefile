@@ -124,7 +124,7 @@ test-te: .venv/.ready  ## run grouped experts with the Python of Transformer Eng
 
 # Ways are those of tests/helpers/accelerator.py.
 LATE := tests/integrations/test_megatron_equality.py tests/integrations/test_megatron_renumber.py
-test-backward-thread: .venv/.ready  ## run tests of ranks, Megatron, TRL and live mode with backward on a thread of its own, and on a simulated device that is late (hours)
+test-backward-thread: .venv/.ready  ## run tests of ranks, Megatron and live mode with backward on a thread of its own, and on a simulated device that is late (hours)
 	AS_ON_GPUS=thread $(PYTEST) -m 'not long' tests/runtime tests/integrations/test_megatron_equality.py
 	for ways in "thread late" "thread serial" "thread early" "thread lazy peers queues"; do \
 	  AS_ON_GPUS="$$ways" $(PYTEST) -m 'not long' -k 'gradients_are_those or (train_as and not PP and not CP)' $(LATE) || exit 1; done
