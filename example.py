@@ -16,10 +16,10 @@ def main() -> None:
         num_experts=128,
         top_k=8,
     )
-    print(trimtab.analyze(trace, ranks=16, token_budget=2048), end="\n\n")
+    print(trimtab.analyze(trace, trimtab.Run(ranks=16, token_budget=2048)), end="\n\n")
 
     # Which replicas of which experts every rank holds in every micro-step, and which tokens they compute.
-    result = trimtab.plan(trace, ranks=16, ranks_per_node=8, token_budget=2048)
+    result = trimtab.plan(trace, trimtab.Run(ranks=16, ranks_per_node=8, token_budget=2048))
     print(result, end="\n\n")
 
     # An instance (one layer of one micro-step) lasts as long as its busiest rank: 1.00 is perfect balance.

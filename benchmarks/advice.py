@@ -7,7 +7,7 @@ and judged in the next four, in which all of them are simulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -21,14 +21,14 @@ import trimtab
 from benchmarks.harness import Figures, main
 from benchmarks.tables import figure_table
 from trimtab.api.advise import DRAWS
-from trimtab.api.arguments import DISPATCHERS
-from trimtab.api.steps import read_steps
+from trimtab.api.run import Run
+from trimtab.api.run_kinds import DISPATCHERS
+from trimtab.api.steps import TraceSteps, read_steps
 from trimtab.cli.options import add_options, positive
 from trimtab.cli.parser import Parser
-from trimtab.cluster import ClusterSpec, load_cluster, load_model
+from trimtab.cluster import load_model
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.draws import Drawn, Estimate
-from trimtab.simulator.step import StepSettings
 from trimtab.simulator.strategies import ALL, EPLB, NOTHING, STRATEGIES, RunStrategy
 from trimtab.trace import PRESETS, RoutingTrace, synthesize_preset
 from trimtab.trace.store import open_trace
@@ -43,6 +43,8 @@ INSIDE = 0.9
 HELD_PRESETS = ("qwen3-30b-math", "qwen3-30b-mixed", "nemotron-3-nano-text", "mixtral-8x7b-text", "uniform")
 HELD_RANKS, HELD_SEEDS, HELD_LAYERS, ADVISED, JUDGED, HELD_MICRO_STEPS = (8, 16), (0, 1), 2, 3, 4, 6
 CUTS, WITHIN = (0.2, 0.05), 0.02
+
+RUN = Run(ranks=SCALED_RANKS, slots=2, token_budget=BUDGET, recompute_granularity="none")
 
 
 def add_to(parser: Parser) -> None:
@@ -64,16 +66,15 @@ def run_benchmark(draws: int = 10, cases: int = 40, cut_cases: int = 10) -> Figu
 
 def scaling(draws: int) -> Figures:
     """Errors of scaled steps, by preset and recorded sequences."""
-    cluster = load_cluster("h100x8", ranks=SCALED_RANKS)
     rows = []
     for preset in SCALED_PRESETS:
         trace = _trace(preset, SCALED_SEQUENCES, SCALED_LAYERS, SCALED_STEPS, seed=0)
-        whole = read_steps(open_trace(trace))
+        whole = read_steps(open_trace(trace), Run())
         tokens = int(trace.sequence_lengths[trace.steps == SCALED_STEPS - 1].sum())
-        true = _speedups([_case(whole.case, cluster)])
+        true = _speedups([_case(whole, RUN)])
         for sequences, draw in track([*product(BARS, range(draws))], f"scaling, {preset}", transient=True):
-            part = read_steps(open_trace(_some(trace, sequences, draw)), step_tokens=tokens)
-            cases = [_case(part.case, cluster, seed=seed) for seed in range(DRAWS)]
+            part = read_steps(open_trace(_some(trace, sequences, draw)), Run(step_tokens=tokens))
+            cases = [_case(part, RUN, seed=seed) for seed in range(DRAWS)]
             for name, found in _speedups(cases).items():
                 rows.append(
                     {
@@ -115,8 +116,8 @@ def _speedups(cases: Sequence[ComparisonCase]) -> dict[str, Estimate]:
     }
 
 
-def _case(case_of: Callable[..., ComparisonCase], cluster: ClusterSpec, seed: int = 0) -> ComparisonCase:
-    return case_of(cluster, load_model(MODEL), StepSettings(), token_budget=BUDGET, seed=seed)
+def _case(steps: TraceSteps, run: Run, seed: int = 0) -> ComparisonCase:
+    return steps.case(run, load_model(MODEL), seed=seed)
 
 
 def _some(trace: RoutingTrace, sequences: int, seed: int) -> RoutingTrace:
@@ -141,13 +142,9 @@ def held_out(count: int, cut_count: int) -> Figures:
         sequences = ranks * HELD_MICRO_STEPS * BUDGET // MEAN_LENGTH
         trace = _trace(preset, sequences, HELD_LAYERS, ADVISED + JUDGED, seed=100 + seed)
         known = trace.select(np.flatnonzero(trace.steps < ADVISED))
-        advise = partial(
-            trimtab.advise, model=MODEL, ranks=ranks, dispatcher=dispatcher, token_budget=BUDGET, checkpointing=False
-        )
-        verdict = advise(known).advice
-        cluster = load_cluster("h100x8", ranks=ranks)
-        cluster = replace(cluster, dispatch_forwards=DISPATCHERS[dispatcher])
-        judged = _case(read_steps(open_trace(trace), steps=JUDGED).case, cluster)
+        run = replace(RUN, ranks=ranks, dispatcher=dispatcher, slots="auto")
+        verdict = trimtab.advise(known, run).advice
+        judged = _case(read_steps(open_trace(trace), Run(steps=JUDGED)), replace(run, slots=2))
         times_s = {each.name: each.simulate(judged).simulated.step_time_s for each in STRATEGIES}
         best = min(times_s, key=lambda name: times_s[name])
         chosen: RunStrategy = verdict.chosen.strategy
@@ -158,7 +155,9 @@ def held_out(count: int, cut_count: int) -> Figures:
             "judged_s": times_s,
         }  # fmt: skip
         if number % max(1, len(settings) // cut_count) == 0:
-            cuts = {cut: advise(_some(known, round(cut * sequences), 0), step_tokens=tokens).advice for cut in CUTS}
+            parts = {cut: _some(known, round(cut * sequences), 0) for cut in CUTS}
+            sized = replace(run, step_tokens=tokens)
+            cuts = {cut: trimtab.advise(part, sized).advice for cut, part in parts.items()}
             row["cut"] = {str(cut): each.verdict for cut, each in cuts.items()}
             row["cut_behind"] = {
                 str(cut): times_s[each.chosen.strategy.name] / times_s[best] - 1 for cut, each in cuts.items()

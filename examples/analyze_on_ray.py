@@ -15,7 +15,7 @@ def analyze(trace: str, ranks: int, shards: int = 64) -> trimtab.AnalysisResult:
     plan = plan_counts(trace, ranks=ranks, shards=shards)
     shared, count = ray.put(plan), ray.remote(count_shard)
     waiting = [count.remote(shared, shard) for shard in range(len(plan.shards))]
-    return trimtab.analyze(trace, ranks=ranks, counts=merge(plan, map(ray.get, waiting)))
+    return trimtab.analyze(trace, trimtab.Run(ranks=ranks), counts=merge(plan, map(ray.get, waiting)))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def story(name: str) -> dict[str, Any]:
     """What `trimtab advise --json` writes, of one story."""
     preset, of_model, setting = STORIES[name]
     trace = synthesize_preset(PRESETS[preset], **TRACE | of_model)
-    return trimtab.advise(trace, **setting).figures()
+    return trimtab.advise(trace, trimtab.Run(**setting)).figures()
 
 
 def blocks(figures: Mapping[str, Any]) -> dict[str, str]:

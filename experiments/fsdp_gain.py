@@ -43,8 +43,8 @@ def run(options: argparse.Namespace) -> None:
     gain = []
     for name in KINDS:
         trace = synthesize_preset(PRESETS[name], num_experts=128, top_k=8, num_steps=TRACES[name], **SIZE)
-        step = STEP | {"ranks": list(RANKS), "dispatcher": "rows"}
-        for case in trimtab.simulate(trace, model=MODEL, policies=POLICIES, **step).figures()["sweep"]:
+        runs = trimtab.Run(model=MODEL, dispatcher="rows", **STEP).sweep(ranks=RANKS)
+        for case in trimtab.simulate(trace, runs, policies=POLICIES).figures()["sweep"]:
             policies = {policy: {key: case["policies"][policy][key] for key in kept} for policy in POLICIES}
             gain.append({"trace": name, "ranks": case["ranks"]} | policies)
     figures = {

@@ -44,7 +44,7 @@ WORKLOADS = (
 # The first step is not simulated. The others have two periods of W7, and three hot sets of W6.
 SIZE: dict[str, int] = {"sources": 64, "mean_tokens": 4096, "num_layers": 2, "num_steps": 9, "seed": 1234}
 EXPERTS: dict[str, int] = {"num_experts": 128, "top_k": 8}
-STEP: dict[str, Any] = {"cluster": "h100x8", "ranks": 16, "slots": 2, "micro_steps": 4, "checkpointing": True}
+STEP: dict[str, Any] = {"cluster": "h100x8", "ranks": 16, "slots": 2, "micro_steps": 4, "recompute_granularity": "full"}
 DISPATCHERS = ("tokens", "rows")
 TRIMTAB, IDEAL = "trimtab", "balanced"
 # Figures of a balancer that are stored.
@@ -146,9 +146,8 @@ def simulate_all(
     cases: dict[str, Any] = {}
     for name in workloads:
         trace = trace_of(name, **size, **EXPERTS)
-        result = trimtab.simulate(
-            trace, model="qwen3-30b-a3b", policies=policies, dispatcher=DISPATCHERS, steps=size["num_steps"] - 1, **step
-        )
+        run = trimtab.Run(model="qwen3-30b-a3b", steps=size["num_steps"] - 1, **step)
+        result = trimtab.simulate(trace, run.sweep(dispatcher=DISPATCHERS), policies=policies)
         cases[name] = {"expert_max_over_mean": expert_skew(trace)} | {
             sent: {
                 each: {key: figures[key] for key in KEPT} | {"max_over_mean": figures["max_over_mean"]["mean"]}

@@ -80,26 +80,34 @@ def samples() -> dict[str, list[dict[str, Any]]]:
     trace = synthesize(num_sequences=24, sequence_length=32, num_layers=2, num_experts=16, top_k=4, zipf=1.5)
     steps = replace(trace, steps=np.repeat([0, 1], 12).astype(np.int32), domains=np.repeat(["a", "b"], 12))
     nodes: dict[str, Any] = {"ranks": 4, "ranks_per_node": 2}
-    even: dict[str, Any] = {"policies": "eplb,trimtab", "micro_steps": 2, "model": model}
+    run = trimtab.Run(model=model, **nodes)
     even_trace = _even(trace)
     ids = even_trace.expert_ids.copy()
     ids[:, 1] = no_route(16)
-    known = trimtab.analyze(steps, model=model, micro_steps=2, **nodes)
-    compared = [known, *(trimtab.analyze(each, **nodes) for each in (even_trace, replace(even_trace, expert_ids=ids)))]
+    known = trimtab.analyze(steps, replace(run, micro_steps=2))
+    compared = [
+        known,
+        *(trimtab.analyze(each, trimtab.Run(**nodes)) for each in (even_trace, replace(even_trace, expert_ids=ids))),
+    ]
     results: dict[str, list[Any]] = {
-        "analyze": [known, trimtab.analyze(even_trace, ranks=4, token_budget=1024)],
+        "analyze": [known, trimtab.analyze(even_trace, trimtab.Run(ranks=4, token_budget=1024))],
         "compare": [known.compare(each) for each in compared] + [each.compare(known) for each in compared],
         "plan": [
-            trimtab.plan(steps, token_budget=64, model=model, **nodes),
-            trimtab.plan(trace, token_budget=64, policy="llep", **nodes),
+            trimtab.plan(steps, replace(run, token_budget=64)),
+            trimtab.plan(trace, trimtab.Run(token_budget=64, **nodes), policy="llep"),
         ],
         "rollout": [
-            trimtab.size_rollout(steps, model=model, gpus=4, gpu_hour=2.0),
-            trimtab.size_rollout(trace, model=model, gpus=2),
+            trimtab.size_rollout(steps, trimtab.Run(model=model), gpus=4, gpu_hour=2.0),
+            trimtab.size_rollout(trace, trimtab.Run(model=model), gpus=2),
         ],
         "simulate": [
-            trimtab.simulate(steps, dispatcher="rows,tokens", sensitivity=True, **even, **nodes),
-            trimtab.simulate(trace, **even | {"policies": "llep", "micro_steps": None, "token_budget": 64}, **nodes),
+            trimtab.simulate(
+                steps,
+                replace(run, micro_steps=2).sweep(dispatcher=["rows", "tokens"]),
+                policies="eplb,trimtab",
+                sensitivity=True,
+            ),
+            trimtab.simulate(trace, replace(run, token_budget=64), policies="llep"),
         ],
     }
     return {name: [json.loads(json.dumps(each.figures())) for each in found] for name, found in results.items()}

@@ -78,10 +78,21 @@ def _step(recipe: Mapping[str, Any], data_ranks: int, micro_batches: int) -> tup
         num_experts=model.num_experts, top_k=model.top_k, zipf=0.0,
     )  # fmt: skip
     result = trimtab.simulate(
-        trace, model=model, ranks=recipe["ep"], groups=recipe["gpus"] // (recipe["ep"] * recipe["pp"]),
-        tp=recipe["tp"], pp=recipe["pp"], token_budget=SEQUENCE_TOKENS // recipe["tp"], recompute=False, slots=0,
-        policies="static", sampled=1.0, checkpointing=False,
-    )  # fmt: skip
+        trace,
+        trimtab.Run(
+            model=model,
+            ranks=recipe["ep"],
+            groups=recipe["gpus"] // (recipe["ep"] * recipe["pp"]),
+            tp=recipe["tp"],
+            pp=recipe["pp"],
+            token_budget=SEQUENCE_TOKENS // recipe["tp"],
+            recompute=False,
+            slots=0,
+            sampled=1.0,
+            recompute_granularity="none",
+        ),
+        policies="static",
+    )
     static = result.outcomes["static"]
     return static.simulated.step_time_s, static.peak_bytes
 

@@ -66,6 +66,9 @@ PUBLISHED: dict[str, tuple[str, float, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+# Settings that are fields of the run.
+OF_RUN = ("cluster", "model", "slots")
+
 
 def add_to(parser: Parser) -> None:
     """Add the options."""
@@ -99,7 +102,9 @@ def sized(routing: tuple[int, int], setting: Mapping[str, Any]) -> RolloutSizing
     experts, top_k = routing
     preset = PRESETS["qwen3-30b-mixed"]
     trace = synthesize_preset(preset, **TRACE, num_experts=experts, top_k=top_k, num_steps=2, seed=0)
-    return trimtab.size_rollout(trace, **setting)
+    run = {name: value for name, value in setting.items() if name in OF_RUN}
+    own = {name: value for name, value in setting.items() if name not in OF_RUN}
+    return trimtab.size_rollout(trace, trimtab.Run(**run), **own)
 
 
 def gain(routing: tuple[int, int], setting: Mapping[str, Any], context: int) -> dict[str, Any]:

@@ -40,7 +40,13 @@ KINDS = {
     "nemotron-3-nano-text": "mild: the skew of general text",
 }
 SIZE: dict[str, Any] = {"num_sequences": 2048, "mean_length": 1024, "max_length": 4096, "num_layers": 8}
-STEP: dict[str, Any] = {"cluster": "h100x8", "ranks": 16, "slots": "auto", "micro_steps": 32, "checkpointing": True}
+STEP: dict[str, Any] = {
+    "cluster": "h100x8",
+    "ranks": 16,
+    "slots": "auto",
+    "micro_steps": 32,
+    "recompute_granularity": "full",
+}
 SWEEP: dict[str, Any] = {"ranks": [8, 16, 32], "slots": [2, "auto"], "micro_steps": [8, 32]}
 # Parts of transfers' seconds that they take from compute.
 TAXES = (0.0, 0.15, 0.3, 0.5)
@@ -77,15 +83,13 @@ def simulate_all(traces: Mapping[str, int], size: Mapping[str, int], sweep: Mapp
     for name, num_steps in traces.items():
         trace = synthesize_preset(PRESETS[name], num_experts=128, top_k=8, num_steps=num_steps, **size)
         is_first = not steps
-        result = trimtab.simulate(
-            trace, model="qwen3-30b-a3b", policies="all", dispatcher=DISPATCHERS, sensitivity=is_first, **STEP
-        )
+        result = trimtab.simulate(trace, _runs(dispatcher=DISPATCHERS), policies="all", sensitivity=is_first)
         cases = zip(DISPATCHERS, result.figures()["sweep"], result.cases, strict=True)
         steps[name] = {sent: {"answer": answer(simulated)} | _kept(case) for sent, case, simulated in cases}
         if is_first:
             sensitivity = dict(zip(DISPATCHERS, (case.sensitivity for case in result.cases), strict=True))
             analysis = _analysis_text(trace)
-            swept = trimtab.simulate(trace, model="qwen3-30b-a3b", policies="all", **STEP | dict(sweep)).figures()
+            swept = trimtab.simulate(trace, _runs(**sweep), policies="all").figures()
             taxed = _taxed(trace)
     return {
         "yardstick": swept["yardstick"],
@@ -102,6 +106,10 @@ def simulate_all(traces: Mapping[str, int], size: Mapping[str, int], sweep: Mapp
     }
 
 
+def _runs(**values: Sequence[Any]) -> tuple[trimtab.Run, ...]:
+    return trimtab.Run(model="qwen3-30b-a3b", **STEP).sweep(**values)
+
+
 def _taxed(trace: RoutingTrace) -> list[dict[str, Any]]:
     """Seconds of a step, and slots, if transfers take another part of their seconds from compute."""
     found = []
@@ -110,8 +118,8 @@ def _taxed(trace: RoutingTrace) -> list[dict[str, Any]]:
             spec = replace(load_cluster(STEP["cluster"], ranks=STEP["ranks"]), transfer_tax=tax)
             path = Path(folder) / "nodes.toml"
             write_cluster(path, spec, {"transfer_tax": "varied"}, base=STEP["cluster"])
-            step = STEP | {"cluster": path, "slots": [2, "auto"], "dispatcher": DISPATCHERS}
-            result = trimtab.simulate(trace, model="qwen3-30b-a3b", policies=MAIN_POLICIES, **step)
+            runs = _runs(cluster=[path], slots=[2, "auto"], dispatcher=DISPATCHERS)
+            result = trimtab.simulate(trace, runs, policies=MAIN_POLICIES)
             for case in result.cases:
                 each = case.outcomes
                 found.append(
@@ -125,7 +133,7 @@ def _taxed(trace: RoutingTrace) -> list[dict[str, Any]]:
 
 
 def _analysis_text(trace: RoutingTrace) -> str:
-    analysis = trimtab.analyze(trace, ranks=STEP["ranks"], model="qwen3-30b-a3b").analysis
+    analysis = trimtab.analyze(trace, trimtab.Run(ranks=STEP["ranks"], model="qwen3-30b-a3b")).analysis
     return f"{analysis_answer(analysis)} {cost_summary(analysis)}"
 
 

@@ -31,4 +31,4 @@ def test_eight_shards_of_200_mb_give_the_json_of_one_process(tmp_path: Path) -> 
         sharded = runpy.run_path(str(EXAMPLE))["analyze"](str(path), 16, shards=8).figures()
     finally:
         ray.shutdown()
-    assert json.dumps(sharded) == json.dumps(trimtab.analyze(path, ranks=16).figures())
+    assert json.dumps(sharded) == json.dumps(trimtab.analyze(path, trimtab.Run(ranks=16)).figures())

@@ -134,8 +134,9 @@ def _permuted(seed: int) -> list[dict[str, float]]:
 def _simulated(preset: SkewPreset, seed: int, size: dict[str, int], policies: Sequence[str]) -> SimulationResult:
     return trimtab.simulate(
         synthesize_preset(preset, seed=seed, **size),
-        policies=policies, cluster="h100x8", ranks=RANKS, micro_steps=MICRO_STEPS, checkpointing=True,
-    )  # fmt: skip
+        trimtab.Run(cluster="h100x8", ranks=RANKS, micro_steps=MICRO_STEPS, recompute_granularity="full"),
+        policies=policies,
+    )
 
 
 def _seconds(result: SimulationResult) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Trimtab: expert load balancing for MoE models in RL post-training, planned from routing that is already known.
 
-`advise`, `plan`, `simulate` and `analyze` compute what the commands of these names print, from a trace or its files,
-and `size_rollout` what `trimtab rollout` prints; `renumber_checkpoint` writes a checkpoint;
-`import_dump` reads what a framework recorded.
+`advise`, `plan`, `simulate` and `analyze` compute what the commands of these names print, from a trace or its files
+and a `Run`, and `size_rollout` what `trimtab rollout` prints; `renumber_checkpoint` writes a checkpoint; `import_dump`
+reads what a framework recorded.
 
 `import trimtab` loads nothing; every name is imported when it is first used. The part that runs models is imported by
 name, `trimtab.runtime` and `trimtab.integrations`, and needs torch.
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trimtab.api.plan import plan
     from trimtab.api.plan_result import PlanResult
     from trimtab.api.renumber import RenumberResult, renumber_checkpoint, undo_renumbering
+    from trimtab.api.run import Run
     from trimtab.api.simulate import SimulationResult, simulate
     from trimtab.api.size_rollout import RolloutSizing, size_rollout
     from trimtab.cluster import ClusterSpec, ModelSpec
@@ -39,6 +40,7 @@ __all__ = [
     "RenumberResult",
     "RolloutSizing",
     "RoutingTrace",
+    "Run",
     "Schedule",
     "SimulationResult",
     "StepPlan",
@@ -65,6 +67,7 @@ _MODULES = {
     "api.plan": ("plan",),
     "api.plan_result": ("PlanResult",),
     "api.renumber": ("RenumberResult", "renumber_checkpoint", "undo_renumbering"),
+    "api.run": ("Run",),
     "api.simulate": ("SimulationResult", "simulate"),
     "api.size_rollout": ("RolloutSizing", "size_rollout"),
     "cluster": ("ClusterSpec", "ModelSpec"),

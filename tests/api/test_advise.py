@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import trimtab
+from helpers.calls import called
 from trimtab import InputError, RoutingTrace
 from trimtab.api.advise import ABOUT_AS_FAST, LEAST_GAIN, AdviceResult
 from trimtab.cluster import ModelSpec
@@ -31,12 +32,12 @@ def some_steps(steps: int = 3, sequences: int = 64, **changes: Any) -> RoutingTr
 
 @pytest.fixture(scope="module")
 def result() -> AdviceResult:
-    return trimtab.advise(some_steps(), gpu_hour=2.5, **SETTING)
+    return trimtab.advise(some_steps(), trimtab.Run(**SETTING), gpu_hour=2.5)
 
 
 @pytest.fixture(scope="module")
 def scaled() -> AdviceResult:
-    return trimtab.advise(some_steps(), step_tokens=120_000, **SETTING)
+    return trimtab.advise(some_steps(), trimtab.Run(step_tokens=120_000, **SETTING))
 
 
 def test_all_strategies_are_there_by_seconds(result: AdviceResult) -> None:
@@ -82,9 +83,9 @@ def test_analyze_simulate_and_advise_agree_to_the_last_digit(scaled: AdviceResul
     scales: tuple[dict[str, Any], ...] = ({}, {"sampled": 0.5})
     for scale in scales:
         trace = some_steps()
-        simulated = trimtab.simulate(trace, policies=["trimtab"], **scale, **SETTING)
+        simulated = trimtab.simulate(trace, trimtab.Run(**scale, **SETTING), policies=["trimtab"])
         static = simulated.outcomes["static"].simulated
-        estimate = trimtab.analyze(trace, **scale, **SETTING).analysis
+        estimate = trimtab.analyze(trace, trimtab.Run(**scale, **SETTING)).analysis
         assert estimate.estimate
         assert estimate.estimate.step_s == static.step_time_s
         assert estimate.estimate.causes_s == static.causes_s
@@ -93,13 +94,16 @@ def test_analyze_simulate_and_advise_agree_to_the_last_digit(scaled: AdviceResul
         assert estimate.estimate.lost_part == simulated.cases[0].cost == cost > 0
         permuted_s = simulated.cases[0].permuted_s
         assert estimate.permuted.lost_part == pytest.approx(1 - permuted_s["balanced"] / permuted_s["static"])
-        advised = trimtab.advise(trace, draws=1, **scale, **SETTING)
+        advised = trimtab.advise(trace, trimtab.Run(**scale, **SETTING), draws=1)
         assert advised.figures()["cost"] == cost
         assert advised.outcomes["nothing"].simulated.step_time_s == static.step_time_s
         assert advised.outcomes["all"].simulated.step_time_s == simulated.outcomes["trimtab"].simulated.step_time_s
-    one = trimtab.analyze(some_steps(), step=1, **SETTING).analysis.estimate
+    one = trimtab.analyze(some_steps(), trimtab.Run(step=1, **SETTING)).analysis.estimate
     assert one
-    assert one.step_s == trimtab.simulate(some_steps(), step=1, steps=1, **SETTING).outcomes["static"].step_times_s[0]
+    assert (
+        one.step_s
+        == trimtab.simulate(some_steps(), trimtab.Run(step=1, steps=1, **SETTING)).outcomes["static"].step_times_s[0]
+    )
 
 
 def test_intervals_hold_their_figures_and_seconds_are_of_the_whole_step(scaled: AdviceResult) -> None:
@@ -126,8 +130,8 @@ def test_one_step_has_no_history() -> None:
     told: list[str] = []
     calls: list[tuple[str, int, int]] = []
     result = trimtab.advise(
-        some_steps(1), first=told.append, progress=lambda *each: calls.append(each), **SETTING
-    )  # fmt: skip
+        some_steps(1), trimtab.Run(**SETTING), first=told.append, progress=lambda *each: calls.append(each)
+    )
     names = {each.strategy.name for each in result.advice.strategies}
     assert names == {each.name for each in STRATEGIES if not each.needs_past}
     assert result.figures()["missing"] == ["renumber", "eplb", "live by prediction", "renumber, replicas"]
@@ -140,19 +144,19 @@ def test_one_step_has_no_history() -> None:
 
 
 def test_too_few_sequences_have_no_verdict() -> None:
-    result = trimtab.advise(some_steps(sequences=47), step_tokens=120_000, **SETTING)
+    result = trimtab.advise(some_steps(sequences=47), trimtab.Run(step_tokens=120_000, **SETTING))
     assert result.advice.verdict == "too few sequences"
     assert result.advice.answer.startswith("Too few sequences: 47 of a step were recorded; record 48 or more")
     assert all(each.over_eplb is None for each in result.advice.strategies)
     assert result.figures()["break_even_max_over_mean"] is None
     assert [name for name, *_ in advice_tiles(result.advice)] == ["Cost of imbalance", "Memory", "Basis"]
     # A whole step may have few.
-    assert trimtab.advise(some_steps(sequences=16), **SETTING).advice.verdict != "too few sequences"
+    assert trimtab.advise(some_steps(sequences=16), trimtab.Run(**SETTING)).advice.verdict != "too few sequences"
 
 
 def test_even_routing_is_not_worth_it() -> None:
     trace = synthesize(num_sequences=64, sequence_length=128, num_layers=2, num_experts=16, top_k=4, zipf=0)
-    advice = trimtab.advise(trace, **SETTING).advice
+    advice = trimtab.advise(trace, trimtab.Run(**SETTING)).advice
     assert advice.verdict == "not worth it"
     assert advice.chosen.strategy is NOTHING
     assert advice.answer.startswith("Not worth it: the best strategy, ")
@@ -170,26 +174,26 @@ def test_more_skew_than_break_even_pays(result: AdviceResult) -> None:
 
 
 def test_dispatcher_and_groups_change_the_case() -> None:
-    found = trimtab.advise(some_steps(2), dispatcher="rows", groups=2, draws=1, **SETTING).advice
+    found = trimtab.advise(some_steps(2), trimtab.Run(dispatcher="rows", groups=2, **SETTING), draws=1).advice
     assert not found.case.cluster.dispatch_forwards
     assert found.gpus == 8
 
 
 def test_what_does_not_fit_names_settings_that_do() -> None:
     large = replace(MODEL, moe_layers=4000)
-    advice = trimtab.advise(some_steps(1), **SETTING | {"model": large}).advice
+    advice = trimtab.advise(some_steps(1), trimtab.Run(**SETTING | {"model": large})).advice
     assert not advice.chosen.fits
     assert "it does not fit (" in advice.answer or advice.verdict == "not worth it"
     assert ways_text(advice).startswith(f"{advice.chosen.strategy.name} fits ")
-    assert ways_text(trimtab.advise(some_steps(1), **SETTING).advice) == ""
+    assert ways_text(trimtab.advise(some_steps(1), trimtab.Run(**SETTING)).advice) == ""
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"ranks": 5, "gpu_hour": 0.0}, "--ranks 5 doesn't divide the 16 experts"),
-        ({"gpu_hour": -1.0}, "gpu_hour: -1.0 should be 0 or more"),
-        ({"gpu_hour": float("nan")}, "gpu_hour: nan should be 0 or more"),
+        ({"gpu_hour": -1.0}, "gpu_hour: -1.0 should be a price, 0 or more"),
+        ({"gpu_hour": float("nan")}, "gpu_hour: nan should be a price, 0 or more"),
         ({"token_budget": 64}, "micro_steps: not allowed with argument token_budget"),
         ({"draws": 0}, "draws: 0 should be a whole number of at least 1"),
         ({"dispatcher": "birds"}, "unknown dispatcher"),
@@ -200,5 +204,5 @@ def test_what_does_not_fit_names_settings_that_do() -> None:
 )
 def test_wrong_arguments_give_one_line(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(InputError, match=reason) as caught:
-        trimtab.advise(some_steps(2), **SETTING | changes)
+        called(trimtab.advise, some_steps(2), **SETTING | changes)
     assert "\n" not in str(caught.value)

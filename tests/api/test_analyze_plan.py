@@ -40,7 +40,7 @@ def test_it_equals_the_plan_of_the_last_step(seed: int) -> None:
     run |= rng.choice([{}, {"micro_steps": 3}, {"token_budget": 256}, {"model": "qwen3-30b-a3b"}])  # type: ignore[arg-type]
     if "model" in run and (trace.num_experts, trace.top_k) != (128, 8):
         del run["model"]
-    result, plan = trimtab.analyze(trace, **run), trimtab.plan(trace, slots=SLOTS, **run)
+    result, plan = trimtab.analyze(trace, trimtab.Run(**run)), trimtab.plan(trace, trimtab.Run(slots=SLOTS, **run))
     row = planned_row(result)
     assert row["max_over_mean_mean"] == pytest.approx(plan.balance_after.mean)
     assert row["max_over_mean_p99"] == pytest.approx(plan.balance_after.p99)
@@ -56,30 +56,30 @@ def test_it_equals_the_plan_of_the_last_step(seed: int) -> None:
 def test_a_plan_can_lose_time() -> None:
     """8 experts get all tokens, so that no replicas are enough."""
     ids = np.broadcast_to(np.arange(8), (25 * 64, 2, 8))
-    result = trimtab.analyze(RoutingTrace.from_sequences(np.split(ids, 25), num_experts=128), ranks=16)
+    result = trimtab.analyze(RoutingTrace.from_sequences(np.split(ids, 25), num_experts=128), trimtab.Run(ranks=16))
     assert planned_row(result)["max_over_mean_mean"] > 1.5
     assert "1.00" not in placements_table(result.analysis).rows[-1].cells
 
 
 def test_one_rank_needs_no_plan() -> None:
-    assert "plan" not in trimtab.analyze(random_trace(1), ranks=1).figures()["placements"]["strategies"]
+    assert "plan" not in trimtab.analyze(random_trace(1), trimtab.Run(ranks=1)).figures()["placements"]["strategies"]
 
 
 def test_parts_of_a_large_step_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = synthesize(num_sequences=96, sequence_length=4096, num_layers=8, num_experts=64, top_k=8, zipf=1.0)
     trimtab.write_trace(trace, tmp_path / "large.parquet")
     assert trace.expert_ids.nbytes > ROW_GROUP_BYTES
-    whole = trimtab.analyze(trace, ranks=8)
+    whole = trimtab.analyze(trace, trimtab.Run(ranks=8))
     monkeypatch.setattr(analyze_module, "PLANNED_BYTES", trace.expert_ids.nbytes // 2)
     monkeypatch.setattr(analyze_module, "ROW_GROUP_BYTES", 1 << 20)
-    part = trimtab.analyze(trace, ranks=8)
+    part = trimtab.analyze(trace, trimtab.Run(ranks=8))
     assert placements_table(part.analysis).rows[-1].name == "a plan for each micro-step, of 48 of 96 sequences"
     assert planned_row(part)["expert_time_lost"] == pytest.approx(planned_row(whole)["expert_time_lost"], abs=0.01)
     # Of a file, without reading all of it.
     monkeypatch.setattr(analyze_module, "MOST_BYTES", trace.expert_ids.nbytes // 2)
-    from_file = trimtab.analyze(tmp_path / "large.parquet", ranks=8)
+    from_file = trimtab.analyze(tmp_path / "large.parquet", trimtab.Run(ranks=8))
     assert from_file.analysis.estimate is None
-    assert planned_row(from_file) == planned_row(trimtab.analyze(trace, ranks=8))
+    assert planned_row(from_file) == planned_row(trimtab.analyze(trace, trimtab.Run(ranks=8)))
 
 
 def test_what_counts_tell_is_said_before_anything_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +89,10 @@ def test_what_counts_tell_is_said_before_anything_is_planned(monkeypatch: pytest
     def stop(*_: Any, **__: Any) -> None:
         raise InterruptedError
 
-    analysis = trimtab.analyze(trace, ranks=4).analysis
+    analysis = trimtab.analyze(trace, trimtab.Run(ranks=4)).analysis
     monkeypatch.setattr(analyze_module, "plan", stop)
     with pytest.raises(InterruptedError):
-        trimtab.analyze(trace, ranks=4, first=said.append)
+        trimtab.analyze(trace, trimtab.Run(ranks=4), first=said.append)
     (text,) = said
     assert text.startswith(f"On 4 ranks the busiest computes {analysis.total.max_over_mean.mean:.2f} times the mean")
     assert "plan for each micro-step" not in text

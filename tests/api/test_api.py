@@ -15,6 +15,7 @@ import pytest
 from matplotlib import pyplot
 
 import trimtab
+from helpers.calls import called
 from helpers.trace_arrays import write_npz
 from trimtab import InputError, ModelSpec, RoutingTrace, read_trace, write_trace
 from trimtab.cli.main import main
@@ -57,7 +58,7 @@ def made() -> RoutingTrace:
 
 def call(name: str, trace: Any, folder: Path, **changed: Any) -> Any:
     arguments = {"model": str(folder / "config.json")} | FUNCTIONS[name] | changed
-    return getattr(trimtab, name)(trace, **arguments)
+    return called(getattr(trimtab, name), trace, **arguments)
 
 
 def words(arguments: dict[str, Any]) -> list[str]:
@@ -89,7 +90,7 @@ def json_of(name: str, folder: Path, arguments: dict[str, Any]) -> dict[str, Any
 def test_figures_equal_the_commands_json(name: str, arguments: dict[str, Any], folder: Path) -> None:
     if arguments is FUNCTIONS[name] or name == "simulate":
         arguments = arguments | {"model": str(folder / "config.json"), "step": 1}
-    found = without(getattr(trimtab, name)(folder / "trace.parquet", **arguments).figures(), *TIMES)
+    found = without(called(getattr(trimtab, name), folder / "trace.parquet", **arguments).figures(), *TIMES)
     expected = json_of(name, folder, arguments)
     assert list(found) == list(expected)
     assert found == expected
@@ -100,9 +101,11 @@ def test_a_sweep_has_a_case_for_every_combination(folder: Path) -> None:
     arguments = {"ranks": [2, 4], "slots": [0, 2], "policies": ["static"], "model": str(config)}
     calls = []
     found = trimtab.simulate(
-        str(folder / "trace.parquet"), ranks=(2, 4), slots=(0, 2), policies="static",
-        model=ModelSpec.from_config(config), progress=lambda *each: calls.append(each),
-    )  # fmt: skip
+        str(folder / "trace.parquet"),
+        trimtab.Run(model=ModelSpec.from_config(config)).sweep(ranks=(2, 4), slots=(0, 2)),
+        policies="static",
+        progress=lambda *each: calls.append(each),
+    )
     assert without(found.figures(), *TIMES) == json_of("simulate", folder, arguments)
     assert [(case.ranks, case.slots, case.micro_steps) for case in found.cases] == [
         (2, 0, None), (2, 2, None), (4, 0, None), (4, 2, None),
@@ -147,7 +150,7 @@ def test_repr_is_short(name: str, folder: Path) -> None:
 
 
 def test_repr_of_a_sweep(folder: Path) -> None:
-    result = call("simulate", folder / "run", folder, ranks=(2, 4), policies=())
+    result = call("simulate", folder / "run", folder, ranks=[2, 4], policies=())
     assert len(repr(result).splitlines()) <= 5
     assert "1 more in cases" in repr(result)
     assert repr(result.cases[1]) == "SimulatedCase: 4 ranks, auto slots, 2 micro-steps; static, balanced"
@@ -172,14 +175,14 @@ def test_dir_and_help_list_the_functions() -> None:
         ("plan", {"token_budget": 64, "micro_steps": 2}, "micro_steps: not allowed with argument token_budget"),
         ("plan", {"token_budget": 8}, "a sequence of 32 tokens doesn't fit"),
         ("plan", {"step": 9}, "no step 9; it has steps 0 to 1"),
-        ("plan", {"policy": "magic"}, "unknown policy magic; use one of balanced, "),
+        ("plan", {"policy": "magic"}, "unknown policy magic; use one of static, "),
         ("plan", {"model": "absent"}, "absent: neither a model that comes with Trimtab"),
         ("simulate", {"policies": "magic"}, "unknown policies magic; use one of static, "),
         ("simulate", {"groups_meet": "never"}, "unknown groups_meet never; use one of layer, step"),
         ("simulate", {"token_budget": 64}, "micro_steps: not allowed with argument token_budget"),
         ("simulate", {"micro_steps": None, "token_budget": 0}, "token_budget: 0 should be a whole number"),
         ("simulate", {"ranks": [4, 32]}, "--ranks 32 doesn't divide the 16 experts"),
-        ("simulate", {"ranks": []}, "expected at least one value each"),
+        ("simulate", {"ranks": []}, "expected at least one"),
         ("simulate", {"slots": 0.5}, "slots: 0.5 should be a whole number of at least 0"),
         ("simulate", {"mini_batches": 0}, "mini_batches: 0 should be a whole number of at least 1"),
         ("simulate", {"model": None}, "no model that comes with Trimtab has 16 experts, top-4"),
@@ -252,7 +255,12 @@ def test_plots_and_tables_of_results(folder: Path) -> None:
 
 def test_a_table_of_a_sweep_has_every_balancer_of_every_case(folder: Path) -> None:
     result = call(
-        "simulate", folder / "trace.parquet", folder, ranks=[2, 4], policies="llep,trimtab", dispatcher="tokens,rows"
+        "simulate",
+        folder / "trace.parquet",
+        folder,
+        ranks=[2, 4],
+        policies="llep,trimtab",
+        dispatcher=["tokens", "rows"],
     )
     table = result.to_pandas()
     assert len(table) == 2 * 2 * 4
@@ -322,7 +330,7 @@ def test_wrong_arguments_of_an_import_are_one_line(arguments: dict[str, Any], me
 
 def test_steps_of_one_trace_are_compared() -> None:
     trace = made()
-    first, second = (trimtab.analyze(trace, ranks=4, token_budget=64, step=step) for step in (0, 1))
+    first, second = (trimtab.analyze(trace, trimtab.Run(ranks=4, token_budget=64, step=step)) for step in (0, 1))
     compared = first.compare(second)
     content = compared.figures()
     assert [content[key]["steps"] for key in "ab"] == [[0], [1]]
@@ -331,4 +339,4 @@ def test_steps_of_one_trace_are_compared() -> None:
     )
     assert repr(compared).startswith("AnalysisComparison: ")
     with pytest.raises(InputError, match="use the same ranks"):
-        first.compare(trimtab.analyze(trace, ranks=2, step=1))
+        first.compare(trimtab.analyze(trace, trimtab.Run(ranks=2, step=1)))

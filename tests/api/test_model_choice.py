@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import trimtab
+from helpers.calls import called
 from trimtab import InputError, ModelSpec, RoutingTrace, read_trace, write_trace
-from trimtab.api.arguments import model_of
+from trimtab.api.model_choice import model_of
 from trimtab.cli.main import main
 from trimtab.trace import synthesize
 
@@ -72,7 +73,7 @@ def test_functions_take_overrides_and_the_traces_model(name: str, settings: dict
     write_trace(trace_of("Qwen/Qwen3-235B-A22B"), tmp_path / "t.parquet")
 
     def model_in(**changed: Any) -> Any:
-        result = getattr(trimtab, name)(tmp_path / "t.parquet", **settings, **changed)
+        result = called(getattr(trimtab, name), tmp_path / "t.parquet", **settings, **changed)
         if name == "simulate":
             return result.case.model.name, result.case.model.expert_width
         if name == "analyze":

@@ -29,7 +29,7 @@ def some_trace() -> RoutingTrace:
 
 def planned(policy: str, **changes: Any) -> PlanResult:
     sizes: dict[str, Any] = {"ranks": RANKS, "ranks_per_node": PER_NODE, "slots": 1, "token_budget": 64} | changes
-    return trimtab.plan(some_trace(), policy=policy, model=MODEL, **sizes)
+    return trimtab.plan(some_trace(), trimtab.Run(model=MODEL, **sizes), policy=policy)
 
 
 def test_the_last_step_is_planned_unless_another_is_named() -> None:
@@ -55,7 +55,7 @@ def test_loads_and_rows_between_nodes_without_a_plan() -> None:
     assert result.unknown_row_fraction == 4 / (12 * 32 * 2 * 4)
     assert result.mixed_instances == np.count_nonzero(result.plan.mixed_ML[:, 1]) == 1
     assert "unknown routes" in dict(result.facts)
-    known = trimtab.plan(trace.select(np.arange(4, 12)), ranks=RANKS, token_budget=64)
+    known = trimtab.plan(trace.select(np.arange(4, 12)), trimtab.Run(ranks=RANKS, token_budget=64))
     assert (known.mixed_instances, known.unknown_row_fraction) == (0, 0.0)
     assert "unknown routes" not in dict(known.facts)
     # Rows without a recorded expert are estimated.
@@ -69,9 +69,10 @@ def test_sequences_without_tokens_change_nothing() -> None:
     trace, result = some_trace(), planned("static")
     none = RoutingTrace.from_sequences([np.zeros((0, 2, 4), int)] * 30, num_experts=16, steps=8)
     more = trimtab.plan(
-        RoutingTrace.concatenate([none, trace]), policy="static", model=MODEL, ranks=RANKS, ranks_per_node=PER_NODE,
-        slots=1, token_budget=64,
-    )  # fmt: skip
+        RoutingTrace.concatenate([none, trace]),
+        trimtab.Run(model=MODEL, ranks=RANKS, ranks_per_node=PER_NODE, slots=1, token_budget=64),
+        policy="static",
+    )
     assert np.array_equal(more.loads_after_MLR, result.loads_after_MLR)
 
 
@@ -112,7 +113,7 @@ def test_savings_moves_and_bytes_of_a_plan() -> None:
     [
         {"ranks": 8},
         {"ranks": 16, "micro_steps": 3, "recompute": False},
-        {"ranks": 16, "groups": 2, "checkpointing": True, "slots": 1},
+        {"ranks": 16, "groups": 2, "recompute_granularity": "full", "slots": 1},
         {"ranks": 8, "groups": 4, "micro_steps": 8},
         {"ranks": 8, "groups": 8, "micro_steps": 8},
         {"ranks": 16, "groups": 4, "micro_steps": 4, "recompute": False},
@@ -124,9 +125,11 @@ def test_predicted_seconds_are_those_of_the_simulator(settings: dict[str, Any]) 
         PRESETS["qwen3-30b-math"], num_sequences=192, mean_length=1024, max_length=2048, num_layers=2
     )
     settings = settings | {"model": "qwen3-30b-a3b"}
-    result = trimtab.plan(trace, **settings)
+    result = trimtab.plan(trace, trimtab.Run(**settings))
     recorded = {} if "micro_steps" in settings else {"sampled": 1.0}
-    simulated = trimtab.simulate(trace, policies="trimtab", **{"checkpointing": False} | settings | recorded)
+    simulated = trimtab.simulate(
+        trace, trimtab.Run(**{"recompute_granularity": "none"} | settings | recorded), policies="trimtab"
+    )
     outcome = simulated.cases[0].outcomes["trimtab"]
     assert result.plan.num_micro_steps == outcome.plan.num_micro_steps
     # Groups with one or two micro-steps wait for the largest; the prediction has their mean.
@@ -138,9 +141,11 @@ def test_predicted_seconds_include_planning_that_ranks_wait_for() -> None:
     """Of this step it is 0.7%."""
     trace = synthesize(num_sequences=64, sequence_length=256, num_layers=3, num_experts=128, top_k=8, zipf=0.8)
     settings: dict[str, Any] = {"ranks": 8, "micro_steps": 2, "model": "qwen3-30b-a3b"}
-    result = trimtab.plan(trace, **settings)
+    result = trimtab.plan(trace, trimtab.Run(**settings))
     simulated = (
-        trimtab.simulate(trace, policies="trimtab", checkpointing=False, **settings).outcomes["trimtab"].simulated
+        trimtab.simulate(trace, trimtab.Run(recompute_granularity="none", **settings), policies="trimtab")
+        .outcomes["trimtab"]
+        .simulated
     )
     assert simulated.parts_s["planning"] > 0.006 * simulated.step_time_s
     assert result.predicted_seconds[result.strategy] == pytest.approx(simulated.step_time_s, rel=0.005)
@@ -150,7 +155,7 @@ def test_groups_share_out_micro_steps_but_no_moves_and_no_optimizer() -> None:
     trace = synthesize_preset(
         PRESETS["qwen3-30b-math"], num_sequences=96, mean_length=1024, max_length=2048, num_layers=2
     )
-    alone = trimtab.plan(trace, ranks=8, slots=0, micro_steps=4, model="qwen3-30b-a3b")
+    alone = trimtab.plan(trace, trimtab.Run(ranks=8, slots=0, micro_steps=4, model="qwen3-30b-a3b"))
     assert alone.costs
     homes, operations = alone.plan.home, alone.costs.operations
     moving_s = moving_seconds(alone.static_plan.home, homes, alone.cluster.ranks_per_node, operations)

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.traces import odd_trace
 from trimtab import InputError, RoutingTrace, write_trace
-from trimtab.api.arguments import model_or_none
+from trimtab.api.model_choice import model_or_none
 from trimtab.cli.main import main
 from trimtab.trace import synthesize
 
@@ -129,7 +129,7 @@ def test_two_traces_are_compared_in_text_json_and_page(folder: Path, capsys: pyt
 def test_traces_of_other_shapes_are_refused_before_anything_is_counted(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trimtab.cli.analyze.analyze", None)
+    monkeypatch.setattr("trimtab.cli.analyze._analyzed", None)
     assert main(["analyze", str(folder / "run"), "--compare", str(folder / "odd.parquet")]) == 2
     printed, error = capsys.readouterr()
     assert printed == ""

@@ -162,7 +162,9 @@ def test_homes_follow_hot_experts_that_stay_for_some_steps() -> None:
     size = imbalance_workloads.SIZE | {"mean_tokens": 1024, "num_layers": 1}
     trace = trace_of("W6_rotating_hotspot", **size, num_experts=128, top_k=8)
     result = trimtab.simulate(
-        trace, model="qwen3-30b-a3b", policies="trimtab", dispatcher="tokens", steps=8, **imbalance_workloads.STEP
+        trace,
+        trimtab.Run(model="qwen3-30b-a3b", dispatcher="tokens", steps=8, **imbalance_workloads.STEP),
+        policies="trimtab",
     )
     times = result.outcomes["trimtab"].step_times_s
     before, moving, after = times[3], times[5], times[6]

@@ -59,7 +59,10 @@ def test_results_of_version_0_1_0_fit_but_for_keys_that_were_added(name: str) ->
 
 def test_other_settings_fit() -> None:
     trace = synthesize(num_sequences=8, sequence_length=16, num_layers=1, num_experts=4, top_k=1, zipf=0.0)
-    for result in (trimtab.analyze(trace, ranks=1), trimtab.plan(trace, ranks=2, slots=0, token_budget=64)):
+    for result in (
+        trimtab.analyze(trace, trimtab.Run(ranks=1)),
+        trimtab.plan(trace, trimtab.Run(ranks=2, slots=0, token_budget=64)),
+    ):
         figures = json.loads(json.dumps(result.figures()))
         assert fits(figures, stored(figures["schema"]))
 

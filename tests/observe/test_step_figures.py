@@ -152,7 +152,7 @@ def test_even_routing_has_nothing_to_recover() -> None:
 
 def test_figures_are_near_those_of_analyze() -> None:
     """Which sequences share a micro-step differs."""
-    from trimtab import analyze
+    from trimtab import Run, analyze
 
     recovered: dict[str, float] = dict.fromkeys(("renumber", "eplb", "plan"), 0.0)
     for seed in range(4):
@@ -160,7 +160,7 @@ def test_figures_are_near_those_of_analyze() -> None:
             PRESETS["qwen3-30b-math"], num_sequences=256, mean_length=256, max_length=1024, num_layers=6,
             num_experts=128, top_k=8, num_steps=2, seed=seed,
         )  # fmt: skip
-        expected = analyze(trace, ranks=8, token_budget=2048).analysis
+        expected = analyze(trace, Run(ranks=8, token_budget=2048)).analysis
         figures = StepFigures(ClusterSpec(8, 8, 2), None)
         for number in range(2):
             chosen = trace.select(np.flatnonzero(trace.steps == number))

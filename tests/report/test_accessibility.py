@@ -34,7 +34,7 @@ def measured_report() -> Report:
 def some_advice() -> Advice:
     model = ModelSpec("m", num_experts=8, top_k=2, hidden_size=64, expert_width=32, moe_layers=2, vocab_size=100)
     trace = synthesize(num_sequences=16, sequence_length=64, num_layers=2, num_experts=8, top_k=2, zipf=1.5)
-    return trimtab.advise(trace, model=model, ranks=4, micro_steps=2, gpu_hour=2.0).advice
+    return trimtab.advise(trace, trimtab.Run(model=model, ranks=4, micro_steps=2), gpu_hour=2.0).advice
 
 
 PAGES: dict[str, Callable[[], Page]] = {

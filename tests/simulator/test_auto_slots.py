@@ -31,10 +31,17 @@ def test_auto_is_about_as_fast_as_the_best_number(seed: int, tmp_path: Path) -> 
     spec = replace(load_cluster(name, ranks=16), transfer_tax=tax)
     write_cluster(tmp_path / "nodes.toml", spec, {"transfer_tax": "varied"}, base=name)
     result = trimtab.simulate(
-        trace, model="qwen3-30b-a3b", policies="trimtab", cluster=tmp_path / "nodes.toml", ranks=16,
-        micro_steps=micro_steps, dispatcher=("tokens", "rows")[seed % 2], slots=[2, 4, 8, 16, "auto"],
-        checkpointing=True,
-    )  # fmt: skip
+        trace,
+        trimtab.Run(
+            model="qwen3-30b-a3b",
+            cluster=tmp_path / "nodes.toml",
+            ranks=16,
+            micro_steps=micro_steps,
+            dispatcher=("tokens", "rows")[seed % 2],
+            recompute_granularity="full",
+        ).sweep(slots=[2, 4, 8, 16, "auto"]),
+        policies="trimtab",
+    )
     fitting = {
         case.slots: case.outcomes["trimtab"] for case in result.cases if fits(case.case, case.outcomes["trimtab"])
     }

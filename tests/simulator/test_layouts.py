@@ -340,7 +340,7 @@ def test_selective_recomputation_takes_a_little_more_time_and_less_memory() -> N
     assert kept.peak_bytes > some.peak_bytes > all_.peak_bytes
 
 
-SETTING: dict[str, Any] = {"model": "qwen3-30b-a3b", "ranks": 8, "policies": "static"}
+SETTING: dict[str, Any] = {"model": "qwen3-30b-a3b", "ranks": 8}
 
 
 @pytest.mark.parametrize(
@@ -351,25 +351,21 @@ SETTING: dict[str, Any] = {"model": "qwen3-30b-a3b", "ranks": 8, "policies": "st
         ({"cp": 3}, "is 3, which doesn't divide the 8 ranks .*; their product should be 2 or 4"),
         ({"pp": 49}, "--pp 49: qwen3-30b-a3b has 48 layers; use 48 or less"),
         ({"pp": 0}, "pp: 0 should be a whole number of at least 1"),
-        ({"checkpointing": "all"}, "unknown checkpointing all"),
+        ({"recompute_granularity": "all"}, "unknown recompute_granularity all"),
     ],
 )
 def test_a_run_that_can_not_exist_is_refused(options: dict[str, Any], message: str) -> None:
     for function in (trimtab.simulate, trimtab.advise, trimtab.analyze):
-        setting = SETTING | options
-        if function is not trimtab.simulate:
-            setting.pop("policies")
         with pytest.raises(InputError, match=message):
-            function(some_trace(), **setting)
+            function(some_trace(), trimtab.Run(**SETTING | options))
 
 
 def test_a_layout_of_ones_changes_nothing() -> None:
     trace = some_trace(32)
-    plain = trimtab.simulate(trace, policies="static,trimtab", **{k: v for k, v in SETTING.items() if k != "policies"})
+    plain = trimtab.simulate(trace, trimtab.Run(**SETTING), policies="static,trimtab")
     ones = trimtab.simulate(
-        trace, policies="static,trimtab", tp=1, pp=1, cp=1, checkpointing="none",
-        **{k: v for k, v in SETTING.items() if k != "policies"},
-    )  # fmt: skip
+        trace, trimtab.Run(tp=1, pp=1, cp=1, recompute_granularity="none", **SETTING), policies="static,trimtab"
+    )
     for name in ("static", "trimtab", "balanced"):
         assert plain.outcomes[name].simulated.parts_s == ones.outcomes[name].simulated.parts_s
         assert plain.outcomes[name].memory == ones.outcomes[name].memory
@@ -377,17 +373,16 @@ def test_a_layout_of_ones_changes_nothing() -> None:
 
 def test_layouts_reach_all_functions() -> None:
     trace = some_trace(32)
-    layout: dict[str, Any] = {"tp": 2, "cp": 2, "pp": 4, "groups": 2, "checkpointing": "full", "sampled": 1.0}
-    simulated = trimtab.simulate(trace, **SETTING, **layout)
+    layout: dict[str, Any] = {"tp": 2, "cp": 2, "pp": 4, "groups": 2, "recompute_granularity": "full", "sampled": 1.0}
+    simulated = trimtab.simulate(trace, trimtab.Run(**SETTING, **layout), policies="static")
     step = simulated.outcomes["static"].simulated
     assert simulated.figures()["settings"]["layout"] == {"tp": 2, "pp": 4, "cp": 2}
     assert simulated.case.sequences.num_sequences == 4 * 32
     assert step.parts_s[BUBBLE] > 0
-    setting = {name: value for name, value in SETTING.items() if name != "policies"}
-    analysis = trimtab.analyze(trace, **setting, **layout).analysis
+    analysis = trimtab.analyze(trace, trimtab.Run(**SETTING, **layout)).analysis
     assert analysis.estimate
     assert analysis.estimate.causes_s == step.causes_s
-    advised = trimtab.advise(trace, **setting, **layout)
+    advised = trimtab.advise(trace, trimtab.Run(**SETTING, **layout))
     assert advised.outcomes["nothing"].simulated.step_time_s == step.step_time_s
     figures = advised.figures()
     assert figures["gpus"] == 8 * 2 * 4

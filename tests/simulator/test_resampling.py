@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from helpers.comparison_cases import some_case, some_trace
 from trimtab import InputError, RoutingTrace, read_trace, write_trace
+from trimtab.api.run import Run
 from trimtab.api.steps import read_steps, spread_layers
-from trimtab.cluster import load_cluster, load_model
+from trimtab.cluster import load_model
 from trimtab.planner import SequenceCounts
 from trimtab.policies import POLICIES
 from trimtab.simulator.comparison import simulate_policy
@@ -112,10 +113,10 @@ def test_a_trace_keeps_its_prompts_and_its_sampled_part(tmp_path: Path) -> None:
     found = read_trace(tmp_path / "t.parquet")
     assert found.prompt_hashes.tolist() == trace.prompt_hashes.tolist()
     assert found.sampled == 0.25
-    steps = read_steps(open_trace(tmp_path / "t.parquet"))
+    steps = read_steps(open_trace(tmp_path / "t.parquet"), Run())
     assert steps.is_scaled
     assert steps.recorded[0].tokens == 4 * 12
-    assert not read_steps(open_trace(tmp_path / "t.parquet"), sampled=1.0).is_scaled
+    assert not read_steps(open_trace(tmp_path / "t.parquet"), Run(sampled=1.0)).is_scaled
     with pytest.raises(InputError, match="sampled parts can't be joined"):
         RoutingTrace.concatenate([trace, replace(trace, sampled=0.5)])
 
@@ -127,7 +128,7 @@ def test_a_trace_keeps_its_prompts_and_its_sampled_part(tmp_path: Path) -> None:
         ({"sampled": 0.0}, "sampled: 0.0 should be above 0"),
         ({"sampled": 1.5}, "sampled: 1.5 should be above 0"),
         ({"sampled": float("nan")}, "sampled: nan should be above 0"),
-        ({"sampled": 0.5, "step_tokens": 99}, "sampled: not allowed with argument step_tokens"),
+        ({"sampled": 0.5, "step_tokens": 99}, "step_tokens: not allowed with argument sampled"),
         ({"step": 3}, "there is no step 3"),
         ({"steps": 2}, "--steps 2: trace in memory has 1 step"),
     ],
@@ -135,7 +136,7 @@ def test_a_trace_keeps_its_prompts_and_its_sampled_part(tmp_path: Path) -> None:
 def test_wrong_scales_give_one_line(settings: dict[str, float], reason: str) -> None:
     trace = synthesize(num_sequences=4, sequence_length=3, num_layers=1, num_experts=4, top_k=2, zipf=0.5)
     with pytest.raises(InputError, match=reason):
-        read_steps(open_trace(trace), **settings)  # type: ignore[arg-type]
+        read_steps(open_trace(trace), Run(**settings))  # type: ignore[arg-type]
 
 
 def test_the_option_wins_over_the_trace_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -143,9 +144,9 @@ def test_the_option_wins_over_the_trace_and_says_so(caplog: pytest.LogCaptureFix
         synthesize(num_sequences=4, sequence_length=3, num_layers=1, num_experts=4, top_k=2, zipf=0.5), sampled=0.5
     )
     with caplog.at_level("INFO", "trimtab"):
-        assert read_steps(open_trace(trace), sampled=0.1).recorded[0].tokens == 120
-        assert read_steps(open_trace(trace), step_tokens=50).recorded[0].tokens == 50
-        assert read_steps(open_trace(trace)).recorded[0].tokens == 24
+        assert read_steps(open_trace(trace), Run(sampled=0.1)).recorded[0].tokens == 120
+        assert read_steps(open_trace(trace), Run(step_tokens=50)).recorded[0].tokens == 50
+        assert read_steps(open_trace(trace), Run()).recorded[0].tokens == 24
     texts = [record.message for record in caplog.records]
     assert texts == [
         "--sampled is used; trace in memory says that 0.5 of each step was recorded",
@@ -155,7 +156,7 @@ def test_the_option_wins_over_the_trace_and_says_so(caplog: pytest.LogCaptureFix
 
 def test_layers_stand_for_all_in_the_order_of_their_imbalance() -> None:
     trace = synthesize(num_sequences=32, sequence_length=16, num_layers=9, num_experts=8, top_k=2, zipf=1.0)
-    steps = read_steps(open_trace(trace))
+    steps = read_steps(open_trace(trace), Run())
     loads_LR = steps.recorded[0].counts.counts_SLE.sum(axis=0, dtype=int).reshape(9, 4, 2).sum(axis=2)
     order = np.argsort(loads_LR.max(axis=1) / loads_LR.mean(axis=1), kind="stable").tolist()
     assert spread_layers(steps, 4, 3).tolist() == sorted(order[place] for place in (1, 4, 7))
@@ -169,11 +170,9 @@ def test_layers_stand_for_all_in_the_order_of_their_imbalance() -> None:
 
 def test_a_scaled_case_has_halves_and_one_budget() -> None:
     trace = synthesize(num_sequences=40, sequence_length=32, num_layers=2, num_experts=16, top_k=4, zipf=1.0)
-    steps = read_steps(open_trace(trace), step_tokens=12_800)
-    case = steps.case(
-        load_cluster("h100x8", ranks=4), replace(load_model("qwen3-30b-a3b"), num_experts=16, top_k=4), StepSettings(),
-        micro_steps=4,
-    )  # fmt: skip
+    steps = read_steps(open_trace(trace), Run(step_tokens=12_800))
+    run = Run(ranks=4, micro_steps=4, slots=2, recompute_granularity="none")
+    case = steps.case(run, replace(load_model("qwen3-30b-a3b"), num_experts=16, top_k=4))
     assert len(case.halves) == 2
     assert case.recorded == 40
     assert case.is_too_small

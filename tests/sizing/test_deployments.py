@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import trimtab
+from helpers.calls import called
 from trimtab.api.size_rollout import RolloutSizing
 from trimtab.array_type import Array
 from trimtab.cli.main import main
@@ -40,8 +41,8 @@ def some_trace(steps: int = 2, zipf: float = 1.2) -> RoutingTrace:
 
 
 def size(trace: RoutingTrace | None = None, **changes: Any) -> RolloutSizing:
-    fixed: dict[str, Any] = {"model": MODEL, "gpus": 6, "context": 4000, "token_ms": 20, "slots": 1}
-    return trimtab.size_rollout(trace or some_trace(), **fixed | changes)
+    fixed: dict[str, Any] = {"gpus": 6, "context": 4000, "token_ms": 20} | changes
+    return called(trimtab.size_rollout, trace or some_trace(), **{"model": MODEL, "slots": 1} | fixed)
 
 
 def simulated_s(
@@ -270,8 +271,8 @@ def test_the_plugin_accepts_the_settings(gpus: int, monkeypatch: pytest.MonkeyPa
         ({"token_ms": 1, "context": 4_000_000, "gpus": 2}, "no deployment of at most 2 GPUs"),
         ({"token_ms": 1}, "--token-ms 1: no deployment of at most 6 GPUs is as fast; the fastest takes 1.1"),
         ({"model": replace(MODEL, expert_width=1 << 20)}, "of weights; no deployment of at most 6 GPUs"),
-        ({"micro_batches": 5}, r"micro_batches: \[5\] should be of 2, 3, 4"),
-        ({"gpu_hour": -1.0}, "gpu_hour: -1.0 should be above 0"),
+        ({"micro_batches": [5]}, r"micro_batches: \[5\] should be of 2, 3, 4"),
+        ({"gpu_hour": -1.0}, "gpu_hour: -1.0 should be a price, 0 or more"),
         ({"expert_gpu_hour": 2.0}, "expert_gpu_hour: needs gpu_hour and expert_cluster"),
         ({"gpu_hour": 2.0, "expert_cluster": "h20x8"}, "with an expert_cluster it needs expert_gpu_hour"),
         ({"gpus": 0}, "gpus: 0 should be a whole number of at least 1"),
@@ -300,9 +301,11 @@ def test_the_command_prints_what_the_function_finds(tmp_path: Path, capsys: pyte
     words = ["rollout", str(tmp_path / "trace.parquet"), "--model", "qwen3-30b-a3b", "--gpus", "16"]
     assert main([*words, "--json", str(tmp_path / "out.json"), "--context", "3000"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    result = trimtab.size_rollout(tmp_path / "trace.parquet", model="qwen3-30b-a3b", gpus=16, context=3000)
+    result = trimtab.size_rollout(tmp_path / "trace.parquet", trimtab.Run(model="qwen3-30b-a3b"), gpus=16, context=3000)
     assert json.loads((tmp_path / "out.json").read_text()) == result.figures()
     assert result.answer in shown
     assert result.answer in repr(result)
     # Without --context, that of the trace: all tokens are responses.
-    assert trimtab.size_rollout(made, model="qwen3-30b-a3b", gpus=2).search.attention.context == pytest.approx(16.5)
+    assert trimtab.size_rollout(
+        made, trimtab.Run(model="qwen3-30b-a3b"), gpus=2
+    ).search.attention.context == pytest.approx(16.5)

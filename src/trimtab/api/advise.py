@@ -5,24 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-from trimtab.api.arguments import ModelSource, Overrides, check_run, layout_of, model_of, nodes_of, ranks_of, recomputed
 from trimtab.api.result_summary import Summarised
+from trimtab.api.run import Run, checked
 from trimtab.api.steps import read_steps, spread_layers
-from trimtab.cluster.parallel_layout import ZERO1
-from trimtab.cluster.specs import AUTO, slot_numbers
-from trimtab.errors import InputError
+from trimtab.cluster.parallel_layout import GRANULARITIES
 from trimtab.figures import plural
+from trimtab.kinds import positive, price
 from trimtab.report.advice import Advice, StrategyFigures
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance
 from trimtab.report.number_text import seconds
-from trimtab.simulator.comparison import Outcome, fits, simulate_policy, with_checkpointing, with_slots_of
+from trimtab.simulator.comparison import Outcome, fits, simulate_policy, with_slots_of
 from trimtab.simulator.comparison_case import ComparisonCase
 from trimtab.simulator.draws import Drawn, break_even
 from trimtab.simulator.memory import largest_micro_batch
-from trimtab.simulator.step import StepSettings, imbalance_cost
+from trimtab.simulator.step import imbalance_cost
 from trimtab.simulator.strategies import ALL, EPLB, NOTHING, STRATEGIES, RunStrategy
 from trimtab.trace import RoutingTrace
 from trimtab.trace.store import Source, open_trace
@@ -75,43 +74,23 @@ class AdviceResult(Summarised):
 
 def advise(
     trace: RoutingTrace | Source,
+    run: Run = Run(),  # noqa: B008
     *,
-    cluster: str | os.PathLike[str] = "h100x8",
-    model: ModelSource | None = None,
-    overrides: Overrides = (),
-    ranks: int | None = None,
-    ranks_per_node: int | None = None,
-    groups: int = 1,
-    slots: int | str = AUTO,
-    micro_steps: int | None = None,
-    token_budget: int | None = None,
-    dispatcher: str | None = None,
-    mini_batches: int = 1,
-    recompute: bool = True,
-    sharding: str = ZERO1,
-    checkpointing: bool | str | None = None,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    step: int | None = None,
-    steps: int | None = None,
-    step_tokens: int | str | None = None,
-    sampled: float | None = None,
-    gpu_hour: float | None = None,
-    draws: int = DRAWS,
+    gpu_hour: Annotated[float | None, price] = None,
+    draws: Annotated[int, positive] = DRAWS,
     first: Callable[[str], None] = lambda text: None,
     progress: Callable[[str, int, int], None] = lambda strategy, done, total: None,
 ) -> AdviceResult:
-    """Compare what a run can do about imbalance, and advise one of it, as `trimtab advise` does.
+    """Compare what a training run can do about imbalance on a cluster (nothing, packing, moving experts, EPLB, live and
+    planned replicas), and advise one: seconds with intervals, GPU hours, memory, what it needs, and settings to copy.
+    Traces that have a part of each step are scaled to the step.
 
     At most 8 layers, evenly chosen by their imbalance, stand for the model.
 
     Args:
-        trace, cluster, model, overrides, ranks, ranks_per_node, groups, slots, micro_steps, token_budget, dispatcher,
-            mini_batches, recompute, sharding, checkpointing, tp, pp, cp, step, step_tokens, sampled: as in `simulate`,
-            one value each.
-        steps: steps to simulate, up to `step`; by default all but the trace's first, at most 2.
-        gpu_hour: price of an hour of one GPU; None: no money.
+        trace: as in `simulate`.
+        run: the run.
+        gpu_hour: price of an hour of one GPU; by default no money.
         draws: drawings of steps of which a part was recorded.
         first: called with a first answer, from one drawing of `static`, `eplb`, `trimtab` and even routing.
         progress: called before each strategy with its name, the simulations done and all, and once at the end.
@@ -119,40 +98,24 @@ def advise(
     Raises:
         InputError: as `simulate`.
     """
-    check_run(locals())
-    if gpu_hour is not None and not gpu_hour >= 0:
-        raise InputError(f"gpu_hour: {gpu_hour!r} should be 0 or more")
+    checked(advise, {"gpu_hour": gpu_hour, "draws": draws})
     reader = open_trace(trace)
-    ranks = ranks_of(reader.empty, reader.name, ranks)
-    spec = model_of(reader.name, reader.empty, model, overrides)
-    layout = layout_of(spec, [ranks], groups=groups, tp=tp, pp=pp, cp=cp)
-    nodes = nodes_of(cluster, ranks, slots, ranks_per_node, dispatcher)
-    recorded = read_steps(reader, step=step, steps=steps, step_tokens=step_tokens, sampled=sampled)
-    if steps is None:
-        recorded = replace(recorded, measured=min(recorded.measured, MOST_STEPS))
+    run = run.on_ranks(reader)
+    spec = run.model_of(reader)
+    run.settings(spec), run.nodes
+    recorded = read_steps(reader, run, most=MOST_STEPS)
     sequences, layers = recorded.sequences, recorded.last.num_layers
-    recorded = recorded.with_layers(spread_layers(recorded, ranks, MOST_LAYERS))
-    settings = StepSettings(
-        groups=groups, recompute=recompute, sharding=sharding, checkpointing=recomputed(checkpointing),
-        layout=layout,
-    )  # fmt: skip
-
-    def drawn_case(seed: int) -> ComparisonCase:
-        return recorded.case(
-            nodes, spec, settings, micro_steps=micro_steps, token_budget=token_budget, mini_batches=mini_batches,
-            seed=seed,
-        ).with_slots(*slot_numbers(slots))  # fmt: skip
-
-    first_case = drawn_case(0)
-    if checkpointing is None:
-        first_case = with_checkpointing(first_case)
-        settings = first_case.settings
+    recorded = recorded.with_layers(spread_layers(recorded, run.nodes.ranks, MOST_LAYERS))
+    first_case = recorded.case(run, spec)
+    # Later drawings have the checkpointing of the first.
+    names = {kept: name for name, kept in GRANULARITIES.items()}
+    run = replace(run, recompute_granularity=names[first_case.settings.checkpointing])
     draws = draws if first_case.halves else 1
-    cases = [first_case, *map(drawn_case, range(1, draws))]
+    cases = [first_case, *(recorded.case(run, spec, seed=seed) for seed in range(1, draws))]
     possible = [strategy for strategy in STRATEGIES if not strategy.needs_past or first_case.earlier]
     total = draws * (len(possible) + 1) + 1
     drawn = _simulated(cases, possible, first, lambda name, done: progress(name, done, total))
-    case, gpus = cases[0], ranks * groups * pp
+    case, gpus = cases[0], first_case.cluster.ranks * run.groups * run.pp
     even_s = drawn.pop(EVEN).step_s.value
     figures = [_figures(strategy, drawn, case, even_s, gpus, gpu_hour) for strategy in possible]
     progress("break-even", total - 1, total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,9 @@ from trimtab.analysis.fixed_placements import SLOTS, PlannedLoads
 from trimtab.analysis.summary import answer, cost_summary, layers_summary
 from trimtab.analysis.trace_comparison import TraceComparison, compare_traces
 from trimtab.analysis.trace_comparison import figures as comparison_figures
-from trimtab.api.arguments import (
-    ModelSource,
-    Overrides,
-    check_run,
-    layout_of,
-    model_or_none,
-    nodes_of,
-    ranks_of,
-    recomputed,
-)
 from trimtab.api.plan import plan
 from trimtab.api.result_summary import Summarised
+from trimtab.api.run import Run
 from trimtab.api.steps import read_steps
 from trimtab.figures import plural
 from trimtab.report.comparison_report import ComparisonReport
@@ -37,7 +28,6 @@ from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance
 from trimtab.report.model import AnalysisReport
 from trimtab.simulator.comparison import with_checkpointing
-from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace
 from trimtab.trace.store import ROW_GROUP_BYTES, MemoryReader, Source, TraceReader, open_trace
 
@@ -140,99 +130,68 @@ class AnalysisComparison:
 
 def analyze(
     trace: RoutingTrace | Source,
+    run: Run = Run(),  # noqa: B008
     *,
-    ranks: int | None = None,
-    ranks_per_node: int | None = None,
-    token_budget: int | None = None,
-    micro_steps: int | None = None,
-    step: int | None = None,
-    steps: int | None = None,
-    step_tokens: int | str | None = None,
-    sampled: float | None = None,
-    recompute: bool = True,
-    checkpointing: bool | str | None = None,
-    groups: int = 1,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    cluster: str | os.PathLike[str] = "h100x8",
-    dispatcher: str | None = None,
-    model: ModelSource | None = None,
-    overrides: Overrides = (),
     counts: TraceCounts | None = None,
     first: Callable[[str], None] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> AnalysisResult:
-    """Analyze a routing trace, as `trimtab analyze` does. Files may be larger than memory.
+    """Say what expert imbalance costs in a routing trace, in which layers, and whether known routing would help.
+    Traces can be larger than memory.
 
     Args:
-        trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
-        ranks: ranks of a group; by default 16, or the largest power of two below that divides the experts.
-        ranks_per_node: ranks that share a node; by default the cluster's.
-        token_budget: most tokens of a rank in a micro-step; by default 8192, or the longest sequence if that is more.
-        micro_steps: micro-steps of a step, instead of a token budget.
-        step: analyze this RL step alone; by default all.
-        steps, step_tokens, sampled, recompute, checkpointing, groups, tp, pp, cp: of the steps whose seconds are
-            simulated, as in `simulate`.
-        cluster: kind of nodes, for seconds: a preset's name or a TOML file.
-        dispatcher: what is sent to a node, for seconds, as in `simulate`; by default the cluster's.
-        model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
-            trace names, else a preset like the trace, and no figures in seconds if there is none.
-        overrides: keys of the model's config with other values, such as `{"num_hidden_layers": 24}`.
+        trace: as in `simulate`.
+        run: the run; seconds are those of its steps.
         counts: of this trace and these ranks, from `trimtab.analysis.merge`, as counted on other machines; the trace is
             then not counted, and `step` and the size of micro-steps are those of the counts.
         first: called with what the counts alone tell, before anything is planned or simulated.
         progress: called with the number of sequences read and of all sequences.
 
     Raises:
-        InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
-            not of the model, or does not fit the ranks or the token budget.
+        InputError: one line, if the trace can't be read, is empty, has no such step, is not of the model, or does not
+            fit the ranks or the token budget.
     """
-    check_run(locals())
+    reader = open_trace(trace)
+    run = run.on_ranks(reader)
     if counts is not None:
-        token_budget, micro_steps = counts.token_budget, None
-    reader = files = open_trace(trace)
-    ranks = ranks_of(reader.empty, reader.name, ranks)
-    # Static placement has no replicas.
-    spec = nodes_of(cluster, ranks, 0, ranks_per_node, dispatcher)
-    fitting = model_or_none(reader.name, reader.empty, model, overrides)
+        run = replace(run, token_budget=counts.token_budget, micro_steps=None)
+    token_budget, micro_steps, nodes = run.token_budget, run.micro_steps, run.nodes
+    fitting = run.model_or_none(reader)
     ids_bytes = int(reader.facts.lengths.sum()) * reader.empty.num_layers * reader.empty.top_k
     is_small = ids_bytes * reader.empty.expert_ids.itemsize <= MOST_BYTES
     case = None
     if fitting and is_small:
         reader = MemoryReader(reader.read(), reader)
-        measured = 1 if step is not None else steps
-        recorded = read_steps(reader, step=step, steps=measured, step_tokens=step_tokens, sampled=sampled)
-        layout = layout_of(fitting, [ranks], groups=groups, tp=tp, pp=pp, cp=cp)
-        settings = StepSettings(
-            groups=groups, recompute=recompute, checkpointing=recomputed(checkpointing), layout=layout
-        )
-        case = recorded.case(spec, fitting, settings, micro_steps=micro_steps, token_budget=token_budget)
+        recorded = read_steps(reader, run if run.step is None else replace(run, steps=1))
+        # Static placement has no replicas.
+        kept = replace(run, slots=0, recompute_granularity=run.recompute_granularity or "none")
+        case = recorded.case(kept, fitting)
         # Counts are of whole sequences.
         longest = int(reader.facts.lengths.max())
-        token_budget, micro_steps = max(case.token_budget, longest if layout.pieces > 1 else 0), None
+        token_budget, micro_steps = max(case.token_budget, longest if case.settings.layout.pieces > 1 else 0), None
     elif fitting:
         log.info("no seconds: %s has more than %d MB of expert ids", reader.name, MOST_BYTES >> 20)
     for note in () if case else reader.empty.notes:
         log.info("%s", note)
+    ranks = nodes.ranks
     if counts is None:
         counts = count_trace(
-            reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=step, progress=progress
+            reader, ranks=ranks, token_budget=token_budget, micro_steps=micro_steps, step=run.step, progress=progress
         )
     if first:
-        first(answer(analyze_counts(counts, ranks=ranks, ranks_per_node=spec.ranks_per_node)))
-    if case and checkpointing is None:
+        first(answer(analyze_counts(counts, ranks=ranks, ranks_per_node=nodes.ranks_per_node)))
+    if case and run.recompute_granularity is None:
         case = with_checkpointing(case)
     planned = None
     if ranks > 1:
         step_trace, about = _step_to_plan(reader, counts.steps[-1])
-        made = plan(
-            step_trace, ranks=ranks, ranks_per_node=ranks_per_node, groups=groups, slots=SLOTS,
-            token_budget=counts.token_budget, cluster=cluster, dispatcher=dispatcher, model=fitting,
-            recompute=recompute, checkpointing=recomputed(checkpointing),
-        )  # fmt: skip
+        # Of the step that was chosen, with the slots of the other rows.
+        planned_run = replace(
+            run, slots=SLOTS, model=fitting, overrides=(), step=None, token_budget=counts.token_budget, micro_steps=None
+        )
+        made = plan(step_trace, planned_run)
         planned = PlannedLoads(about, made.loads_before_MLR, made.loads_after_MLR)
-    analysis = analyze_counts(counts, ranks=ranks, ranks_per_node=spec.ranks_per_node, case=case, planned=planned)
+    analysis = analyze_counts(counts, ranks=ranks, ranks_per_node=nodes.ranks_per_node, case=case, planned=planned)
     return AnalysisResult(reader.name, tuple(reader.files), analysis)
 
 

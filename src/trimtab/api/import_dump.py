@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from trimtab.api.arguments import ModelSource, Overrides, check_choice, check_optional, check_whole
+from trimtab.api import run_kinds
+from trimtab.api.model_choice import ModelSource, Overrides
+from trimtab.api.run import checked
 from trimtab.cluster import ModelSpec, load_model, preset_of_label
 from trimtab.errors import InputError
+from trimtab.kinds import choice, part, positive, switch, text, whole
 from trimtab.trace import RoutingTrace
 from trimtab.trace.formats.bounded_import import bounded_import
 from trimtab.trace.formats.importing import FORMATS, import_own_files, model_label
@@ -27,68 +31,73 @@ log = logging.getLogger("trimtab")
 def import_dump(
     source: Source,
     *,
-    format: str | None = None,
-    model: ModelSource | None = None,
-    overrides: Overrides = (),
-    num_experts: int | None = None,
-    num_layers: int | None = None,
-    top_k: int | None = None,
-    step: int = 0,
-    step_from: str = "",
-    domain: str = "",
-    rows_at: Literal["start", "end"] | None = None,
-    drop_repeats: bool = False,
-    merge_turns: bool = False,
-    limits: bool = True,
+    format: Annotated[str | None, choice(*FORMATS)] = None,
+    model: Annotated[ModelSource | None, run_kinds.model] = None,
+    overrides: Annotated[Overrides, run_kinds.config_value] = (),
+    num_experts: Annotated[int | None, positive] = None,
+    num_layers: Annotated[int | None, positive] = None,
+    top_k: Annotated[int | None, positive] = None,
+    step: Annotated[int, whole] = 0,
+    step_from: Annotated[str, text] = "",
+    domain: Annotated[str, text] = "",
+    rows_at: Annotated[Literal["start", "end"] | None, choice(*ROWS_AT)] = None,
+    sampled: Annotated[float, part] = 1.0,
+    drop_repeats: Annotated[bool, switch] = False,
+    merge_turns: Annotated[bool, switch] = False,
+    limits: Annotated[bool, switch] = True,
 ) -> RoutingTrace:
-    """Returns the routing that an RL or serving framework recorded, as `trimtab trace import` writes it.
+    """Read the routing that an RL or serving framework recorded, as a trace.
 
     A child process with limits of memory and time reads the files, which may come from a stranger.
 
     Args:
         source: a path (file, folder or pattern), or a list of paths: one dump, in this order.
-        format: of the dump, see `trimtab trace import --help`; by default detected.
-        model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint: experts, layers and top-k, and
-            which layers have experts. By default they are given one by one, or in the dump, or those of the preset that
-            the dump's responses name.
-        overrides: keys of the model's config with other values.
-        num_experts, num_layers, top_k: without a model; `num_layers` are decoder layers, with and without experts.
+        format: format of the dump; by default detected.
+        model: a preset, its hub id, a config.json, a checkpoint folder or a `ModelSpec`; by default the dump's if it is
+            known, else experts, layers and top-k are needed.
+        overrides: other values of keys of the model's config, such as num_hidden_layers=24; by default none.
+        num_experts: experts of a layer; by default the model's.
+        num_layers: decoder layers, with and without experts; by default the model's.
+        top_k: experts of a token; by default the model's.
         step: RL step of sequences without one.
-        step_from: a regular expression with one group, the step of a file's sequences without one, such as
-            `step(\\d+)`; searched in its path.
-        domain: label of sequences without one.
-        rows_at: where rows for a part of a sequence are if the dump does not tell: at its "start" or its "end"; by
-            default they are refused.
-        drop_repeats: take routes of rows as unknown that repeat the row before in all layers, or are 0 to K-1, which no
-            router chose.
-        merge_turns: of sequences whose tokens are the beginning of a longer one, such as turns of a conversation, keep
-            the longest alone, with the rows of the others where it has none. The dump is read twice.
-        limits: False: read the files in this process, without limits of memory and processor time.
+        step_from: regular expression whose group is the step in a file's path, such as 'step(\\d+)', of sequences
+            without one; ranks of a step may have files of their own; by default none.
+        domain: label of sequences without one; by default none.
+        rows_at: where rows for a part of a sequence are, if the dump does not tell; by default such rows are refused.
+        sampled: the part of each step's sequences that was recorded.
+        drop_repeats: take routes as unknown that repeat the row before in all layers or are 0 to K-1: warm-up, padding.
+        merge_turns: of sequences that are the beginning of a longer one keep the longest, with the rows of the others
+            where it has none: turns of a conversation. The dump is read twice.
+        limits: False: for your own files, no limits of memory and processor time, and no process of their own.
 
     Raises:
         InputError: one line that names the file and the place in it, if the dump is of no known format, is damaged, is
             not of the model, or takes more than the limits.
     """
-    check_optional(1, num_experts=num_experts, num_layers=num_layers, top_k=top_k)
-    check_whole(0, step=step)
-    if format is not None:
-        check_choice("format", format, FORMATS)
-    if rows_at is not None:
-        check_choice("rows_at", rows_at, ROWS_AT)
-    check_pattern(step_from)
-    files = named_files(source, "*")
-    given = ImportOptions(
-        num_experts=num_experts, num_layers=num_layers, top_k=top_k, step=step, step_from=step_from, domain=domain,
-        optional=found_files(source, files), rows_at=rows_at, drop_repeats=drop_repeats,
-        merge_turns=merge_turns,
-    )  # fmt: skip
-    options = with_model(given, model or named_model(files, given), overrides)
-    read = bounded_import if limits else import_own_files
-    summary = Summary()
-    trace = RoutingTrace.concatenate(list(read(files, format, options, summary)))
+    parts, summary = read_dump(source, locals())
+    trace = RoutingTrace.concatenate(list(parts))
     for note in summary.notes:
         log.info("%s", note)
-    return replace(trace, numbering=numbering_of(model), notes=summary.notes)
+    return replace(trace, notes=summary.notes)
+
+
+def read_dump(source: Source, arguments: Mapping[str, Any]) -> tuple[Iterator[RoutingTrace], Summary]:
+    """Parts of the trace of a dump, and a summary that is complete when they were read.
+
+    Args:
+        arguments: of `import_dump`; others are left alone.
+    """
+    defaults = {name: each.default for name, each in signature(import_dump).parameters.items() if name != "source"}
+    given = checked(import_dump, {name: arguments.get(name, default) for name, default in defaults.items()})
+    files, summary = named_files(source, "*"), Summary()
+    taken = {name: given[name] for name in given.keys() & ImportOptions.__dataclass_fields__.keys() - {"model"}}
+    options = ImportOptions(**taken, optional=found_files(source, files))
+    check_pattern(options.step_from)
+    model = given["model"]
+    options = with_model(options, model or named_model(files, options), given["overrides"])
+    numbering = numbering_of(model)
+    read = bounded_import if given["limits"] else import_own_files
+    return (replace(part, numbering=numbering) for part in read(files, given["format"], options, summary)), summary
 
 
 def numbering_of(model: ModelSource | None) -> Numbering | None:

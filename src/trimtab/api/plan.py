@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
+from typing import Annotated
 
 from trimtab.analysis.trace_counts import DEFAULT_BUDGET
-from trimtab.api.arguments import (
-    ModelSource,
-    Overrides,
-    check_choice,
-    check_run,
-    model_or_none,
-    nodes_of,
-    ranks_of,
-    recomputed,
-)
 from trimtab.api.plan_result import PlanResult
+from trimtab.api.run import Run, checked
 from trimtab.cluster import ClusterSpec, StepCosts
 from trimtab.cluster.specs import AUTO, slot_numbers
 from trimtab.errors import InputError
+from trimtab.kinds import choice, positive, switch
 from trimtab.planner import Placement, PlanSettings, SequenceCounts, StepPlan, Workload, budget_for, pack_by_length
 from trimtab.policies import POLICIES, Policy, View, make_view
 from trimtab.policies.trimtab import Trimtab
@@ -30,46 +22,31 @@ from trimtab.trace.store import Source, open_trace
 
 def plan(
     trace: RoutingTrace | Source,
+    run: Run = Run(),  # noqa: B008
     *,
-    ranks: int | None = None,
-    ranks_per_node: int | None = None,
-    groups: int = 1,
-    slots: int | str = AUTO,
-    token_budget: int | None = None,
-    micro_steps: int | None = None,
-    step: int | None = None,
-    policy: str = "trimtab",
-    max_rows_per_rank: int | None = None,
-    exact: bool = False,
-    cluster: str | os.PathLike[str] = "h100x8",
-    dispatcher: str | None = None,
-    model: ModelSource | None = None,
-    overrides: Overrides = (),
-    recompute: bool = True,
-    checkpointing: bool | str = False,
+    policy: Annotated[str, choice(*POLICIES)] = "trimtab",
+    max_rows_per_rank: Annotated[int | None, positive] = None,
+    exact: Annotated[bool, switch] = False,
 ) -> PlanResult:
-    """Returns a plan of one step of a routing trace for a cluster, as `trimtab plan` does.
+    """Plan one step of a routing trace for a cluster, with the balance before and after.
+
+    The step is planned as recorded, with contiguous homes before it. Seconds are those of the whole model.
 
     Args:
-        trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
-        ranks, ranks_per_node, groups, slots, token_budget, micro_steps, cluster, dispatcher, recompute, checkpointing:
-            as in `simulate`, one value each. The step is planned as recorded, with contiguous homes before it.
-        step: RL step to plan; by default the last in the trace.
-        policy: the balancer, a name of `trimtab.policies.POLICIES`.
-        max_rows_per_rank: rows that no rank may exceed in any layer of a micro-step; with `trimtab` only.
-        exact: true: no rank gets more rows of a layer than the mean, rounded up; with `trimtab` only.
-        model: for bytes and seconds: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by
-            default the model that the trace names, else a preset like the trace, if there is one.
-        overrides: keys of the model's config with other values, such as `{"num_hidden_layers": 24}`.
+        trace: as in `simulate`.
+        run: the run; without a model that is known there are no seconds.
+        policy: balancer.
+        max_rows_per_rank: most rows of a rank in a layer of a micro-step, with the balancer trimtab; by default none.
+        exact: spread rows of every layer evenly over ranks, to the row, with the balancer trimtab.
 
     Raises:
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
             not of the model, or does not fit the ranks or the token budget.
     """
-    check_run(locals())
-    check_choice("policy", policy, sorted(POLICIES))
+    given = {"policy": policy, "max_rows_per_rank": max_rows_per_rank, "exact": exact}
+    max_rows_per_rank = checked(plan, given)["max_rows_per_rank"]
     balancer = POLICIES[policy]
-    numbers = slot_numbers(slots) if slots == AUTO else ()
+    numbers = slot_numbers(run.slots) if run.slots == AUTO else ()
     if max_rows_per_rank is not None or exact:
         if policy != "trimtab":
             raise InputError(f"max_rows_per_rank and exact are for policy trimtab; the policy is {policy}")
@@ -77,15 +54,15 @@ def plan(
     if isinstance(balancer, Trimtab):
         balancer = replace(balancer, slots=numbers)
     reader = open_trace(trace)
-    ranks = ranks_of(reader.empty, reader.name, ranks)
-    nodes = nodes_of(cluster, ranks, slots, ranks_per_node, dispatcher)
-    step_trace = _one_step(reader, step)
-    spec = model_or_none(reader.name, step_trace, model, overrides)
+    run = run.on_ranks(reader)
+    nodes, groups, token_budget = run.nodes, run.groups, run.token_budget
+    step_trace = _one_step(reader, run.step)
+    spec = run.model_or_none(reader)
     costs = None
     if spec:
         costs = StepCosts.of(
-            nodes, spec, moe_layers=step_trace.num_layers, groups=groups, recompute=recompute,
-            checkpointing=recomputed(checkpointing) is True,
+            nodes, spec, moe_layers=step_trace.num_layers, groups=groups, recompute=run.recompute,
+            checkpointing=run.recompute_granularity == "full",
         )  # fmt: skip
     homes = Placement.contiguous(step_trace.num_layers, step_trace.num_experts, nodes.ranks)
     # Untimed, so that compiling is not timed: a few sequences, in several micro-steps.
@@ -96,8 +73,8 @@ def plan(
     start = time.perf_counter()
     sequences = SequenceCounts.from_trace(step_trace)
     counting_ended = time.perf_counter()
-    if micro_steps is not None:
-        token_budget = budget_for([sequences.lengths], nodes.ranks * groups, micro_steps)
+    if run.micro_steps is not None:
+        token_budget = budget_for([sequences.lengths], nodes.ranks * groups, run.micro_steps)
     elif token_budget is None:
         token_budget = max(DEFAULT_BUDGET, int(sequences.lengths.max()))
     view, planned = _plan(balancer, sequences, homes, nodes, token_budget, costs)

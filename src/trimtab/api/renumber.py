@@ -6,22 +6,19 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from trimtab.api.advise import MOST_LAYERS, MOST_STEPS
-from trimtab.api.arguments import check_run, layout_of, model_of, nodes_of, ranks_of, recomputed
+from trimtab.api.run import Run
 from trimtab.api.steps import read_steps, spread_layers
 from trimtab.array_type import Array
 from trimtab.cluster import load_model
-from trimtab.cluster.parallel_layout import ZERO1
-from trimtab.cluster.specs import AUTO, slot_numbers
 from trimtab.errors import InputError
+from trimtab.kinds import text
 from trimtab.planner.placement.expert_order import order_experts
 from trimtab.renumber.checkpoint import CheckpointFiles, write_renumbered
-from trimtab.simulator.comparison import with_checkpointing
-from trimtab.simulator.step import StepSettings
 from trimtab.simulator.strategies import NOTHING, REPLICAS
 from trimtab.trace import RoutingTrace
 from trimtab.trace.numbering import FILE, Numbering
@@ -82,75 +79,53 @@ def renumber_checkpoint(
     model: str | os.PathLike[str],
     trace: RoutingTrace | Source,
     output: str | os.PathLike[str],
+    run: Run = Run(),  # noqa: B008
     *,
-    cluster: str | os.PathLike[str] = "h100x8",
-    ranks: int | None = None,
-    ranks_per_node: int | None = None,
-    groups: int = 1,
-    slots: int | str = AUTO,
-    micro_steps: int | None = None,
-    token_budget: int | None = None,
-    dispatcher: str | None = None,
-    recompute: bool = True,
-    sharding: str = ZERO1,
-    checkpointing: bool | str | None = None,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    step_tokens: int | str | None = None,
-    sampled: float | None = None,
-    pattern: Sequence[str] = (),
+    pattern: Annotated[Sequence[str], text] = (),
 ) -> RenumberResult:
-    """Write a checkpoint with the experts of each layer in another order, as `trimtab renumber` does.
+    """Write a checkpoint with the experts of each layer in another order, so that the ranks of a run have even loads:
+    the experts, the rows of the router and all else that is indexed by expert. The model computes the same function,
+    under the same names, in every framework. The order is made from the first steps of the trace, and its gain
+    simulated in the last ones; below 1% nothing is written.
 
-    The model computes the same function under the same names; frameworks put each expert where its id belongs. The
-    order is made from the first steps of the trace and its gain simulated in the last ones, at most 2, with at most 8
-    layers for the model; of a single step, from one half of its prompts and in the other.
+    The last steps are at most 2, and at most 8 layers stand for the model; of a single step, the order is made from one
+    half of its prompts and judged in the other.
 
     Args:
         model: a folder with config.json and safetensors files.
         trace: routing of the model; recorded in another numbering of it, it is mapped.
         output: folder to write, which must not exist.
-        pattern: for a model type that is not known, `changes_of`.
-        cluster, ranks, ranks_per_node, groups, slots, micro_steps, token_budget, dispatcher, recompute, sharding,
-            checkpointing, tp, pp, cp, step_tokens, sampled: of the training run, as in `simulate`.
+        run: the training run; the model is the checkpoint, and steps are those of the trace.
+        pattern: tensors that are indexed by expert, searched behind the layer's number; its group is the number of an
+            expert whose tensors are single; may be repeated; by default names of the known model types.
 
     Raises:
         InputError: as `simulate`; if the gain is below 1%; or as `write_renumbered`.
     """
-    check_run(locals())
     folder, output = _folders(model, output)
     spec = load_model(folder)
     files = CheckpointFiles(folder, spec.zero_experts, pattern)
     now = Numbering.of_checkpoint(folder)
     reader = open_trace(trace)
-    ranks = ranks_of(reader.empty, reader.name, ranks)
-    model_of(reader.name, reader.empty, spec)
+    run = replace(run, model=spec, overrides=(), step=None, steps=None).on_ranks(reader)
+    run.model_of(reader)
     indices = reader.empty.layer_indices.tolist()
     # What can't be renumbered is refused before anything is simulated.
     files.changes(dict.fromkeys(indices, np.arange(spec.num_experts)))
-    layout = layout_of(spec, [ranks], groups=groups, tp=tp, pp=pp, cp=cp)
-    nodes = nodes_of(cluster, ranks, slots, ranks_per_node, dispatcher)
+    run.settings(spec)
+    nodes = run.nodes
     if now.first and reader.empty.numbering is None:
         raise InputError(
             f"{reader.name} does not say which ids recorded it, and {folder} is renumbered; "
             "trimtab trace renumber --recorded-by says it"
         )
-    recorded = read_steps(
-        open_trace(_in_steps(reader.read().in_numbering(now))), step_tokens=step_tokens, sampled=sampled
-    )
-    recorded = replace(recorded, name=reader.name, measured=min(recorded.measured, MOST_STEPS))
+    recorded = read_steps(open_trace(_in_steps(reader.read().in_numbering(now))), run, most=MOST_STEPS)
+    recorded = replace(recorded, name=reader.name)
     past = recorded.recorded[: len(recorded.recorded) - recorded.measured]
     past_PLE = np.stack([step.counts.counts_SLE.sum(axis=0, dtype=np.int64) for step in past])
-    order_LE = order_experts(past_PLE, ranks, nodes.ranks_per_node, spec.expert_groups)
-    layers = spread_layers(recorded, ranks, MOST_LAYERS)
-    settings = StepSettings(
-        groups=groups, recompute=recompute, sharding=sharding, checkpointing=recomputed(checkpointing), layout=layout
-    )
-    case = recorded.with_layers(layers).case(nodes, spec, settings, micro_steps=micro_steps, token_budget=token_budget)
-    case = case.with_slots(*slot_numbers(slots))
-    if checkpointing is None:
-        case = with_checkpointing(case)
+    order_LE = order_experts(past_PLE, nodes.ranks, nodes.ranks_per_node, spec.expert_groups)
+    layers = spread_layers(recorded, nodes.ranks, MOST_LAYERS)
+    case = recorded.with_layers(layers).case(run, spec)
     renumbered = case.permuted(order_LE[layers])
     seconds = {
         each.name: (each.simulate(case).simulated.step_time_s, each.simulate(renumbered).simulated.step_time_s)
@@ -162,7 +137,7 @@ def renumber_checkpoint(
         raise InputError(f"{folder}: renumbering for {reader.name} gains {listed}; below {LEAST_GAIN:.0%}, not written")
     numbering = now.then(order_LE, reader.empty.layer_indices)
     write_renumbered(files, output, dict(zip(indices, order_LE, strict=True)), numbering)
-    size = spec.num_experts // ranks
+    size = spec.num_experts // nodes.ranks
     first = np.arange(spec.num_experts)
     return RenumberResult(
         output=output,

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
 
-from trimtab.api.arguments import (
-    ModelSource,
-    Overrides,
-    check_choice,
-    check_run,
-    layout_of,
-    model_of,
-    nodes_of,
-    numbers,
-    ranks_of,
-    recomputed,
-    split_names,
-)
 from trimtab.api.result_summary import Summarised
+from trimtab.api.run import Run, checked
 from trimtab.api.steps import read_steps
-from trimtab.cluster.parallel_layout import ZERO1
-from trimtab.cluster.specs import AUTO, slot_numbers
 from trimtab.errors import InputError
 from trimtab.figures import plural
+from trimtab.kinds import choice, switch
 from trimtab.policies import POLICIES
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance, need
 from trimtab.report.simulation import answer, assumed, fitting_first, policy_results, simulation_report
-from trimtab.simulator.comparison import Outcome, permuted_steps, simulate_policy, with_checkpointing
+from trimtab.simulator.comparison import Outcome, permuted_steps, simulate_policy
 from trimtab.simulator.comparison_case import ComparisonCase, trace_hash
 from trimtab.simulator.sensitivity import sensitivities
 from trimtab.simulator.simulated_case import PERMUTATION_SEED, SimulatedCase
-from trimtab.simulator.step import WAITING, StepSettings
+from trimtab.simulator.step import WAITING
 from trimtab.simulator.yardstick import yardstick
 from trimtab.trace import RoutingTrace
 from trimtab.trace.store import Source, open_trace
@@ -48,6 +34,8 @@ MAIN_POLICIES = ("static", "eplb", "trimtab", "balanced")
 NEEDED = ("static", "balanced")
 # Stands for the names of all balancers.
 ALL = "all"
+POLICY_NAMES = choice(*POLICIES, ALL, option="--policy")
+Names = str | Sequence[str]
 # Simulated again with permuted expert ids.
 PERMUTED_POLICIES = ("static", "eplb", "trimtab", "balanced")
 
@@ -174,122 +162,59 @@ class SimulationResult(Summarised):
 
 def simulate(
     trace: RoutingTrace | Source,
+    run: Run | Sequence[Run] = Run(),  # noqa: B008
     *,
-    policies: str | Sequence[str] | None = None,
-    cluster: str | os.PathLike[str] = "h100x8",
-    model: ModelSource | None = None,
-    overrides: Overrides = (),
-    ranks: int | Sequence[int] | None = None,
-    ranks_per_node: int | None = None,
-    slots: int | str | Sequence[int | str] = AUTO,
-    micro_steps: int | Sequence[int] | None = None,
-    token_budget: int | None = None,
-    dispatcher: str | Sequence[str] | None = None,
-    mini_batches: int = 1,
-    groups: int = 1,
-    groups_meet: str = "step",
-    equal_terms: bool = False,
-    recompute: bool = True,
-    sharding: str = ZERO1,
-    checkpointing: bool | str | None = None,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    step: int | None = None,
-    steps: int | None = None,
-    step_tokens: int | str | None = None,
-    sampled: float | None = None,
-    sensitivity: bool = False,
+    policies: Annotated[Names | None, POLICY_NAMES] = None,
+    groups_meet: Annotated[str, choice("layer", "step")] = "step",
+    equal_terms: Annotated[bool, switch] = False,
+    sensitivity: Annotated[bool, switch] = False,
     progress: Callable[[str, int, int], None] = lambda policy, done, total: None,
 ) -> SimulationResult:
-    """Plan steps of a trace with several balancers and simulate them, as `trimtab simulate` does.
+    """Plan steps of a routing trace with several balancers, estimate the step time of every plan with a timeline model
+    of the cluster, and say where the time goes and whether memory is enough.
 
     Balancers keep what they moved and see the loads of the steps before. Figures are means of the steps.
 
     Args:
         trace: a `RoutingTrace`, a path (file, folder or pattern), or a list of paths.
-        policies: names of `trimtab.policies.POLICIES`, in a list or as "eplb,trimtab", or "all", which leaves out, with
-            a note, those whose packages are not installed; `static` and `balanced` always run. By default also `eplb`
-            and `trimtab`.
-        cluster: kind of nodes: a preset's name or a TOML file.
-        model: a `ModelSpec`, a preset's name or hub id, a config.json or a checkpoint; by default the model that the
-            trace names, else a preset like the trace.
-        overrides: keys of the model's config with other values, such as `{"num_hidden_layers": 24}`.
-        ranks: ranks of a group; several for a sweep. By default 16, or the largest power of two below that divides the
-            experts.
-        ranks_per_node: ranks of a node; by default the cluster's.
-        slots: replica slots per rank; "auto": of 2, 4, 8 and 16 each balancer has the best that fits; several for a
-            sweep.
-        micro_steps: micro-steps of the step, instead of a token budget; several for a sweep.
-        token_budget: most tokens of a rank in a micro-step; by default 8192, or the longest sequence if that is more.
-        dispatcher: what is sent to a node, `rows` (every row to its rank, as all-to-alls do) or `tokens` (a token once,
-            as DeepEP, HybridEP and MoRI do); several for a sweep. By default the cluster's.
-        mini_batches: optimizer steps.
-        groups: expert-parallel groups.
-        groups_meet: where groups synchronise, `layer` or `step`.
+        run: the run. Several are a sweep: they differ in ranks, slots, micro-steps and dispatcher alone.
+        policies: balancers, in a list or as "eplb,trimtab"; all leaves out those whose packages are not installed;
+            static and balanced always run; by default static eplb trimtab balanced.
+        groups_meet: where groups wait for each other.
         equal_terms: same homes, schedule and slots for all balancers, instead of their own recipes.
-        recompute: False simulates the update alone, with the rollout's log-probabilities.
-        sharding: training state that data ranks share out, for memory: `ddp`, `zero1` (optimizer state) or `fsdp`.
-        checkpointing: activations that are computed again for backward: `none` or False, `selective` (cheap ones),
-            `full` or True: least memory, and another forward of every micro-step. By default the least of these with
-            which `static` fits.
-        tp, pp, cp: tensor, pipeline (1F1B) and context parallelism, see `Layout`; `ranks * groups * pp` GPUs in all.
-        step: the last RL step to simulate; by default that of the trace.
-        steps: steps to simulate, up to that one; by default all but the trace's first, at most 6.
-        step_tokens: tokens of a whole step, such as 20_000_000 or "20M", in all groups, if the trace has a part of
-            each: its prompts are then drawn with all their answers until steps have so many. By default steps have one
-            full micro-step of every rank at least, unless micro-steps are given.
-        sampled: the part of each step that the trace has, above 0 to 1, instead; by default what the trace says.
-        sensitivity: whether the five best balancers are simulated again under changes of the cluster, such as a slower
-            network or none from host memory.
+        sensitivity: simulate the five best balancers again, with what the price may lack, such as a slower network.
         progress: called before each balancer with its name, the balancers done and all, and once at the end.
 
     Raises:
         InputError: one line, if an argument is out of range or the trace can't be read, is empty, has no such step, is
             not of the model, or does not fit the ranks, the token budget or the micro-steps.
     """
-    arguments, reader = locals(), open_trace(trace)
-    sizes: Sequence[int | None] = [None] if micro_steps is None else numbers(micro_steps)
-    sent: Sequence[str | None] = [None] if dispatcher is None else split_names(dispatcher)
-    several = (
-        numbers(ranks_of(reader.empty, reader.name, None) if ranks is None else ranks),
-        numbers(slots),
-        sizes,
-        sent,
-    )
-    every, clusters = list(itertools.product(*several)), []
     names = _names(policies)
-    if not every:
-        raise InputError("ranks, slots, micro_steps and dispatcher: expected at least one value each")
-    for values in every:
-        check_run(arguments | dict(zip(("ranks", "slots", "micro_steps", "dispatcher"), values, strict=True)))
-        ranks_of(reader.empty, reader.name, values[0])
-        clusters.append(nodes_of(cluster, values[0], values[1], ranks_per_node, values[3]))
-
-    recorded = read_steps(reader, step=step, steps=steps, step_tokens=step_tokens, sampled=sampled)
-    step_trace = recorded.last
-    spec = model_of(reader.name, step_trace, model, overrides)
-    layout = layout_of(spec, several[0], groups=groups, tp=tp, pp=pp, cp=cp)
-    most = max(numbers(micro_steps or 1))
+    checked(simulate, {"groups_meet": groups_meet, "equal_terms": equal_terms, "sensitivity": sensitivity})
+    reader = open_trace(trace)
+    asked = [run] if isinstance(run, Run) else list(run)
+    if not asked:
+        raise InputError("run: expected at least one")
+    alike = [replace(each, ranks=None, slots=0, micro_steps=None, dispatcher=None) for each in asked]
+    if any(each != alike[0] for each in alike):
+        raise InputError("run: runs of a sweep differ in ranks, slots, micro_steps and dispatcher alone")
+    runs = [each.on_ranks(reader) for each in asked]
+    recorded = read_steps(reader, runs[0])
+    model = runs[0].model_of(reader)
+    most = max(each.micro_steps or 1 for each in runs)
     fewest = min((part.trace for part in recorded.recorded[-recorded.measured :]), key=lambda part: part.num_sequences)
     if most > fewest.num_sequences and not recorded.is_scaled:
         raise InputError(
             f"--micro-steps {most}: step {fewest.steps[0]} of {reader.name} has "
             f"{plural(fewest.num_sequences, 'sequence')}; every micro-step needs one"
         )
-    total = len(every) * (len(names) + 1)
+    # What can't exist is refused before anything is simulated.
+    for each in runs:
+        each.settings(model), each.nodes
+    total = len(runs) * (len(names) + 1)
     cases: list[SimulatedCase] = []
-    settings = StepSettings(
-        groups=groups, meet=groups_meet, recompute=recompute, sharding=sharding,
-        checkpointing=recomputed(checkpointing), layout=layout,
-    )  # fmt: skip
-    for (case_ranks, case_slots, size, sends), nodes in zip(every, clusters, strict=True):
-        case = recorded.case(
-            nodes, spec, settings, micro_steps=size, token_budget=token_budget, mini_batches=mini_batches,
-            equal_terms=equal_terms,
-        ).with_slots(*slot_numbers(case_slots))  # fmt: skip
-        if checkpointing is None:
-            case = with_checkpointing(case)
+    for each in runs:
+        case = recorded.case(each, model, meet=groups_meet, equal_terms=equal_terms)
         outcomes: dict[str, Outcome] = {}
         done = len(cases) * (len(names) + 1)
         for policy in names:
@@ -302,9 +227,10 @@ def simulate(
         if sensitivity:
             progress("sensitivity", done + len(names), total)
         changed = sensitivities(case, outcomes) if sensitivity else ()
-        cases.append(SimulatedCase(case_ranks, case_slots, size, case, outcomes, times_s, waiting_s, sends, changed))
+        size = (case.cluster.ranks, each.slots, each.micro_steps)
+        cases.append(SimulatedCase(*size, case, outcomes, times_s, waiting_s, each.dispatcher, changed))
     progress(names[-1], total, total)
-    return SimulationResult(reader.name, step_trace, tuple(cases))
+    return SimulationResult(reader.name, recorded.last, tuple(cases))
 
 
 def _flat(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -316,11 +242,12 @@ def _flat(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def _names(policies: str | Sequence[str] | None) -> list[str]:
+def _names(policies: Names | None) -> list[str]:
     """The balancers to run, in the order of `POLICIES`."""
-    wanted = MAIN_POLICIES if policies is None else split_names(policies)
+    given = [policies] if isinstance(policies, str) else MAIN_POLICIES if policies is None else policies
+    wanted = [name for text in given for name in text.split(",")]
     for name in wanted:
-        check_choice("policies", name, (*POLICIES, ALL))
+        POLICY_NAMES.check("policies", name)
         POLICIES.get(name)  # raises InputError if a package that it needs is missing
     return [name for name in POLICIES if name in (*wanted, *NEEDED) or (ALL in wanted and _available(name))]
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from trimtab.api.arguments import ModelSource, Overrides, check_optional, check_whole, model_of, numbers
+from trimtab.api import run_kinds
+from trimtab.api.run import Run, checked
 from trimtab.cluster.model_names import hub_ids, preset_of
 from trimtab.cluster.spec_files import load_node
 from trimtab.cluster.specs import AUTO, AUTO_SLOTS
 from trimtab.errors import InputError
+from trimtab.kinds import positive, price
 from trimtab.report.number_text import bytes_text, seconds
 from trimtab.report.rollout_sizing import engine_settings, rollout_answer
 from trimtab.simulator.comparison_case import step_of
@@ -104,55 +106,53 @@ class RolloutSizing:
 
 def size_rollout(
     trace: RoutingTrace | Source,
+    run: Run = Run(),  # noqa: B008
     *,
-    cluster: str | os.PathLike[str] = "h100x8",
-    expert_cluster: str | os.PathLike[str] | None = None,
-    model: ModelSource | None = None,
-    overrides: Overrides = (),
-    gpus: int = 64,
-    token_ms: int = TOKEN_MS,
-    context: int | None = None,
-    slots: int | str = AUTO,
-    micro_batches: int | Sequence[int] = MICRO_BATCHES,
-    gpu_hour: float | None = None,
-    expert_gpu_hour: float | None = None,
-    step: int | None = None,
+    expert_cluster: Annotated[str | os.PathLike[str] | None, run_kinds.cluster] = None,
+    gpus: Annotated[int, positive] = 64,
+    token_ms: Annotated[int, positive] = TOKEN_MS,
+    context: Annotated[int | None, positive] = None,
+    micro_batches: Annotated[Sequence[int], positive] = MICRO_BATCHES,
+    gpu_hour: Annotated[float | None, price] = None,
+    expert_gpu_hour: Annotated[float | None, price] = None,
 ) -> RolloutSizing:
-    """Find the best deployment of a rollout's decode, with colocated expert parallelism and with attention and experts
-    on separate ranks, as `trimtab rollout` does.
+    """Size the decode of a rollout: expert parallelism with attention and experts on the same ranks against the best
+    numbers of attention and expert ranks, with micro-batches that go back and forth. Experts take the time of the
+    busiest rank by the trace, with and without copies of hot experts.
+
+    Copies of hot experts are placed by the loads of the step before, if there is one.
 
     Args:
-        trace, model, overrides, cluster: as in `simulate`.
-        expert_cluster: kind of nodes of expert ranks, if it is another one.
-        gpus: most of a deployment; a larger rollout has several.
+        trace: as in `simulate`.
+        run: cluster and model; its step is the one whose tokens are decoded, and its slots are copies of hot experts in
+            each layer of a rank, where there are copies, 2 for `auto`.
+        expert_cluster: kind of nodes of expert ranks, if it is another one; by default the cluster.
+        gpus: most GPUs of a deployment; a larger rollout has several.
         token_ms: most milliseconds per output token.
-        context: tokens in the KV cache of a sequence, the mean; by default that of the step's responses.
-        slots: copies of hot experts in each layer of a rank, where there are copies; "auto": 2. They are placed by the
-            loads of the step before, if there is one.
+        context: tokens in a sequence's KV cache, the mean; by default the trace's.
         micro_batches: numbers of micro-batches on separate ranks, 2 to 4.
-        gpu_hour, expert_gpu_hour: prices of an hour of one GPU of each kind; None: no money.
-        step: RL step whose tokens are decoded; by default the last.
+        gpu_hour: price of an hour of one GPU; by default no money.
+        expert_gpu_hour: price of an hour of one GPU of the expert cluster; by default no money.
 
     Raises:
         InputError: one line, if an argument is out of range, or no deployment fits memory or the time per token.
     """
-    copied: Any = AUTO_SLOTS[0] if slots == AUTO else slots
-    check_whole(1, gpus=gpus, token_ms=token_ms, slots=copied)
-    check_optional(1, context=context)
-    check_optional(0, step=step)
-    numbers_of = numbers(micro_batches)
+    given: dict[str, Any] = {"gpus": gpus, "token_ms": token_ms, "context": context, "expert_cluster": expert_cluster}
+    given |= {"gpu_hour": gpu_hour, "expert_gpu_hour": expert_gpu_hour}
+    checked(size_rollout, given)
+    cluster, step = run.cluster, run.step
+    copied: Any = AUTO_SLOTS[0] if run.slots == AUTO else positive.check("slots", run.slots)
+    numbers_of = list(micro_batches)
     if not {*numbers_of} <= {*MICRO_BATCHES} or not numbers_of:
         raise InputError(f"micro_batches: {numbers_of} should be of {', '.join(map(str, MICRO_BATCHES))}")
-    given = {"gpu_hour": gpu_hour, "expert_gpu_hour": expert_gpu_hour}
-    for name, price in given.items():
-        if price is not None and not 0 < price < float("inf"):
-            raise InputError(f"{name}: {price!r} should be above 0")
+    if 0 in (gpu_hour, expert_gpu_hour):
+        raise InputError("gpu_hour and expert_gpu_hour should be above 0")
     if expert_gpu_hour is not None and (gpu_hour is None or expert_cluster is None):
         raise InputError("expert_gpu_hour: needs gpu_hour and expert_cluster")
     if gpu_hour is not None and expert_cluster is not None and expert_gpu_hour is None:
         raise InputError("gpu_hour: with an expert_cluster it needs expert_gpu_hour, too")
     reader = open_trace(trace)
-    spec = model_of(reader.name, reader.empty, model, overrides)
+    spec = run.model_of(reader)
     if not reader.facts.lengths.any():
         raise InputError(f"{reader.name}: the trace is empty; there is nothing to decode")
     decoded, earlier = step_of(reader.read(), step)

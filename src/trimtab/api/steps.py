@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.analysis.trace_counts import DEFAULT_BUDGET
-from trimtab.api.arguments import token_count
+from trimtab.api.run import Run
 from trimtab.array_type import Array
-from trimtab.cluster import ClusterSpec, ModelSpec
+from trimtab.cluster import ModelSpec
+from trimtab.cluster.specs import slot_numbers
 from trimtab.errors import InputError
 from trimtab.figures import plural
 from trimtab.planner import SequenceCounts, budget_for
+from trimtab.simulator.comparison import with_checkpointing
 from trimtab.simulator.comparison_case import ComparisonCase, step_of
 from trimtab.simulator.resampling import RecordedStep, ResampledTrace, cut_step, whole_steps
-from trimtab.simulator.step import StepSettings
 from trimtab.trace import RoutingTrace, TraceReader
 
 # Simulated by default, if the trace has so many after its first.
@@ -85,25 +86,26 @@ class TraceSteps:
 
     def case(
         self,
-        cluster: ClusterSpec,
+        run: Run,
         model: ModelSpec,
-        settings: StepSettings,
         *,
-        micro_steps: int | None = None,
-        token_budget: int | None = None,
-        mini_batches: int = 1,
+        meet: str = "step",
         equal_terms: bool = False,
         seed: int = 0,
     ) -> ComparisonCase:
-        """The steps to simulate on a cluster; scaled ones with their halves.
+        """The steps to simulate in a run, whose ranks are given; scaled ones with their halves.
 
-        Where ranks share sequences, `settings.layout.pieces`, each sequence is as many pieces.
+        Where ranks share sequences, `Layout.pieces`, each sequence is as many pieces. Without a granularity of
+        checkpointing, it is the least with which `static` fits.
 
         Args:
-            micro_steps: of the largest step; else `token_budget` holds, by default 8192 or the longest piece, and steps
-                have a full micro-step of every rank at least, unless something says how large they are.
+            run: `micro_steps` are those of the largest step; else `token_budget` holds, by default 8192 or the longest
+                piece, and steps have a full micro-step of every rank at least, unless something says how large they
+                are.
             seed: of the drawing of scaled steps.
         """
+        cluster, settings = run.nodes, run.settings(model, meet)
+        micro_steps, token_budget = run.micro_steps, run.token_budget
         full = cluster.ranks * settings.groups * (token_budget or DEFAULT_BUDGET) if micro_steps is None else 0
         whole, assumed = self._completed(full)
         assumed = (*self.last.notes, *assumed)
@@ -130,7 +132,7 @@ class TraceSteps:
                 sequences=steps[-1][0],
                 earlier=tuple(each for each, _ in steps[:-1]),
                 token_budget=budget,
-                mini_batches=mini_batches,
+                mini_batches=run.mini_batches,
                 equal_terms=equal_terms,
                 settings=settings,
                 measured=self.measured,
@@ -140,65 +142,48 @@ class TraceSteps:
                 past_is_drawn=len(whole.recorded) > len(self.recorded),
             )
 
-        if not whole.is_scaled:
-            return made(steps)
-        halves = tuple(made(cut(whole_steps(whole.recorded, seed, half=half))) for half in (0, 1))
-        return replace(made(steps), halves=halves)
+        case = made(steps)
+        if whole.is_scaled:
+            halves = tuple(made(cut(whole_steps(whole.recorded, seed, half=half))) for half in (0, 1))
+            case = replace(case, halves=halves)
+        case = case.with_slots(*slot_numbers(run.slots))
+        return with_checkpointing(case) if run.recompute_granularity is None else case
 
 
-def read_steps(
-    reader: TraceReader,
-    *,
-    step: int | None = None,
-    steps: int | None = None,
-    step_tokens: int | str | None = None,
-    sampled: float | None = None,
-) -> TraceSteps:
-    """The steps of a trace up to `step`, the last by default; all but the first are measured, at most 6.
+def read_steps(reader: TraceReader, run: Run, *, most: int = MOST_STEPS) -> TraceSteps:
+    """The steps of a trace that a run names; of several without `run.steps` the first is not measured.
 
     Args:
-        steps: measured, instead.
-        step_tokens: tokens of each whole step, if only a part of them was recorded.
-        sampled: the part of each step that was recorded, in place of `step_tokens`; by default the part that the trace
-            states.
+        most: steps that are measured without `run.steps`.
 
     Raises:
         InputError: if there is no such step, or fewer than `steps`, or they have more tokens than `step_tokens`.
     """
     if not reader.facts.lengths.any():
         raise InputError(f"{reader.name}: the trace is empty; there is nothing to simulate")
-    step_tokens = None if step_tokens is None else token_count(step_tokens)
-    last, earlier = step_of(reader.read(), step)
+    last, earlier = step_of(reader.read(), run.step)
     traces = [*earlier, last]
-    measured = min(MOST_STEPS, max(1, len(earlier))) if steps is None else steps
+    measured = run.steps or min(most, max(1, len(earlier)))
     if measured > len(traces):
         raise InputError(
             f"--steps {measured}: {reader.name} has {plural(len(traces), 'step')} up to step {last.steps[0]}"
         )
-    part = _sampled_part(last, reader.name, step_tokens, sampled)
+    part = run.sampled or last.sampled
+    given = {"--step-tokens": run.step_tokens, "--sampled": run.sampled}
+    for option, value in given.items():
+        if value is not None and last.sampled not in (1, run.sampled):
+            log.info("%s is used; %s says that %g of each step was recorded", option, reader.name, last.sampled)
     recorded = []
     for trace in traces:
-        tokens = round(trace.num_tokens / part) if step_tokens is None else step_tokens
+        tokens = round(trace.num_tokens / part) if run.step_tokens is None else int(run.step_tokens)
         if tokens < trace.num_tokens:
             raise InputError(
                 f"--step-tokens {tokens}: step {trace.steps[0]} of {reader.name} has {trace.num_tokens} tokens; it "
                 "should be those of a whole step, in all expert-parallel groups"
             )
         recorded.append(RecordedStep(SequenceCounts.from_trace(trace), trace, tokens))
-    is_stated = step_tokens is not None or sampled is not None or last.sampled < 1
+    is_stated = any(value is not None for value in given.values()) or last.sampled < 1
     return TraceSteps(reader.name, tuple(recorded), measured, is_stated)
-
-
-def _sampled_part(trace: RoutingTrace, name: str, step_tokens: int | None, sampled: float | None) -> float:
-    """The recorded part of the steps. An option wins over what the trace says, and that is logged."""
-    if step_tokens is not None and sampled is not None:
-        raise InputError("sampled: not allowed with argument step_tokens")
-    if sampled is not None and not 0 < sampled <= 1:
-        raise InputError(f"sampled: {sampled!r} should be above 0, and at most 1")
-    option = "--step-tokens" if step_tokens is not None else "--sampled" if sampled is not None else ""
-    if option and trace.sampled < 1 and trace.sampled != sampled:
-        log.info("%s is used; %s says that %g of each step was recorded", option, name, trace.sampled)
-    return trace.sampled if sampled is None else sampled
 
 
 def _with_layers(step: RecordedStep, layers: Array) -> RecordedStep:

@@ -11,10 +11,10 @@ from typing import Any
 
 from trimtab.analysis.trace_comparison import check_comparable
 from trimtab.api.analyze import AnalysisComparison, AnalysisResult, analyze
-from trimtab.api.steps import MOST_STEPS
-from trimtab.cli.options import add_options, given
-from trimtab.cli.output import compile_planners, progress_shown, write_figures
-from trimtab.cli.run_options import add_run, add_simulated_steps
+from trimtab.api.run import Run
+from trimtab.cli.output import compile_planners, progress_shown
+from trimtab.cli.run_command import add_command, show
+from trimtab.cli.signatures import given
 from trimtab.figures import plural
 from trimtab.report.analysis_tables import analysis_tables
 from trimtab.report.comparison_report import comparison_output
@@ -23,27 +23,21 @@ from trimtab.trace.store import open_trace
 log = logging.getLogger("trimtab")
 # What counts tell is said by itself if they took longer, since the rest will then, too.
 SOON_S = 1.0
+# Of the step whose seconds are simulated without replicas; memory is not said.
+UNUSED = ("slots", "mini_batches", "sharding")
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "analyze",
-        description="Print what expert imbalance costs in a routing trace, in which layers, and whether known routing "
-        "would help. Nothing is planned; traces can be larger than memory.",
-        examples=[
-            "trimtab analyze out/mixed.parquet --ranks 16 --html out/analysis.html",
-            "trimtab analyze out/math.parquet --compare out/code.parquet --html out/compared.html",
-        ],
-    )
-    add_run(parser, of=analyze, step="all of the trace", what_for=", for seconds")
-    add_simulated_steps(parser, of=analyze, most=MOST_STEPS)
+    examples = [
+        "trimtab analyze out/mixed.parquet --ranks 16 --html out/analysis.html",
+        "trimtab analyze out/math.parquet --compare out/code.parquet --html out/compared.html",
+    ]
+    parser = add_command(commands, "analyze", analyze, run=run, examples=examples, unused=UNUSED)
     parser.add_argument(
         "--compare", type=Path, nargs="+", metavar="FILE",
         help="another trace of the same layers and experts; the figures of both and their difference are shown "
         "(default: none)",
     )  # fmt: skip
-    add_options(parser, "--json", "--html")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -58,14 +52,9 @@ def run(options: argparse.Namespace) -> None:
     if options.compare:
         result = shown.compare(_analyzed(options, options.compare))
         tables = comparison_output(result.report)
-    console = write_figures(options, result.figures())
-    if options.html:
-        result.write_html(options.html)
-    console.print(*tables, sep="\n")
     if "ranks" not in options:
-        console.print(f"For {plural(shown.analysis.ranks, 'rank')}, since --ranks is not given.")
-    if options.html:
-        log.info("page: %s", options.html)
+        tables = [*tables, f"For {plural(shown.analysis.ranks, 'rank')}, since --ranks is not given."]
+    show(options, result, *tables)
 
 
 def _analyzed(options: argparse.Namespace, trace: list[Path]) -> AnalysisResult:
@@ -78,4 +67,5 @@ def _analyzed(options: argparse.Namespace, trace: list[Path]) -> AnalysisResult:
 
     with progress_shown() as update:
         counted = partial(update, "counting sequences")
-        return analyze(**given(options, analyze) | {"trace": tuple(trace)}, first=first, progress=counted)
+        run = Run(**given(options, Run))
+        return analyze(tuple(trace), run, first=first, progress=counted)

@@ -13,10 +13,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from trimtab.cli.options import KINDS, TEXT
 from trimtab.cli.parser import Parser
 from trimtab.errors import InputError, closest
 from trimtab.files import read_small_text
+from trimtab.kinds import Kind
 
 COMMANDS = ("advise", "simulate", "analyze", "plan", "rollout")
 # Of the parser itself, with other meanings than arguments in Python.
@@ -98,11 +98,12 @@ def _value(where: str, option: argparse.Action, value: Any) -> Any:
 
 
 def _single(where: str, option: argparse.Action, value: Any) -> Any:
-    types, kind = KINDS.get(option.type, TEXT)
-    if isinstance(value, bool) or not isinstance(value, types):
-        raise InputError(f"{where}: {_shown(value)} should be {kind}")
+    kind = option.type
+    assert isinstance(kind, Kind)
+    if isinstance(value, bool) or not isinstance(value, kind.types):
+        raise InputError(f"{where}: {_shown(value)} should be {kind.form}")
     try:
-        found: Any = option.type(str(value)) if callable(option.type) else value
+        found: Any = kind(str(value))
     except argparse.ArgumentTypeError as error:
         raise InputError(f"{where}: {error}") from None
     if option.choices is not None and found not in option.choices:

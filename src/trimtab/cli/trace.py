@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.api.import_dump import check_pattern, named_model, numbering_of, with_model
-from trimtab.cli.options import add_model, add_options, add_output, add_trace, given, positive, whole
+from trimtab.api.import_dump import import_dump, read_dump
+from trimtab.cli.options import add_options, add_output, add_trace, positive, whole
 from trimtab.cli.output import progress_shown, write_figures
+from trimtab.cli.signatures import add_arguments, given
 from trimtab.console import console
 from trimtab.errors import InputError
 from trimtab.figures import plural
@@ -29,13 +30,10 @@ from trimtab.report.number_text import bytes_text
 from trimtab.report.tables import skew_table, terminal_facts, trace_facts
 from trimtab.trace import PRESETS, RoutingTrace, TraceReader, id_dtype, synthesize_preset, write_trace
 from trimtab.trace.exports.megatron import write_megatron
-from trimtab.trace.formats.bounded_import import bounded_import
-from trimtab.trace.formats.importing import FORMATS, import_own_files
+from trimtab.trace.formats.importing import FORMATS
 from trimtab.trace.formats.normalise import Summary
-from trimtab.trace.formats.records import ROWS_AT, ImportOptions
 from trimtab.trace.numbering import Numbering
 from trimtab.trace.statistics import layer_skew
-from trimtab.trace.store import found_files, named_files
 
 
 def add(commands: Any) -> None:
@@ -159,56 +157,23 @@ def add_import(actions: Any) -> None:
         "source", type=Path, nargs="+", metavar="SOURCE", help="files, folders or patterns of one dump, in order"
     )
     add_output(parser, "the trace (.parquet)")
-    option = partial(add_options, parser, of=ImportOptions)
-    add_options(parser, "--format", choices=tuple(FORMATS), unset="detected", help="format of the dump")
-    add_model(parser, of=ImportOptions, unset="the dump's if it is known; else experts, layers and top-k as options")
-    option("--num-experts", type=positive, unset="the model's", help="experts of a layer")
-    option("--num-layers", "--top-k", unset="the model's")
-    option("--step", unset="0, for sequences without one")
-    option(
-        "--step-from", type=str, metavar="NAME", unset="none",
-        help="regular expression whose group is the step in a file's path, such as 'step(\\d+)'; ranks of a step may "
-        "have files of their own",
-    )  # fmt: skip
-    option("--domain", unset="none", help="label of sequences without one")
-    option(
-        "--rows-at", choices=ROWS_AT, unset="such rows are refused",
-        help="where rows for a part of a sequence are, if the dump does not tell",
-    )  # fmt: skip
-    option("--sampled")
-    option(
-        "--drop-repeats", action="store_true",
-        help="take routes as unknown that repeat the row before in all layers or are 0 to K-1: warm-up, padding",
-    )  # fmt: skip
-    option(
-        "--merge-turns", action="store_true",
-        help="of sequences that are the beginning of a longer one keep the longest: turns of a conversation",
-    )  # fmt: skip
-    add_options(
-        parser, "--no-limits", action="store_false", dest="limits",
-        help="for your own files: no limits of memory and processor time",
-    )  # fmt: skip
+    add_arguments(parser, import_dump)
     parser.set_defaults(run=run_import)
 
 
 def run_import(options: argparse.Namespace) -> None:
-    files = named_files(options.source, "*")
-    summary = Summary()
-    screen = console()
-    start = time.perf_counter()
-    last_step, numbering = 0, numbering_of(getattr(options, "model", None))
+    screen, start, last_step = console(), time.perf_counter(), 0
+    parts, summary = read_dump(tuple(options.source), vars(options))
     with progress_shown() as update:
 
-        def watched(parts: Iterable[RoutingTrace]) -> Iterator[RoutingTrace]:
+        def watched() -> Iterator[RoutingTrace]:
             nonlocal last_step
             for part in parts:
                 last_step = max(last_step, int(part.steps.max(initial=0)))
                 update(f"{summary.format}: {summary.tokens:,} tokens")
-                yield replace(part, numbering=numbering)
+                yield part
 
-        read = bounded_import if options.limits else import_own_files
-        parts = read(files, options.format, _import_options(options, files), summary)
-        write_trace(watched(parts), options.output, notes=lambda: summary.notes)
+        write_trace(watched(), options.output, notes=lambda: summary.notes)
     seconds = time.perf_counter() - start
     if not last_step and {"step", "step_from"}.isdisjoint(vars(options)):
         log.info("no step is recorded, so all sequences are of step 0; --step-from takes steps from files' names")
@@ -229,13 +194,6 @@ def _rows(summary: Summary, seconds: float) -> list[tuple[str, str]]:
     if summary.agreement is not None:
         rows.append(("prompts agree", f"{summary.agreement:.1%} of their routes, between answers to the same prompt"))
     return rows + [("left out", f"{count:,} {what}") for what, count in summary.dropped.items()]
-
-
-def _import_options(options: argparse.Namespace, files: Sequence[Path]) -> ImportOptions:
-    """The options, completed by the facts of the model."""
-    found = ImportOptions(**given(options, ImportOptions), optional=found_files(options.source, files))
-    check_pattern(found.step_from)
-    return with_model(found, found.model or named_model(files, found), getattr(options, "overrides", ()))
 
 
 def add_export(actions: Any) -> None:

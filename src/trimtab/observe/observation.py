@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trimtab.api.arguments import check_model
+from trimtab.api.model_choice import check_model
 from trimtab.cluster import ClusterSpec, ModelSpec, default_model, model_like
 from trimtab.errors import InputError
 from trimtab.observe.borrowed import Sample, fingerprint

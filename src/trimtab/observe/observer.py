@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from trimtab.analysis.trace_counts import DEFAULT_BUDGET
-from trimtab.api.arguments import ModelSource, check_choice, check_optional, check_whole
+from trimtab.api.model_choice import ModelSource
 from trimtab.cluster import ModelSpec, load_cluster, load_model
 from trimtab.errors import InputError
+from trimtab.kinds import at_least, choice, positive
 from trimtab.observe.borrowed import Room
 from trimtab.observe.frameworks import FRAMEWORKS
 from trimtab.observe.observation import Call, Observation
@@ -98,11 +99,13 @@ class Observer:
         disk_mb: int = DISK_MB,
         placement: RolloutPlacement | None = None,
     ) -> None:
-        check_choice("framework", framework, FRAMEWORKS)
-        check_whole(1, ranks=ranks, token_budget=token_budget)
-        check_whole(OWN_MB + 1, memory_mb=memory_mb)
-        check_whole(1, disk_mb=disk_mb)
-        check_optional(1, num_experts=num_experts, ranks_per_node=ranks_per_node)
+        choice(*FRAMEWORKS).check("framework", framework)
+        at_least(OWN_MB + 1).check("memory_mb", memory_mb)
+        for name, value in {"ranks": ranks, "token_budget": token_budget, "disk_mb": disk_mb}.items():
+            positive.check(name, value)
+        for name, optional in {"num_experts": num_experts, "ranks_per_node": ranks_per_node}.items():
+            if optional is not None:
+                positive.check(name, optional)
         if not 0 <= sample <= 1:
             raise InputError(f"sample: {sample!r} should be from 0 to 1")
         spec = model if isinstance(model, ModelSpec) or model is None else load_model(model)

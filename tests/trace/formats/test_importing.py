@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import random
@@ -22,8 +21,8 @@ from helpers.pickled_dumps import saved
 from helpers.response_dumps import json_lines, npy_text
 from helpers.response_dumps import routes as plain_routes
 from trimtab import InputError, RoutingTrace, import_dump, read_trace, write_trace
+from trimtab.api.import_dump import with_model
 from trimtab.cli.main import main
-from trimtab.cli.trace import _import_options
 from trimtab.cluster import load_model
 from trimtab.trace import ImportOptions
 from trimtab.trace.formats.from_memory import from_verl
@@ -122,9 +121,8 @@ def test_options_override_the_metadata_of_arrays(tmp_path: Path) -> None:
 
 
 def test_a_model_supplies_facts_that_options_lack(tmp_path: Path) -> None:
-    def known(**options: Any) -> ImportOptions:
-        files = [tmp_path / "absent.jsonl"]
-        return _import_options(argparse.Namespace(source=files, step=2, domain="maths", **options), files)
+    def known(model: str | None = None, **options: Any) -> ImportOptions:
+        return with_model(ImportOptions(step=2, domain="maths", **options), model)
 
     config = {"model_type": "deepseek_v3", "n_routed_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 4}
     config |= {"first_k_dense_replace": 1, "hidden_size": 8, "moe_intermediate_size": 8, "intermediate_size": 8}
@@ -176,7 +174,7 @@ def test_invalid_arguments_give_one_line_errors(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trimtab.cli.trace.bounded_import", import_own_files)
+    monkeypatch.setattr("trimtab.api.import_dump.bounded_import", import_own_files)
     contents = {
         "nothing.bin": b"\x00\x01\x02 nothing", "both.json": b'{"meta_info": 1, "layer": 2, "top_indices": []}',
         "empty.jsonl": b"", "a.parquet": b"PAR1 and so on", "vllm.jsonl": DUMPS["vllm:jsonl"].content,
