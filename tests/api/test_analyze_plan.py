@@ -72,11 +72,11 @@ def test_parts_of_a_large_step_are_planned(tmp_path: Path, monkeypatch: pytest.M
     whole = trimtab.analyze(trace, trimtab.Run(ranks=8))
     monkeypatch.setattr(analyze_module, "PLANNED_BYTES", trace.expert_ids.nbytes // 2)
     monkeypatch.setattr(analyze_module, "ROW_GROUP_BYTES", 1 << 20)
+    monkeypatch.setattr(analyze_module, "MOST_BYTES", trace.expert_ids.nbytes // 2)
     part = trimtab.analyze(trace, trimtab.Run(ranks=8))
     assert placements_table(part.analysis).rows[-1].name == "a plan for each micro-step, of 48 of 96 sequences"
     assert planned_row(part)["expert_time_lost"] == pytest.approx(planned_row(whole)["expert_time_lost"], abs=0.01)
     # Of a file, without reading all of it.
-    monkeypatch.setattr(analyze_module, "MOST_BYTES", trace.expert_ids.nbytes // 2)
     from_file = trimtab.analyze(tmp_path / "large.parquet", trimtab.Run(ranks=8))
     assert from_file.analysis.estimate is None
     assert planned_row(from_file) == planned_row(trimtab.analyze(trace, trimtab.Run(ranks=8)))
@@ -90,7 +90,7 @@ def test_what_counts_tell_is_said_before_anything_is_planned(monkeypatch: pytest
         raise InterruptedError
 
     analysis = trimtab.analyze(trace, trimtab.Run(ranks=4)).analysis
-    monkeypatch.setattr(analyze_module, "plan", stop)
+    monkeypatch.setattr(analyze_module, "planned_loads", stop)
     with pytest.raises(InterruptedError):
         trimtab.analyze(trace, trimtab.Run(ranks=4), first=said.append)
     (text,) = said

@@ -195,7 +195,7 @@ def test_dir_and_help_list_the_functions() -> None:
         ("simulate", {"micro_steps": 13}, "has 12 sequences; every micro-step needs one"),
         ("analyze", {"ranks": 3}, "--ranks 3 doesn't divide the 16 experts of"),
         ("analyze", {"token_budget": 64}, "micro_steps: not allowed with argument token_budget"),
-        ("analyze", {"step": 9}, "there is no step 9; the trace has steps 0 to 1"),
+        ("analyze", {"step": 9}, "no step 9; it has steps 0 to 1"),
         ("analyze", {"model": "qwen3-30b-a3b"}, "is not of model qwen3-30b-a3b"),
         ("analyze", {"ranks_per_node": 3}, "4 ranks with 3 a node"),
         ("analyze", {"micro_steps": None, "token_budget": 8}, "a sequence of 32 tokens doesn't fit"),

@@ -246,3 +246,20 @@ def test_a_trace_in_memory_reads_like_its_file(tmp_path: Path) -> None:
     # Sorted ids are not copied.
     from_file = file.read()
     assert np.shares_memory(MemoryReader(from_file).read().expert_ids, from_file.expert_ids)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=15)
+def test_sequences_are_read_in_any_order(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    rng, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("parts")
+    parts = [random_trace(8, seed + number) for number in range(3)]
+    for number, part in enumerate(parts):
+        write_trace(part, folder / f"{number}.parquet")
+    reader, whole = TraceReader(folder), read_trace(folder)
+    chosen = rng.permutation(12)[: rng.integers(1, 13)]
+    found = reader.read_sequences(chosen)
+    assert found.num_sequences == len(chosen)
+    for place, index in enumerate(chosen.tolist()):
+        assert np.array_equal(found.sequence(place), whole.sequence(index))
+        assert found.windows[place] == whole.windows[index]
+    assert reader.by_step().steps.tolist() == sorted(whole.steps.tolist())

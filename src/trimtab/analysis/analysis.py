@@ -46,8 +46,9 @@ class Analysis:
         lost_share_L: `[L]` each layer's part of the expert time that is lost.
         sizes: with other micro-steps and numbers of ranks.
         overlap_DD: `[D, D]`, overlap of the loads of two domains.
-        estimate: cost in seconds; None where no model fits.
+        estimate: cost in seconds; None without.
         permuted: loss and cost if expert ids were permuted.
+        no_seconds: why there is no estimate, a sentence.
     """
 
     counts: TraceCounts
@@ -67,6 +68,7 @@ class Analysis:
     overlap_DD: Array
     estimate: CostEstimate | None
     permuted: PermutedIds
+    no_seconds: str = ""
 
     def __repr__(self) -> str:
         micro_steps, layers, ranks = self.loads_MLR.shape
@@ -81,6 +83,7 @@ def analyze(
     ranks_per_node: int | None = None,
     case: ComparisonCase | None = None,
     planned: PlannedLoads | None = None,
+    no_seconds: str = "",
 ) -> Analysis:
     """Figures of a trace.
 
@@ -88,6 +91,7 @@ def analyze(
         ranks_per_node: ranks that share a node; by default all.
         case: the steps whose seconds are simulated; None: no seconds.
         planned: loads of a plan, to compare placements with.
+        no_seconds: why there are no seconds, a sentence.
 
     Raises:
         InputError: if the ranks don't divide the experts, or nodes the ranks.
@@ -118,6 +122,7 @@ def analyze(
         overlap_DD=domain_overlap(counts.counts_DLE),
         estimate=estimate_cost(case) if case else None,
         permuted=permuted_ids(counts_MLE, ranks, case),
+        no_seconds=no_seconds,
     )
 
 

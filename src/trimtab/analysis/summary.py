@@ -153,8 +153,8 @@ def notes(analysis: Analysis) -> list[str]:
             f"{scaled}. The cost of imbalance is what they would be less with perfectly even routing; waiting is what "
             "they would be less if every expert phase took the mean of the ranks, with the same rows."
         )
-    elif analysis.ranks > 1:
-        texts.append("No preset model has these numbers of experts and top-k; name yours with --model to get seconds.")
+    elif analysis.no_seconds:
+        texts.append(analysis.no_seconds)
     least = PlanSettings().smallest_share
     if HOT_FACTOR * per_expert < least:
         texts.append(

@@ -18,11 +18,12 @@ from trimtab.analysis.fixed_placements import SLOTS, PlannedLoads
 from trimtab.analysis.summary import answer, cost_summary, layers_summary
 from trimtab.analysis.trace_comparison import TraceComparison, compare_traces
 from trimtab.analysis.trace_comparison import figures as comparison_figures
-from trimtab.api.plan import plan
+from trimtab.api.plan import planned_loads
 from trimtab.api.result_summary import Summarised
 from trimtab.api.run import Run
-from trimtab.api.steps import read_steps
+from trimtab.api.steps import TraceSteps, read_steps
 from trimtab.figures import plural
+from trimtab.planner import SequenceCounts
 from trimtab.report.comparison_report import ComparisonReport
 from trimtab.report.html import write_html
 from trimtab.report.imbalance import Imbalance
@@ -157,11 +158,18 @@ def analyze(
         run = replace(run, token_budget=counts.token_budget, micro_steps=None)
     token_budget, micro_steps, nodes = run.token_budget, run.micro_steps, run.nodes
     fitting = run.model_or_none(reader)
-    ids_bytes = int(reader.facts.lengths.sum()) * reader.empty.num_layers * reader.empty.top_k
+    counted = slice(None) if run.step is None else reader.facts.steps == run.step
+    ids_bytes = int(reader.facts.lengths[counted].sum()) * reader.empty.num_layers * reader.empty.top_k
     is_small = ids_bytes * reader.empty.expert_ids.itemsize <= MOST_BYTES
-    case = None
-    if fitting and is_small:
-        reader = MemoryReader(reader.read(), reader)
+    case = recorded = None
+    no_seconds = ""
+    if fitting is None:
+        no_seconds = "No preset model has these numbers of experts and top-k; name yours with --model to get seconds."
+    elif not is_small:
+        one = "; --step takes one step" if run.step is None and len(np.unique(reader.facts.steps)) > 1 else ""
+        no_seconds = f"No seconds: there are more than {MOST_BYTES >> 20:,} MB of expert ids{one}."
+    else:
+        reader = MemoryReader(reader.by_step() if run.step is None else reader.read(run.step), reader)
         recorded = read_steps(reader, run if run.step is None else replace(run, steps=1))
         # Static placement has no replicas.
         kept = replace(run, slots=0, recompute_granularity=run.recompute_granularity or "none")
@@ -169,8 +177,6 @@ def analyze(
         # Counts are of whole sequences.
         longest = int(reader.facts.lengths.max())
         token_budget, micro_steps = max(case.token_budget, longest if case.settings.layout.pieces > 1 else 0), None
-    elif fitting:
-        log.info("no seconds: %s has more than %d MB of expert ids", reader.name, MOST_BYTES >> 20)
     for note in () if case else reader.empty.notes:
         log.info("%s", note)
     ranks = nodes.ranks
@@ -184,26 +190,36 @@ def analyze(
         case = with_checkpointing(case)
     planned = None
     if ranks > 1:
-        step_trace, about = _step_to_plan(reader, counts.steps[-1])
-        # Of the step that was chosen, with the slots of the other rows.
-        planned_run = replace(
-            run, slots=SLOTS, model=fitting, overrides=(), step=None, token_budget=counts.token_budget, micro_steps=None
-        )
-        made = plan(step_trace, planned_run)
-        planned = PlannedLoads(about, made.loads_before_MLR, made.loads_after_MLR)
-    analysis = analyze_counts(counts, ranks=ranks, ranks_per_node=nodes.ranks_per_node, case=case, planned=planned)
+        sequences, about = _step_to_plan(reader, counts.steps[-1], recorded)
+        # With the slots of the other rows.
+        planned_run = replace(run, slots=SLOTS, token_budget=counts.token_budget, micro_steps=None)
+        planned = PlannedLoads(about, *planned_loads(sequences, planned_run, fitting))
+    analysis = analyze_counts(
+        counts,
+        ranks=ranks,
+        ranks_per_node=nodes.ranks_per_node,
+        case=case,
+        planned=planned,
+        no_seconds=no_seconds,
+    )
     return AnalysisResult(reader.name, tuple(reader.files), analysis)
 
 
-def _step_to_plan(reader: TraceReader, step: int) -> tuple[RoutingTrace, str]:
-    """The step, or evenly chosen parts of it if it is large, and what a plan of it is called in tables."""
+def _step_to_plan(reader: TraceReader, step: int, recorded: TraceSteps | None) -> tuple[SequenceCounts, str]:
+    """The step, or evenly chosen parts of it if it is large, and what a plan of it is called in tables.
+
+    Args:
+        recorded: steps that are counted, of which it is the last.
+    """
+    about = "a plan for each micro-step"
+    if recorded:
+        return recorded.recorded[-1].counts, about
     wanted = np.flatnonzero(reader.facts.steps == step)
     token_bytes = reader.empty.num_layers * reader.empty.top_k * reader.empty.expert_ids.itemsize
     end_bytes = np.cumsum(reader.facts.lengths[wanted], dtype=np.int64) * token_bytes
     every = -(-int(end_bytes[-1]) // PLANNED_BYTES)
     part_S = np.unique(end_bytes // ROW_GROUP_BYTES, return_inverse=True)[1]
     chosen = wanted[part_S % max(1, every) == 0]
-    about = "a plan for each micro-step"
     if len(chosen) < len(wanted):
         about += f", of {len(chosen):,} of {len(wanted):,} sequences"
-    return reader.read_sequences(chosen), about
+    return SequenceCounts.from_trace(reader.read_sequences(chosen)), about

@@ -9,7 +9,8 @@ from typing import Annotated
 from trimtab.analysis.trace_counts import DEFAULT_BUDGET
 from trimtab.api.plan_result import PlanResult
 from trimtab.api.run import Run, checked
-from trimtab.cluster import ClusterSpec, StepCosts
+from trimtab.array_type import Array
+from trimtab.cluster import ClusterSpec, ModelSpec, StepCosts
 from trimtab.cluster.specs import AUTO, slot_numbers
 from trimtab.errors import InputError
 from trimtab.kinds import choice, positive, switch
@@ -58,12 +59,7 @@ def plan(
     nodes, groups, token_budget = run.nodes, run.groups, run.token_budget
     step_trace = _one_step(reader, run.step)
     spec = run.model_or_none(reader)
-    costs = None
-    if spec:
-        costs = StepCosts.of(
-            nodes, spec, moe_layers=step_trace.num_layers, groups=groups, recompute=run.recompute,
-            checkpointing=run.recompute_granularity == "full",
-        )  # fmt: skip
+    costs = _costs(run, spec, step_trace.num_layers)
     homes = Placement.contiguous(step_trace.num_layers, step_trace.num_experts, nodes.ranks)
     # Untimed, so that compiling is not timed: a few sequences, in several micro-steps.
     few = step_trace.part(0, min(step_trace.num_sequences, 4 * nodes.ranks))
@@ -97,6 +93,30 @@ def plan(
         costs=costs,
         groups=groups,
     )
+
+
+def planned_loads(sequences: SequenceCounts, run: Run, model: ModelSpec | None) -> tuple[Array, Array]:
+    """Rows `[M, L, R]` of each rank in each instance of a step, without a plan and with one, as `plan` finds them.
+
+    Args:
+        run: with ranks and a token budget.
+        model: None if it is not known.
+    """
+    homes = Placement.contiguous(sequences.num_layers, sequences.num_experts, run.nodes.ranks)
+    costs, budget = _costs(run, model, sequences.num_layers), run.token_budget or DEFAULT_BUDGET
+    view, planned = _plan(POLICIES["trimtab"], sequences, homes, run.nodes, budget, costs)
+    before = Workload.from_sequences(sequences, view.schedule)
+    after = Workload.from_sequences(sequences, planned.schedule)
+    return before.home_loads(POLICIES["static"].plan(view).home), planned.rank_loads(after)
+
+
+def _costs(run: Run, model: ModelSpec | None, layers: int) -> StepCosts | None:
+    if model is None:
+        return None
+    return StepCosts.of(
+        run.nodes, model, moe_layers=layers, groups=run.groups, recompute=run.recompute,
+        checkpointing=run.recompute_granularity == "full",
+    )  # fmt: skip
 
 
 def _plan(

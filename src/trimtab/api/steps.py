@@ -161,7 +161,7 @@ def read_steps(reader: TraceReader, run: Run, *, most: int = MOST_STEPS) -> Trac
     """
     if not reader.facts.lengths.any():
         raise InputError(f"{reader.name}: the trace is empty; there is nothing to simulate")
-    last, earlier = step_of(reader.read(), run.step)
+    last, earlier = step_of(reader.by_step(), run.step)
     traces = [*earlier, last]
     measured = run.steps or min(most, max(1, len(earlier)))
     if measured > len(traces):

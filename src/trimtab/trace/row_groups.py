@@ -261,7 +261,8 @@ def read_group(parquet: pq.ParquetFile, group: int, empty: RoutingTrace) -> Rout
     expected = int(facts.lengths.sum()) * token_bytes
     if claimed > 2 * expected + BYTES_A_ROW * (len(facts.lengths) + 64):
         raise InputError(f"row group {group} claims {claimed} bytes; its sequences have {expected} bytes of expert ids")
-    blocks = _columns(parquet.read_row_group(group, [IDS]))[IDS].combine_chunks()
+    # One column: threads gain nothing, and each keeps memory of its own.
+    blocks = _columns(parquet.read_row_group(group, [IDS], use_threads=False))[IDS].combine_chunks()
     _, offsets_buffer, data = blocks.buffers()
     offsets = np.frombuffer(offsets_buffer, "<i8")[blocks.offset : blocks.offset + len(blocks) + 1]
     sizes = np.diff(offsets)

@@ -143,24 +143,27 @@ class TraceReader:
             raise InputError(f"{self.name}: no step {step}; {known}")
         return self.read_sequences(chosen)
 
+    def by_step(self) -> RoutingTrace:
+        """The whole trace, its steps one after another, so that those are views of it."""
+        return self.read_sequences(np.argsort(self.facts.steps, kind="stable"))
+
     def read_sequences(self, chosen: Array) -> RoutingTrace:
-        """Some sequences, ascending indices `[N]`. Chunks without any are not read; memory holds one chunk beside."""
+        """Some sequences, indices `[N]` in any order. Chunks without any are not read; memory holds one beside."""
         facts = self.facts.select(chosen)
         ids_TLK = np.empty((int(facts.lengths.sum()), *self.empty.expert_ids.shape[1:]), self.empty.expert_ids.dtype)
+        order, starts = np.argsort(chosen), np.cumsum(facts.lengths) - facts.lengths
         places = self.chunk_places()
-        ends = np.searchsorted(chosen, [*(place.first for place in places[1:]), len(self.facts.steps)])
-        starts = np.append(0, ends[:-1])
-        wanted = [number for number in range(len(places)) if starts[number] < ends[number]]
-        token = 0
-        chunks = read_chunks([places[number] for number in wanted], self.empty)
-        for number in wanted:
+        ends = np.searchsorted(chosen[order], [*(place.first for place in places[1:]), len(self.facts.steps)])
+        of_place = zip(places, np.split(order, ends[:-1]), strict=False)
+        wanted = [(place, mine) for place, mine in of_place if len(mine)]
+        chunks = read_chunks([place for place, _ in wanted], self.empty)
+        for place, mine in wanted:
             chunk = next(chunks)
-            mine = chosen[starts[number] : ends[number]] - places[number].first
-            part = chunk if len(mine) == chunk.num_sequences else chunk.select(mine)
-            ids_TLK[token : token + part.num_tokens] = part.expert_ids
-            token += part.num_tokens
+            for each in mine.tolist():
+                rows = chunk.sequence(int(chosen[each]) - place.first)
+                ids_TLK[starts[each] : starts[each] + len(rows)] = rows
             # Before the next one is read.
-            del chunk, part
+            del chunk, rows
         return self.empty.with_sequences(facts, ids_TLK)
 
 
@@ -181,12 +184,16 @@ def read_chunks(places: Iterable[ChunkPlace], empty: RoutingTrace) -> Iterator[R
     Raises:
         InputError: one line that names the file, if it is gone or damaged.
     """
+    import pyarrow as pa
+
     from trimtab.trace.row_groups import open_parquet, read_group
 
     for file, chunks in groupby(places, key=lambda place: place.file):
         with _naming(file), open_parquet(file) as parquet:
             for place in chunks:
                 yield read_group(parquet, place.group, empty)
+                # Else it keeps about 100 MB of what it read.
+                pa.default_memory_pool().release_unused()
 
 
 def named_files(source: Source, pattern: str) -> list[Path]:
@@ -306,6 +313,10 @@ class MemoryReader(TraceReader):
     def chunk_places(self) -> list[ChunkPlace]:
         """None: it is in no file."""
         return []
+
+    def by_step(self) -> RoutingTrace:
+        """The trace as it is."""
+        return self._trace
 
     def read_sequences(self, chosen: Array) -> RoutingTrace:
         """Some sequences, ascending indices `[N]`, without a copy of consecutive ones."""
