@@ -115,7 +115,7 @@ test-fsdp-blocks: .venv/.ready  ## run MoE blocks of torchtitan, AReaL, Automode
 	$(BIN)/python -m zipfile -e out/wheels/spmd_types-*.whl out/wheels/torchtitan
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target out/wheels/torchtitan tyro
 	test -z "$(PRIME_RL)" || ln -sfn "$(PRIME_RL)" out/wheels/prime_rl
-	FSDP_BLOCKS=out/wheels $(BIN)/python -m pytest tests/integrations/test_fsdp_blocks.py
+	FSDP_BLOCKS=out/wheels $(BIN)/python -m pytest tests/integrations/test_fsdp_blocks.py tests/integrations/test_prime_rl.py
 
 test-te: .venv/.ready  ## run grouped experts with the Python of Transformer Engine's release, on the CPU (about a minute)
 	$(BIN)/python -m pip download --quiet --no-deps --dest out/wheels transformer-engine==2.20.2

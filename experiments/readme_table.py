@@ -76,8 +76,8 @@ def _measured() -> str:
 def _runs() -> str:
     return (
         "ran in the framework, on CPU ranks: Megatron-core, verl, slime, transformers and TRL with FSDP2, your own "
-        "loop. Written against the framework's source, of which parts ran: miles, ROLL, NeMo-RL, SkyRL, ms-swift. Of "
-        "torchtitan, prime-rl, AReaL and Automodel the MoE blocks ran. One H200 has run it, alone and shared by two "
+        "loop. Written against the framework's source, of which parts ran: miles, ROLL, NeMo-RL, SkyRL, ms-swift, "
+        "prime-rl. Of torchtitan, AReaL and Automodel the MoE blocks ran. One H200 has run it, alone and shared by two "
         "ranks; **it has not run on several GPUs**"
     )
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trimtab.integrations.fsdp import add_fsdp_layer
+from trimtab.integrations.prime_rl import run_in_session
 from trimtab.runtime import ExpertWeight, RowGroups, Session, grouped_linear
 
 EXPERTS, TOP_K, HIDDEN, INNER = 8, 2, 16, 12
@@ -233,17 +234,7 @@ def _make_prime() -> Any:
 
 
 def _adapt_prime(session: Session, owner: Any, block: Any) -> None:
-    block.experts.forward = layer = add_fsdp_layer(session, block.experts, ("w1", "w2", "w3"), separate, owner=owner)
-    choose = block.router.forward
-
-    def route(x: torch.Tensor, bias: Any = None, routed_experts: Any = None) -> Any:
-        live = choose(x, bias)[1] if routed_experts is None else routed_experts
-        return choose(x, bias, layer.route(live))
-
-    block.router.forward = route
-    # Whose function takes tokens, ids and scores.
-    block.ep_comm_backend = "deepep"
-    block._run_deepep_routed_experts = lambda x, ids, scores: block.experts(x, ids, scores) + block.shared_expert(x)
+    run_in_session(session, block)
 
 
 FRAMEWORKS = {
