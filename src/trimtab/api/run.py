@@ -25,7 +25,7 @@ from trimtab.trace import TraceReader
 EXCLUSIVE = (("micro_steps", "token_budget"), ("step_tokens", "sampled"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Run:
     """A training run: its cluster, model, layout, and the size of its steps.
 
@@ -90,10 +90,17 @@ class Run:
     def __post_init__(self) -> None:
         for name, value in checked(Run, {field.name: getattr(self, field.name) for field in fields(self)}).items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "overrides", tuple(dict(self.overrides).items()))
         for first, second in EXCLUSIVE:
             # Each fixes the other.
             if getattr(self, first) is not None and getattr(self, second) is not None:
                 raise InputError(f"{first}: not allowed with argument {second}")
+
+    def __repr__(self) -> str:
+        """With the fields that are not by default."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = [f"{name}={value!r}" for name, value in values.items() if value != getattr(Run, name)]
+        return f"Run({', '.join(changed)})"
 
     def sweep(self, **values: Iterable[Any]) -> tuple[Run, ...]:
         """Runs with every combination of values of some fields, such as `run.sweep(ranks=[8, 16], slots=[2, 4])`."""

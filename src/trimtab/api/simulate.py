@@ -191,13 +191,13 @@ def simulate(
     """
     names = _names(policies)
     checked(simulate, {"groups_meet": groups_meet, "equal_terms": equal_terms, "sensitivity": sensitivity})
-    reader = open_trace(trace)
     asked = [run] if isinstance(run, Run) else list(run)
     if not asked:
         raise InputError("run: expected at least one")
     alike = [replace(each, ranks=None, slots=0, micro_steps=None, dispatcher=None) for each in asked]
     if any(each != alike[0] for each in alike):
         raise InputError("run: runs of a sweep differ in ranks, slots, micro_steps and dispatcher alone")
+    reader = open_trace(trace)
     runs = [each.on_ranks(reader) for each in asked]
     recorded = read_steps(reader, runs[0])
     model = runs[0].model_of(reader)
