@@ -6,7 +6,7 @@ from trimtab.trace import PRESETS, synthesize_preset
 
 def main() -> None:
     # Expert ids of every token in every MoE layer, as a rollout records them. With routing of your own, pass its path:
-    # trimtab.plan("routing/step-00000.parquet", ranks=16).
+    # trimtab.plan("routing/step-00000.parquet", trimtab.Run(ranks=16)).
     trace = synthesize_preset(
         PRESETS["qwen3-30b-math"],
         num_sequences=256,

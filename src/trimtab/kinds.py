@@ -7,7 +7,6 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from trimtab.errors import InputError, unknown
@@ -114,6 +113,5 @@ positive, whole = at_least(1), at_least(0)
 tokens = Kind("a number of tokens, such as 20M", _tokens, types=(int, str), metavar="N")
 part = Kind("above 0, and at most 1", partial(_in_range, 0, most=1, above=True), **_NUMBER)
 price = Kind("a price, 0 or more", partial(_in_range, 0), **_NUMBER)
-file = Kind("a text in quotes", Path, metavar="FILE")
 text = Kind("a text in quotes", as_given)
 switch = Kind("true or false", partial(_one_of, (True, False)), types=(bool,))

@@ -313,3 +313,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
             return
         time.sleep(0.001)
     raise AssertionError("it does not come")
+
+
+def test_what_a_second_process_compiles_runs() -> None:
+    exec(cli_output.PLANNING.format(names=["trimtab"]), {})

@@ -41,7 +41,7 @@ import trimtab, trimtab.observe
 from trimtab.trace import synthesize
 
 trace = synthesize(num_sequences=16, sequence_length=32, num_layers=2, num_experts=16, top_k=2, zipf=1.5)
-trimtab.plan(trace, ranks=4, token_budget=128)
+trimtab.plan(trace, trimtab.Run(ranks=4, token_budget=128))
 print(*(name for name in ("pyarrow", "highspy") if name in sys.modules))
 trimtab.write_trace(trace, sys.argv[1])
 print(*(name for name in ("pyarrow", "highspy") if name in sys.modules))

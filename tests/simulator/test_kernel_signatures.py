@@ -16,7 +16,7 @@ import importlib, json, pkgutil
 import numpy as np
 from numba.core.registry import CPUDispatcher
 import trimtab.policies, trimtab.simulator
-from trimtab import RoutingTrace
+from trimtab import RoutingTrace, Run
 from trimtab.api.simulate import simulate
 from trimtab.cluster import ModelSpec
 
@@ -30,8 +30,8 @@ model = ModelSpec("small", moe_layers=2, vocab_size=100, **sizes)
 sizes = {"model": model, "ranks": 4, "ranks_per_node": 2, "micro_steps": 2, "groups": 2}
 for equal_terms, slots in ((False, 2), (True, 1)):
     names = tuple(trimtab.policies.POLICIES)
-    simulate(trace, policies=names, equal_terms=equal_terms, recompute=not equal_terms, slots=slots, **sizes)
-simulate(trace, policies=("static",), pp=2, **sizes)
+    simulate(trace, Run(recompute=not equal_terms, slots=slots, **sizes), policies=names, equal_terms=equal_terms)
+simulate(trace, Run(pp=2, **sizes), policies=("static",))
 found = {}
 for package in (trimtab.policies, trimtab.simulator):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):

@@ -28,12 +28,12 @@ FOLDERS = ("figures",)
 SOURCES = {"trace": "*.parquet", "compare": "*.parquet", "source": "*", "settings": "*"}
 # Code that uses the kernels of balancers.
 PLANNING = """
-from trimtab import plan
+from trimtab import Run, plan
 from trimtab.trace import synthesize
 
 trace = synthesize(num_sequences=64, sequence_length=32, num_layers=2, num_experts=16, top_k=2, zipf=1.5)
 for policy in {names}:
-    plan(trace, ranks=8, ranks_per_node=4, token_budget=128, policy=policy)
+    plan(trace, Run(ranks=8, ranks_per_node=4, token_budget=128), policy=policy)
 """
 
 
